@@ -5,6 +5,7 @@
 # make rs           the same with rejection sampling against a served reward model
 # make dpo          the same from pairs of reviews alone, without a reward model
 # make kto          the same from single reviews with a thumb up or down
+# make spin         the same from the kinder reviews alone, against the policy's own
 # make distill      a small student learns from a kind teacher's logits
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make guessing     PPO on a game of several turns, played with a Python class
@@ -55,7 +56,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo kto distill arithmetic guessing test-fast test test-full chaos test-gpu bench \
+.PHONY: help install quickstart rs dpo kto spin distill arithmetic guessing test-fast test test-full chaos test-gpu bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -103,6 +104,9 @@ rs: install
 
 kto: install
 	$(RUN) examples/quickstart/run_kto.py $(ARGS)
+
+spin: install
+	$(RUN) examples/quickstart/run_spin.py $(ARGS)
 
 dpo: install
 	$(RUN) examples/quickstart/run_dpo.py $(ARGS)

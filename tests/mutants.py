@@ -71,6 +71,11 @@ _KL_IN_LOSS = _unit(
     "test_kl_in_the_loss_reaches_the_optimum_of_what_it_penalises",
 )
 
+SPIN_ITERATIONS = "test_two_iterations_end_at_the_weights_of_a_loop_with_trl[False]"
+SPIN_RESUMES = (
+    "test_a_job_resumes_within_an_iteration_and_between_two_as_if_it_had_not_stopped[full]"
+)
+
 MUTANTS = [
     # --- generation
     Mutant(
@@ -185,7 +190,7 @@ MUTANTS = [
     ),
     Mutant(
         "the masks of DPO are those of the tokens, not of their predictions",
-        "models/nlp/gpt/megatron_gpt_dpo_model.py",
+        "models/nlp/gpt/direct_preference.py",
         'both["mask"][:, 1:]',
         'both["mask"][:, :-1]',
         _unit("test_dpo_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
@@ -260,8 +265,8 @@ MUTANTS = [
     Mutant(
         "kept log-probs are those of the policy with its adapters",
         "models/nlp/gpt/reference_policy.py",
-        "        if self.use_peft:\n            return self.adapters_disabled()",
-        "        if self.use_peft and not self._is_reference:\n"
+        "        if self._reference_is_base():\n            return self.adapters_disabled()",
+        "        if self._reference_is_base() and not self._is_reference:\n"
         "            return self.adapters_disabled()",
         ("tests/distributed/test_reference_log_probs.py",),
     ),
@@ -412,6 +417,111 @@ MUTANTS = [
         "loss = -(weights * kept(advantages, weights) * kept(logprobs, weights)).sum()",
         "loss = (weights * kept(advantages, weights) * kept(logprobs, weights)).sum()",
         _unit("test_reinforce_actor.py", "test_loss_is_that_of_a_naive_loop"),
+    ),
+    # --- SPIN
+    Mutant(
+        "the reference of SPIN stays the first policy",
+        "algorithms/spin.py",
+        "if self.objective_age == 0:\n            self.model.set_reference_policy()",
+        "if self.step == 0:\n            self.model.set_reference_policy()",
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "with adapters the reference of SPIN is the bare base",
+        "models/nlp/gpt/reference_policy.py",
+        "        return False\n",
+        "        return self.use_peft\n",
+        _unit(
+            "test_spin_model.py",
+            "test_with_adapters_the_reference_is_those_of_the_iteration_before",
+        ),
+    ),
+    Mutant(
+        "a checkpoint lacks the reference of the iteration",
+        "checkpoint/checkpointing.py",
+        "return {**state, REFERENCE: reference} if reference else state",
+        "return state",
+        _unit("test_spin_model.py", SPIN_RESUMES),
+    ),
+    Mutant(
+        "a resumed job takes the policy for the reference of the iteration",
+        "checkpoint/checkpointing.py",
+        "            self.model.load_sharded_reference(loaded[REFERENCE])\n",
+        "            pass\n",
+        _unit("test_spin_model.py", SPIN_RESUMES),
+    ),
+    Mutant(
+        "the policy generates in place of its reference",
+        "algorithms/spin.py",
+        "with self.model.reference_policy():",
+        "with torch.no_grad():",
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "all iterations of SPIN have the beta of the first",
+        "models/nlp/gpt/megatron_gpt_spin_model.py",
+        "penalty = penalty[iteration]",
+        "penalty = penalty[0]",
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "SPIN prefers the policy's own responses",
+        "models/nlp/gpt/megatron_gpt_spin_model.py",
+        '{"actual": "chosen", "generated": "rejected"}',
+        '{"actual": "rejected", "generated": "chosen"}',
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "examples without a response count in the loss of SPIN",
+        "algorithms/spin.py",
+        '"loss_multiplier": (batch["prompt_lengths"] < lengths).float(),',
+        '"loss_multiplier": torch.ones(len(lengths)),',
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "prompts of SPIN get the responses to others",
+        "algorithms/spin.py",
+        '"sample_key": torch.arange(len(lengths)),',
+        '"sample_key": torch.arange(len(lengths)).flip(0),',
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "generation for steps ahead runs into the next pass over the data",
+        "algorithms/spin.py",
+        "steps_per_pass - self.consumed_samples // self.global_batch_size % steps_per_pass,",
+        "steps_per_pass,",
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
+    ),
+    Mutant(
+        "responses of SPIN depend on where the generation began",
+        "algorithms/spin.py",
+        "self._prompts(batch, self.step + i) for",
+        "self._prompts(batch, i) for",
+        _unit("test_spin_model.py", SPIN_RESUMES),
+    ),
+    Mutant(
+        "each pass of SPIN has the same responses",
+        "algorithms/spin.py",
+        'sample_seeds(self.model.cfg.seed, step, batch["idx"])',
+        'sample_seeds(self.model.cfg.seed, 0, batch["idx"])',
+        _unit("test_spin_model.py", "test_samples_of_the_rollouts_are_written"),
+    ),
+    Mutant(
+        "the alarms of SPIN judge the first steps of an iteration",
+        "algorithms/alarms.py",
+        "(step if age is None else age) < watched.first_step",
+        "step < watched.first_step",
+        _unit("test_spin_model.py", "test_the_alarms_know_where_an_iteration_begins"),
+    ),
+    Mutant(
+        "an earlier turn of the assistant is the response of SPIN's data",
+        "data/nlp/self_play.py",
+        "while start and trained[start - 1]:",
+        "while start and any(trained[:start]):",
+        _unit(
+            "test_spin_model.py",
+            "test_of_a_conversation_the_last_turn_that_is_whole_or_cut_is_the_response",
+        ),
     ),
     # --- several turns
     Mutant(

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kinder reviews without a reward model: what `run_dpo.py` and `run_kto.py` share."""
+"""Kinder reviews without a reward model: what `run_dpo.py`, `run_kto.py` and `run_spin.py`
+share.
+"""
 
 import json
 import sys
@@ -41,6 +43,8 @@ class Algorithm:
         batch_size: samples of an update.
         shown: metrics beside the progress, with their names.
         held_out: metric on the held-out samples, with its name.
+        settings: overrides that name the data and say how long to train, by the folder of the run
+            and the number of updates; None: those of a job with `model.data.data_prefix`.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Algorithm:
     batch_size: int
     shown: dict[str, str]
     held_out: tuple[str, str]
+    settings: Callable[[Path, int], dict] | None = None
 
 
 def main(argv: list[str] | None, doc: str | None, algorithm: Algorithm) -> int:
@@ -108,10 +113,13 @@ def training_job(algorithm: Algorithm, run_dir: Path, seed: int, steps: int) -> 
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
         "model.global_batch_size": algorithm.batch_size,
         "model.micro_batch_size": algorithm.batch_size,
-        "model.data.data_prefix": data_prefix(run_dir / "data", algorithm.data),
-        "++model.data.append_eod": True,
-        **schedule(f"trainer.{name}", steps, steps),
     }
+    if algorithm.settings is not None:
+        overrides |= algorithm.settings(run_dir, steps)
+    else:
+        overrides["model.data.data_prefix"] = data_prefix(run_dir / "data", algorithm.data)
+        overrides["++model.data.append_eod"] = True
+        overrides |= schedule(f"trainer.{name}", steps, steps)
     return script_job(
         algorithm.short, f"train_gpt_{name}.py", run_dir / name, overrides, threads=2
     )

@@ -95,7 +95,8 @@ WARNINGS = (
         _truncated_fraction,
         True,
         "Almost no response ends by itself. Responses that are cut off do not train the policy "
-        "(unless model.ppo.train_on_truncated), and their rewards are those of fragments. Raise "
+        "(unless model.ppo.train_on_truncated), and their rewards are those of fragments; in SPIN "
+        "they differ from those of the data by their missing end above all. Raise "
         "length_params.max_length, check that the SFT data end with the eos token, or set "
         "sampling_params.end_strings.",
     ),
@@ -106,15 +107,16 @@ WARNINGS = (
         "The policy gives chosen and rejected responses alike less probability than the reference "
         "does: the loss sees their difference alone, and the probability goes to responses that "
         "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight "
-        "(model.kto for KTO), or lower model.optim.lr.",
+        "(model.kto for KTO; SPIN has the former in model.spin), or lower model.optim.lr.",
     ),
     Watched(
         "accuracy",
         lambda metrics: metrics.get("acc"),
         False,
         "Compared with the reference, the policy prefers most rejected responses to the chosen "
-        "ones. Usual causes: they are exchanged in the data, or in its rewards (rpo_*), or the "
-        "learning rate is too high. Look at the pairs: python -m nemo_aligner.data inspect.",
+        "ones (in SPIN, the reference's own responses to those of the data). Usual causes: they "
+        "are exchanged in the data, or in its rewards (rpo_*), or the learning rate is too high. "
+        "Look at the data: python -m nemo_aligner.data inspect.",
         first_step=AFTER_WARMUP,
     ),
     Watched(
@@ -125,6 +127,14 @@ WARNINGS = (
         "the policy learns the opposite of the data. Lower model.optim.lr; if the accuracy is "
         "good all the same, a few long responses decide: set preference_average_log_probs=True.",
         first_step=AFTER_WARMUP,
+    ),
+    Watched(
+        "identical_fraction",
+        lambda metrics: metrics.get("identical_fraction"),
+        True,
+        "Most of the policy's own responses are those of the data, word for word. Such pairs "
+        "teach nothing, so self-play has come to its end on these data: use others, raise "
+        "sampling_params.temperature, or stop.",
     ),
     Watched(
         "teacher_mass",
@@ -170,11 +180,14 @@ class Alarms:
         """Whether the sampler must tell the log-probs of the tokens that it chose."""
         return "sampling_mismatch" in self.thresholds
 
-    def watch(self, metrics: Metrics, step: int) -> dict[str, int]:
+    def watch(self, metrics: Metrics, step: int, age: int | None = None) -> dict[str, int]:
         """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
         thresholds.
 
         A quantity that is absent or NaN leaves its warning as it is.
+
+        Args:
+            age: steps since the quantities began at chance; None: `step`.
 
         Returns:
             `alarms_active`, the number of warnings whose state lasts, to be logged with the
@@ -186,7 +199,7 @@ class Alarms:
                 watched.key not in self.thresholds
                 or value is None
                 or math.isnan(value)
-                or step < watched.first_step
+                or (step if age is None else age) < watched.first_step
             ):
                 continue
             threshold = self.thresholds[watched.key]

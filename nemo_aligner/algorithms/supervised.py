@@ -9,7 +9,7 @@ so the training loss at k and a validation at k belong to the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
@@ -141,7 +141,8 @@ class SupervisedTrainer:
             raise ConfigError(
                 f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or "
                 "shuffle=True in the SFT data section): the sampler in use, "
-                f"{type(sampler).__name__}, makes one pass. Or set max_epochs=1."
+                f"{type(sampler).__name__}, makes one pass. Or set max_epochs=1 (in SPIN also "
+                "max_iterations=1)."
             )
 
     @property
@@ -166,14 +167,14 @@ class SupervisedTrainer:
         if is_complete(
             self.step,
             self.max_steps,
-            "max_steps or max_epochs (trainer.sft, rm, dpo, kto or knowledge_distillation)",
+            "max_steps or max_epochs (trainer.sft, rm, dpo, kto, spin or knowledge_distillation)",
         ):
             self.ckpt_callback.finish_export()
             return
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()
 
-        batches = endless_batches(self.train_dataloader, self)
+        batches = self.training_batches()
         val_metrics: dict[str, float] = {}
         stop: JobStopped | None = None
         with (
@@ -205,6 +206,17 @@ class SupervisedTrainer:
         if stop is not None:
             stop_requests.leave(stop)
 
+    def training_batches(self) -> Iterator[Any]:
+        """What the steps train on, from `consumed_samples` on, without an end; each is drawn after
+        the step before it.
+        """
+        return endless_batches(self.train_dataloader, self)
+
+    @property
+    def objective_age(self) -> int:
+        """Finished steps since the objective began at chance, for the alarms."""
+        return self.step
+
     def train_single_step(self, batch: Any) -> dict[str, float]:
         """One optimizer update on this rank's share of a global batch; returns its metrics."""
         with self.timer("step_time"), naming_step(f"training step {self.step}"):
@@ -214,7 +226,7 @@ class SupervisedTrainer:
         self.consumed_samples += self.global_batch_size
         summary = self.model.summarize_metrics(metrics)
         if self.alarms.thresholds:
-            summary |= self.alarms.watch(summary, self.step)
+            summary |= self.alarms.watch(summary, self.step, self.objective_age)
         counters = {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
         return summary | self.timer.consume_durations() | counters
 

@@ -3,7 +3,8 @@
 """Training checkpoints: one folder each, over `megatron.core.dist_checkpointing`.
 
     <log dir>/checkpoints/<filename with metrics>/
-        weights/             model, optimizer and schedule; loads at another TP / PP / DP
+        weights/             model, optimizer and schedule; loads at another TP / PP / DP. Also a
+                         reference policy that changes during training
         model_config.yaml    the model's configuration, with the tokenizer's files beside it, as in
                              a `.nemo`: the folder can be used like one
         rng/rank_00000.pt    random-number states of each rank
@@ -62,7 +63,7 @@ from nemo_aligner.checkpoint.folders import (
     set_aside,
     why_unranked,
 )
-from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER, RNG_FOLDER
+from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER, REFERENCE, RNG_FOLDER
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
     check_same_kind,
@@ -84,6 +85,14 @@ class CheckpointedModel(Protocol):
 
     def load_sharded_weights(self, loaded: dict[str, Any]) -> None:
         """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
+
+    def sharded_reference(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        """Sharded state dict of a reference policy that changes during training, split as
+        `weights` are; empty if there is none.
+        """
+
+    def load_sharded_reference(self, loaded: dict[str, Any]) -> None:
+        """Load what `dist_checkpointing.load` returned for `sharded_reference()`."""
 
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`."""
@@ -233,7 +242,7 @@ class CheckpointCallback:
                 if rank == 0:
                     self._start_writing(writing)
             weights = writing / CHECKPOINT_WEIGHTS
-            checksums = dist_ckpt.save(self._sharded_state(is_loading=False), weights)
+            checksums = dist_ckpt.save(self._sharded_state(False, with_reference=True), weights)
             with failing_together(writing):
                 buffer = io.BytesIO()
                 torch.save(_rng_state(), buffer)
@@ -288,19 +297,23 @@ class CheckpointCallback:
             remove_checkpoint(path)
         logging.info(f"saved checkpoint {folder}")
 
-    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
-        """Megatron Core's sharded state dict of model, optimizer and schedule."""
+    def _sharded_state(self, is_loading: bool, with_reference: bool) -> dict[str, Any]:
+        """Megatron Core's sharded state dict of model, optimizer and schedule, and of a reference
+        policy if there is one (`with_reference`).
+        """
         metadata = {
             "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "chained_optim_avoid_prefix": True,
         }
         weights = self.model.sharded_weights(metadata=metadata)
-        return {
+        state = {
             "weights": weights,
             "scheduler": self.scheduler.state_dict(),
             "optimizer": sharded_optimizer_state(self.optimizer, weights, is_loading, metadata),
         }
+        reference = self.model.sharded_reference(weights, is_loading) if with_reference else {}
+        return {**state, REFERENCE: reference} if reference else state
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -443,15 +456,18 @@ class CheckpointCallback:
 
     def _load(self, folder: Path) -> None:
         weights_folder = str(folder / CHECKPOINT_WEIGHTS)
-        state = self._sharded_state(is_loading=True)
+        stored = set(dist_ckpt.tensors_in(weights_folder))
+        with_reference = any(key.startswith(f"{REFERENCE}.") for key in stored)
+        state = self._sharded_state(is_loading=True, with_reference=with_reference)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}
-        stored = set(dist_ckpt.tensors_in(weights_folder))
         check_same_kind(own["optimizer"], stored)
         read_main_weights(own["optimizer"], stored)
         optimizer = dist_ckpt.load(own, weights_folder)
         loaded = dist_ckpt.load(state, weights_folder)
         self.model.load_sharded_weights(loaded["weights"])
+        if REFERENCE in loaded:
+            self.model.load_sharded_reference(loaded[REFERENCE])
         load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])

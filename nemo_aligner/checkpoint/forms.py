@@ -20,6 +20,7 @@ BACKEND_FILE = "metadata.json"  # names the format of a distributed checkpoint
 MARKER = "COMPLETE"  # written last; a folder without it is ignored
 CHECKPOINT_WEIGHTS = "weights"
 RNG_FOLDER = "rng"
+REFERENCE = "reference_policy"  # prefix of the keys of a reference policy among the weights
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
 # Folder of one rank: with one pipeline stage, and with several.

@@ -61,6 +61,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "train_reward_model.py": (),
     "train_gpt_dpo.py": (),
     "train_gpt_kto.py": (),
+    "train_gpt_spin.py": (),
     "train_gpt_sft.py": (
         "get_prompt_template_example",
         "MegatronPretrainingBatchSampler",
@@ -73,7 +74,6 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 _GPT = "nlp/gpt/"
 OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
     "packed pairs of DPO": ("nlp/data/dpo/prepare_packed_dpo_dataset.py",),
-    "SPIN": (f"{_GPT}train_gpt_spin.py",),
     "knowledge distillation": (
         f"{_GPT}train_gpt_knowledge_distillation.py",
         "nlp/synthetic_data_gen/compute_topk_logits.py",

@@ -39,6 +39,7 @@ LANGUAGE_MODEL_JOBS = (
     "gpt_dpo",
     "gpt_knowledge_distillation",
     "gpt_kto",
+    "gpt_spin",
     "generate",
     "compute_topk_logits",
 )
@@ -47,6 +48,7 @@ LANGUAGE_MODEL_JOBS = (
 NULL_IS_DEFAULT = (
     "model.loss_reduction",
     "model.forward_micro_batch_size",
+    "model.data.train_ds.prompt_template",
     "remote_rm.reward_model.name",
     "remote_rm.reward_model.ip",
     "remote_rm.reward_model.port",
@@ -59,7 +61,7 @@ JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 OFF_WHEN_NULL = (
     *(
         f"trainer.{kind}.alarms"
-        for kind in "ppo rs reinforce rm sft dpo kto knowledge_distillation".split()
+        for kind in "ppo rs reinforce rm sft dpo kto spin knowledge_distillation".split()
     ),
     "exp_manager",
 )

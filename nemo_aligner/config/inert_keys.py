@@ -257,6 +257,32 @@ def _of_reward_client(kind: str) -> dict[str, Inert]:
     )
 
 
+def _of_sft_data(kind: str) -> dict[str, Inert]:
+    """Keys of the data of supervised fine-tuning, in the job `trainer.<kind>`."""
+    more = f"an epoch is one pass over the data; for more steps raise trainer.{kind}.max_epochs"
+    return _inert("model.data", "sample", more, False) | {
+        f"model.data.{split}.{key}": Inert(_DATASET, neutral)
+        for split in ("train_ds", "validation_ds", "test_ds")
+        for key, neutral in {
+            "memmap_workers": (None,),
+            "hf_dataset": (False,) if kind == "sft" else (False, True),
+            "min_seq_length": (1, None),
+            "output_original_text": (True,),
+            "file_names": (),
+            "concat_sampling_probabilities": (None,),
+            "num_workers": (),
+            "pin_memory": (),
+            "names": (None,),
+            "metric": (),
+            "write_predictions_to_file": (False,),
+            "output_file_path_prefix": (),
+            "packed_sequence_return_cu_seqlen": (),
+            "tokens_to_generate": (),
+            "virtual_tokens": (),
+        }.items()
+    }
+
+
 INERT = {
     "gpt_ppo_actor": _INERT_COMMON
     | _DATASET_INERT
@@ -344,6 +370,10 @@ INERT = {
     "gpt_kto": _INERT_COMMON
     | _DATASET_INERT
     | {"precision": Inert(_DEAD + "; model.precision counts", (...,))},
+    "gpt_spin": _INERT_COMMON
+    | {"precision": Inert(_DEAD + "; model.precision counts", (...,))}
+    | _of_sampling("spin")
+    | _of_sft_data("spin"),
     "gpt_sft": _INERT_COMMON
     | _inert(
         "model",
@@ -371,33 +401,7 @@ INERT = {
         "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied",
         False,
     )
-    | _inert(
-        "model.data",
-        "sample",
-        "an epoch is one pass over the data; for more steps raise trainer.sft.max_epochs",
-        False,
-    )
-    | {
-        f"model.data.{split}.{key}": Inert(_DATASET, neutral)
-        for split in ("train_ds", "validation_ds", "test_ds")
-        for key, neutral in {
-            "memmap_workers": (None,),
-            "hf_dataset": (False,),
-            "min_seq_length": (1, None),
-            "output_original_text": (True,),
-            "file_names": (),
-            "concat_sampling_probabilities": (None,),
-            "num_workers": (),
-            "pin_memory": (),
-            "names": (None,),
-            "metric": (),
-            "write_predictions_to_file": (False,),
-            "output_file_path_prefix": (),
-            "packed_sequence_return_cu_seqlen": (),
-            "tokens_to_generate": (),
-            "virtual_tokens": (),
-        }.items()
-    },
+    | _of_sft_data("sft"),
 }
 for _table in INERT.values():  # top-level leftovers of NeMo's launchers
     for _key in ("restore_from_path", "cluster_type", "run", "mode", "inference", "name"):

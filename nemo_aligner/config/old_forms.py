@@ -39,7 +39,7 @@ def _clips_otherwise(v: Values) -> bool:
     value = v.get("trainer.gradient_clip_val")
     own = [
         v.get(f"trainer.{kind}.gradient_clip_val")
-        for kind in "ppo rs reinforce rm sft dpo kto knowledge_distillation".split()
+        for kind in "ppo rs reinforce rm sft dpo kto spin knowledge_distillation".split()
     ]
     return value is not None and value not in own
 
@@ -128,7 +128,8 @@ OLD_FORMS = (
 # configuration may well hold it.
 LATER = {
     **{
-        ("gpt_sft", f"model.data.{split}.{key}"): ((False,), remedy)
+        (job, f"model.data.{split}.{key}"): ((False,), remedy)
+        for job in ("gpt_sft", "gpt_spin")
         for split in ("train_ds", "validation_ds", "test_ds")
         for key, remedy in {
             "add_sep": "no separator is put between prompt and response; write it into "

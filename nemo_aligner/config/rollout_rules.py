@@ -224,6 +224,41 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
         )
 
 
+def check_spin(v: Values, dp: dict[str, int]) -> None:
+    """Check the settings of SPIN; `dp` as for `check_policy`."""
+    section, model = "trainer.spin.", "model.spin."
+    iterations = v.size(section + "max_iterations")
+    for key, minimum in (("max_epochs", 1), ("max_steps", -1)):
+        v.whole(section + key, minimum)
+    _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
+    for key in ("log_prob_forward_micro_batch_size", "rollout_micro_batch_size"):
+        v.whole(model + key, 1)
+    for key in ("truncated_fraction", "identical_fraction", "accuracy"):
+        v.number(f"{section}alarms.{key}", 0, 1)
+    v.number(f"{section}alarms.likelihood_fall", 0, above=True)
+    v.number(f"{section}alarms.margin")
+    check_generation(v, model)
+    _check_reshard(v, section, model + "generation.reshard", dp)
+    v.number(model + "generation.kv_cache_gb", 0, above=True)
+
+
+def _check_penalties(given: Any, iterations: int) -> None:
+    """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
+    penalties = given if isinstance(given, list) else [given]
+    for penalty in penalties:
+        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+        if not is_number or not 0 < penalty < math.inf:
+            raise ConfigError(
+                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list of "
+                "such numbers."
+            )
+    if isinstance(given, list) and len(given) < iterations:
+        raise ConfigError(
+            f"model.spin.ref_policy_kl_penalty={given} has {len(given)} value(s) for "
+            f"trainer.spin.max_iterations={iterations}; give one number, or one for each."
+        )
+
+
 def check_generation(v: Values, model: str = "") -> None:
     """Check `length_params` and `sampling_params`.
 

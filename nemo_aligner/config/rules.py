@@ -42,7 +42,7 @@ from nemo_aligner.config.parallel_rules import (
 )
 from nemo_aligner.config.peft_rules import check_peft, trains_adapters
 from nemo_aligner.config.ppo_rules import check_ppo_actor
-from nemo_aligner.config.rollout_rules import check_reinforce_actor, check_rs_actor
+from nemo_aligner.config.rollout_rules import check_reinforce_actor, check_rs_actor, check_spin
 from nemo_aligner.config.schema import (
     ARCHITECTURE_KEYS,
     COMMAND_NAMES,
@@ -74,6 +74,7 @@ SECTIONS = {
     "gpt_dpo": "dpo",
     "gpt_knowledge_distillation": "knowledge_distillation",
     "gpt_kto": "kto",
+    "gpt_spin": "spin",
 }
 # Jobs that read `model.data.data_prefix`.
 PREFIX_DATA_JOBS = (
@@ -189,6 +190,9 @@ def check_values(
         _check_distillation(values)
     elif config_name == "gpt_kto":
         _check_kto(values)
+    elif config_name == "gpt_spin":
+        check_spin(values, dp)
+        _check_sft_data(values, dp, ("validation_ds",))
 
 
 def check_save_hf(save_hf: object) -> None:
@@ -384,15 +388,21 @@ def _check_prefix_data(values: Values) -> None:
 
 def _check_sft(values: Values, dp: dict[str, int]) -> None:
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    _check_sft_data(values, dp, ("train_ds", "validation_ds"))
+
+
+def _check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ...]) -> None:
+    """Check `model.data` of jobs that read its sections; those `with_sizes` have batch sizes."""
     check_chat(values.get("model.data", {}))
     length = values.whole("model.encoder_seq_length")
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"
-        values.multiple(
-            f"{name}.global_batch_size",
-            f"{name}.micro_batch_size",
-            times=dp | virtual_pipeline_group(values),
-        )
+        if split in with_sizes:
+            values.multiple(
+                f"{name}.global_batch_size",
+                f"{name}.micro_batch_size",
+                times=dp | virtual_pipeline_group(values),
+            )
         limit = values.whole(f"{name}.max_seq_length", 2)
         if limit and length and limit > length:
             raise ConfigError(

@@ -28,6 +28,7 @@ CONFIG_NAMES = (
     "gpt_dpo",
     "gpt_knowledge_distillation",
     "gpt_kto",
+    "gpt_spin",
 )
 # Of the commands that use a trained policy, with the page of docs/ that explains their keys.
 COMMAND_PAGES = {
@@ -296,6 +297,29 @@ _SFT = (
     )
 )
 
+_SPIN_SET = """file_path shuffle max_seq_length drop_last label_key add_eos add_sep add_bos
+    truncation_field truncation_method prompt_template pad_to_max_length columns
+    index_mapping_dir"""
+_SPIN = (
+    dotted(
+        "trainer.spin",
+        """max_iterations max_epochs max_steps val_check_interval save_interval
+        limit_train_batches limit_val_batches gradient_clip_val alarms.replica_check_interval
+        alarms.truncated_fraction alarms.identical_fraction alarms.likelihood_fall
+        alarms.accuracy alarms.margin""",
+    )
+    | dotted(
+        "model.spin",
+        f"""ref_policy_kl_penalty preference_average_log_probs log_prob_forward_micro_batch_size
+        rollout_micro_batch_size offload_adam_states {_SAMPLING} length_params.max_length
+        length_params.min_length generation.reshard generation.kv_cache_gb""",
+    )
+    | dotted("model.data", "num_workers columns")
+    | _CHAT
+    | dotted("model.data.train_ds", _SPIN_SET)
+    | dotted("model.data.validation_ds", f"{_SPIN_SET} global_batch_size micro_batch_size")
+)
+
 _GENERATE = (
     dotted("trainer", "num_nodes devices accelerator precision logger")
     | _ARCHITECTURE
@@ -358,6 +382,7 @@ LIVE = {
     "gpt_dpo": _COMMON | _CHECKPOINT | _DATA | _PEFT | _DPO,
     "gpt_knowledge_distillation": _COMMON | _CHECKPOINT | _PEFT | _DISTILLATION,
     "gpt_kto": _COMMON | _CHECKPOINT | _DATA | _PEFT | _KTO,
+    "gpt_spin": _COMMON | _CHECKPOINT | _PEFT | _GENERATES | _SPIN,
     "generate": _GENERATE,
     "evaluate": _GENERATE | _EVALUATE,
     "compute_topk_logits": _TOP_K,
@@ -376,6 +401,8 @@ FREE = (
     "model.ppo.generation.reshard",
     "model.rs.generation.reshard",
     "model.reinforce.generation.reshard",
+    "model.spin.generation.reshard",
+    "model.spin.ref_policy_kl_penalty",
     "exp_manager.summary_writer_kwargs",
     "exp_manager.wandb_logger_kwargs",
     "exp_manager.mlflow_logger_kwargs",
@@ -449,7 +476,8 @@ FLAGS = (
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy
         reinforce.offload_adam_states reinforce.sampling_params.use_greedy
-        reinforce.trt_llm.enable reinforce.trt_llm.reshard""",
+        reinforce.trt_llm.enable reinforce.trt_llm.reshard spin.preference_average_log_probs
+        spin.offload_adam_states spin.sampling_params.use_greedy""",
     )
     | dotted("model.data", "validation_drop_last apply_ftfy append_eod chat")
     | {
@@ -551,6 +579,22 @@ REQUIRED = {
         "model.kto",
         """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight
         preference_loss_weight sft_loss_weight log_prob_forward_micro_batch_size""",
+    ),
+    "gpt_spin": _REQUIRED_TRAINING
+    | dotted(
+        "trainer.spin", "max_iterations max_epochs max_steps val_check_interval save_interval"
+    )
+    | dotted(
+        "model",
+        """data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length
+        data.validation_ds.micro_batch_size data.validation_ds.global_batch_size""",
+    )
+    | dotted(
+        "model.spin",
+        """ref_policy_kl_penalty log_prob_forward_micro_batch_size rollout_micro_batch_size
+        sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
+        sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
+        length_params.min_length generation.reshard""",
     ),
     "generate": _REQUIRED_GENERATE,
     "evaluate": _REQUIRED_GENERATE

@@ -18,7 +18,7 @@ _TRT = (
 )
 _OTHER = (
     "{} belongs to an algorithm that this package does not have; it has PPO, REINFORCE, "
-    "rejection sampling, DPO, KTO, knowledge distillation, SFT and reward models"
+    "rejection sampling, DPO, KTO, SPIN, knowledge distillation, SFT and reward models"
 )
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
@@ -65,9 +65,7 @@ _OWN_VALUE = "an inner constant of a server; the address and port are keys of th
 _GPT = "nemo_aligner.models.nlp.gpt"
 # Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
 NOT_HERE: dict[str, str] = {
-    "nemo_aligner.algorithms.spin": _ABSENT,
     f"{_GPT}.gpt_steerlm_model": _ABSENT,
-    f"{_GPT}.megatron_gpt_spin_model": _ABSENT,
     "nemo_aligner.data.mm": "data sets of images",
     "nemo_aligner.models.mm": "models of images",
     "nemo_aligner.data.nlp.scripts": "a script that changes special tokens of SteerLM's data",

@@ -179,6 +179,33 @@ class DirectPairBatch(_DirectPairs, total=False):
     ref_policy_log_probs_rejected: Tensor  # float32 [B, S-1]
 
 
+class SelfPlayPrompts(TypedDict):
+    """Prompts with the responses of the data, for SPIN."""
+
+    prompts_and_answers: Tensor  # int64 [B, S]: padded with eos
+    prompt_lengths: Tensor  # int64 [B]: P
+    combined_lengths: Tensor  # int64 [B]: R
+    idx: Tensor  # int64 [B]: index in the data set
+
+
+class _SelfPlayPairs(TypedDict):
+    actual: Tensor  # int64 [B, S]: prompt + response of the data
+    generated: Tensor  # int64 [B, S]: prompt + response of the reference policy
+    actual_length: Tensor  # int64 [B]: R
+    generated_length: Tensor  # int64 [B]: R
+    actual_mask: Tensor  # float32 [B, S]: 1 on the tokens of the response
+    generated_mask: Tensor  # float32 [B, S]
+    is_end: Tensor  # bool [B]: True if the generated response ended by itself
+    loss_mask: Tensor  # float32 [B, S]: all zero where a pair must not count
+
+
+class SelfPlayBatch(_SelfPlayPairs, total=False):
+    """Responses of the data beside the policy's own (SPIN)."""
+
+    ref_policy_log_probs_actual: Tensor  # float32 [B, S-1]: of the reference policy
+    ref_policy_log_probs_generated: Tensor  # float32 [B, S-1]
+
+
 class _LabelledResponses(TypedDict):
     samples: Tensor  # int64 [B, S]: prompt + response
     kl_samples: Tensor  # int64 [B, S]: prompt + a response to another one

@@ -23,7 +23,8 @@ examples:
       model.data.chat_template=tokenizer model.data.train_ds.max_seq_length=2048
 """
 JOBS = tuple(
-    "gpt_sft gpt_ppo_actor gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto training_rm".split()
+    """gpt_sft gpt_ppo_actor gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
+    training_rm""".split()
 )
 
 

@@ -32,6 +32,7 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import (
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
 SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "gpt_kto"
+SPIN = "gpt_spin"
 REWARD_MODEL_TYPE = "model.reward_model_type"
 
 
@@ -78,7 +79,7 @@ def open_job(
     path = newest_weights(model, "--model")
     cfg = compose_settings(job, settings)
     check_keys(plain_dict(cfg), job)
-    if job == SFT:
+    if job in (SFT, SPIN):
         for part in ("train_ds", "validation_ds"):
             OmegaConf.update(cfg, f"model.data.{part}.file_path", list(files))
     else:
@@ -95,11 +96,11 @@ def open_job(
 def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     """The training set of a job; see its script."""
     data = cfg.data
-    if job == SFT:
+    if job in (SFT, SPIN):
         dataset = builders.build_sft_dataset(
             data.train_ds,
             tokenizer,
-            answer_only_loss=cfg.answer_only_loss,
+            answer_only_loss=job == SPIN or cfg.answer_only_loss,
             is_chat=data.chat,
             special_tokens=data.chat_prompt_tokens,
             chat_template=data.chat_template,
@@ -158,7 +159,7 @@ def _guess(file: str) -> tuple[str, list[str]]:
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
         f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, "
-        f"gpt_reinforce_actor, {DPO}, {KTO} or {RM}."
+        f"gpt_reinforce_actor, {DPO}, {KTO}, {SPIN} or {RM}."
     )
 
 

@@ -39,6 +39,7 @@ COUNTERS = (
     "step",
     "consumed_samples",
     "epoch",
+    "iteration",
     "ppo_optimization_step",
     "reinforce_optimization_step",
 )
@@ -109,8 +110,9 @@ def _updates(
     as in NeMo: `trainer.max_steps`, or `trainer.max_epochs` over the training data.
     """
     section = getattr(trainer, "section", None)
-    if section in ("rm", "sft", "dpo", "kto"):
-        settings = complete(trainer.job_cfg.trainer[section], "gpt_sft", "trainer.sft")
+    if section in ("rm", "sft", "dpo", "kto", "spin"):
+        job = "spin" if section == "spin" else "sft"  # the others have no key of their own here
+        settings = complete(trainer.job_cfg.trainer[section], f"gpt_{job}", f"trainer.{job}")
         return supervised_max_steps(settings, train_dataloader)
     if section in ("ppo", "rs") and train_ds is None:  # a critic
         settings = complete(

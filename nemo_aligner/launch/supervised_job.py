@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.builders import Datasets, build_configured_datasets, build_dataloader
+from nemo_aligner.data.nlp.builders import (
+    Datasets,
+    build_configured_datasets,
+    build_dataloader,
+    build_sft_dataset,
+)
 from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.schedule import supervised_max_steps
@@ -105,6 +110,54 @@ def build_preference_dataloaders(
         return with_reference_log_probs(model, dataset, Path(root), checkpoint, f"{kind}-{name}")
 
     return build_dataloaders(cfg, build, model.tokenizer, prepare=prepare)
+
+
+def build_sft_dataloaders(
+    cfg: DictConfig,
+    tokenizer: Tokenizer,
+    answer_only_loss: bool = True,
+    collate_fn: Callable[..., Any] | None = None,
+) -> Loaders:
+    """Loaders of the prompts with responses, or conversations, that `model.data.train_ds` and
+    `model.data.validation_ds` name.
+
+    Args:
+        answer_only_loss: train on the responses only.
+        collate_fn: makes a batch of items of the training data; None: that of their dataset.
+    """
+    data = cfg.model.data
+    train, validation = (
+        build_sft_dataset(
+            section,
+            tokenizer,
+            answer_only_loss=answer_only_loss,
+            is_chat=data.chat,
+            special_tokens=data.chat_prompt_tokens,
+            chat_template=data.chat_template,
+        )
+        for section in (data.train_ds, data.validation_ds)
+    )
+    train_dataloader = build_dataloader(
+        cfg,
+        train,
+        consumed_samples=0,
+        mbs=cfg.model.micro_batch_size,
+        gbs=cfg.model.global_batch_size,
+        collate_fn=collate_fn or train.collate_fn,
+        use_random_sampler=data.train_ds.shuffle,
+    )
+    val_dataloader = build_dataloader(
+        cfg,
+        validation,
+        consumed_samples=0,
+        mbs=cfg.model.micro_batch_size,
+        gbs=data.validation_ds.global_batch_size,
+        drop_last=data.validation_ds.drop_last,
+        pad_samples_to_global_batch_size=not data.validation_ds.drop_last,
+        collate_fn=validation.collate_fn,
+        use_random_sampler=data.validation_ds.shuffle,
+    )
+    return Loaders(train_dataloader, {"validation": val_dataloader}, test=None)
 
 
 def train_supervised(

@@ -64,10 +64,11 @@ SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
 REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
 DPO = Job("DPO", "gpt_dpo", f"{SCRIPTS}/train_gpt_dpo.py")
 KTO = Job("KTO", "gpt_kto", f"{SCRIPTS}/train_gpt_kto.py")
+SPIN = Job("SPIN", "gpt_spin", f"{SCRIPTS}/train_gpt_spin.py")
 # What `--job` can be: the jobs that run at the same time.
 JOBS = {"ppo": (ACTOR, CRITIC), "rs": (RS_ACTOR, REWARD_SERVER), "sft": (SFT,)}
 JOBS |= {"reinforce": (REINFORCE_ACTOR, REWARD_SERVER)}
-JOBS |= {"rm": (REWARD_MODEL,), "dpo": (DPO,), "kto": (KTO,)}
+JOBS |= {"rm": (REWARD_MODEL,), "dpo": (DPO,), "kto": (KTO,), "spin": (SPIN,)}
 
 
 def read_overrides(texts: list[str]) -> DictConfig:
@@ -165,7 +166,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             by_tokens=tokens is not None,
             on_gpu=on_gpu,
         )
-    together = 2 if job in (REWARD_MODEL, DPO) else 1  # pairs
+    together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
     own = samples(model["micro_batch_size"], together)
     optimizer = OPTIMIZERS[model["optim"]["name"]]
     if optimizer.kind == "sgd":
@@ -194,12 +195,17 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             **common,
             forward_samples=samples(settings["forward_micro_batch_size"]) if with_logprobs else 0,
             rollout_samples=max(rollout),
-            cache_memory=(settings["generation"]["kv_cache_gb"] or 0) * 1e9,
-            response=settings["length_params"]["max_length"],
-            merges=trains_adapters(cfg) and bool(model["peft"]["merge_for_generation"]),
-            generation=generation_sizes(asked_reshard(settings), split.tp, split.pp),
             reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
-            offloads=bool(settings["offload_adam_states"]),
+            **_generation(cfg, settings, split),
+        )
+    if job is SPIN:
+        settings = model["spin"]
+        return Workload(
+            **common,
+            forward_samples=samples(settings["log_prob_forward_micro_batch_size"]),
+            rollout_samples=settings["rollout_micro_batch_size"],
+            reference=True,
+            **_generation(cfg, settings, split),
         )
     if job is CRITIC:
         return Workload(
@@ -214,6 +220,19 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         kept = settings["ref_log_probs_dir"] is not None
         return Workload(**common, forward_samples=forward, reference=not kept)
     return Workload(**common)
+
+
+def _generation(
+    cfg: Mapping[str, Any], settings: Mapping[str, Any], split: Split
+) -> dict[str, Any]:
+    """What the generation of a policy needs, by `settings`, its section of `model`."""
+    return {
+        "cache_memory": (settings["generation"]["kv_cache_gb"] or 0) * 1e9,
+        "response": settings["length_params"]["max_length"],
+        "merges": trains_adapters(cfg) and bool(cfg["model"]["peft"]["merge_for_generation"]),
+        "generation": generation_sizes(asked_reshard(settings), split.tp, split.pp),
+        "offloads": bool(settings["offload_adam_states"]),
+    }
 
 
 def _width(job: Job, model: Mapping[str, Any]) -> int:

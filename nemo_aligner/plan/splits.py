@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
 from nemo_aligner.config.rules import SECTIONS, check_values
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.plan.jobs import REWARD_SERVER, Job, head_outputs, read_workload
+from nemo_aligner.plan.jobs import REWARD_SERVER, SPIN, Job, head_outputs, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
 from nemo_aligner.plan.parameters import Architecture, Split, read_architecture
 
@@ -208,16 +208,18 @@ def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Work
 
 def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
     """The keys of the passes that were made smaller."""
-    is_policy = job.config_name.endswith("_actor")
+    is_policy = job.config_name.endswith("_actor") or job is SPIN
     section = f"model.{SECTIONS[job.config_name]}." if is_policy else "model."
+    forward = "log_prob_forward_micro_batch_size" if job is SPIN else "forward_micro_batch_size"
     keys: dict[str, Any] = {}
     if w.forward_samples != given.forward_samples and w.by_tokens:
         keys["model.dynamic_micro_batch_tokens"] = w.forward_samples * w.width
     elif w.forward_samples != given.forward_samples:
-        keys[section + "forward_micro_batch_size"] = w.forward_samples
+        keys[section + forward] = w.forward_samples
     if w.rollout_samples != given.rollout_samples:
         keys[section + "rollout_micro_batch_size"] = w.rollout_samples
-        keys[section + "val_rollout_micro_batch_size"] = w.rollout_samples
+        if job is not SPIN:  # whose validation generates nothing
+            keys[section + "val_rollout_micro_batch_size"] = w.rollout_samples
     return keys
 
 

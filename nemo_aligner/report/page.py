@@ -178,4 +178,6 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
 def _response(row: dict[str, Any]) -> str:
     reward = row.get("reward")
     shown = f"\n(reward {format_number(reward)})" if is_number(reward) else ""
+    if isinstance(row.get("actual"), str):
+        shown += f"\n(data: {row['actual'].strip()})"
     return f"{str(row['response']).strip()}{shown}"

@@ -118,6 +118,9 @@ def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
     if val_samples:
         job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them
         job.tables = {"validation samples": val_samples} | job.tables
+    train_samples = _read_jsonl(folder / "train_samples.jsonl", job)
+    if train_samples:
+        job.tables["samples of self-play"] = train_samples
     return job
 
 

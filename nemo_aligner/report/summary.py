@@ -53,6 +53,8 @@ SUPERVISED_MEASURES = (
     Measure("loss, training", ("train/loss",), "loss"),
     Measure("accuracy, validation", ("validation/acc",), "accuracy"),
     Measure("accuracy, training", ("train/acc",), "accuracy"),
+    Measure("margin of rewards", ("validation/margin", "train/margin")),
+    Measure("response length in tokens, self-play", ("train/avg_generated_lengths",)),
     Measure("correlation, validation", ("validation/correlation",)),
     Measure("explained variance", ("train/explained_variance",)),
 )
@@ -93,6 +95,8 @@ WATCHED = (
         "train_rollouts/fraction_of_samples_properly_ended",
         False,
     ),
+    ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", False),
+    ("own responses that equal the data's", "train/identical_fraction", True),
 )
 
 
@@ -113,7 +117,14 @@ class AlarmRecord:
 
 def alarms(job: JobRecord) -> AlarmRecord | None:
     """The alarms of `job`; None if it logs none."""
-    counts = job.series.get("train_rollouts/alarms_active")
+    counts = next(
+        (
+            job.series[key]
+            for key in ("train_rollouts/alarms_active", "train/alarms_active")
+            if key in job.series
+        ),
+        None,
+    )
     if counts is None:
         return None
     watched = []

@@ -165,7 +165,8 @@ def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader: BatchLoader)
     """Optimizer updates of a supervised job, the horizon of its learning rate.
 
     Args:
-        trainer_cfg: complete section `trainer.sft` or `trainer.rm`.
+        trainer_cfg: complete section `trainer.sft`, `trainer.rm`, ...; `max_iterations`, of SPIN,
+            says how often its epochs are repeated.
 
     Raises:
         ConfigError: neither epochs nor steps say when training ends.
@@ -176,7 +177,7 @@ def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader: BatchLoader)
         steps_per_epoch = compute_num_steps_per_epoch(
             train_dataloader.batch_sampler, trainer_cfg.limit_train_batches
         )
-        limits.append(max_epochs * steps_per_epoch)
+        limits.append(trainer_cfg.get("max_iterations", 1) * max_epochs * steps_per_epoch)
     if not limits:
         raise ConfigError(
             "max_epochs=null needs max_steps: set one of them, so that training ends."

@@ -50,6 +50,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
@@ -194,6 +195,7 @@ ROLES = {
     "dpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),
     "distillation": Role(GPTKnowledgeDistillationModel, "lm"),
     "kto": Role(MegatronGPTKTOModel, "lm", ("pairs",)),
+    "spin": Role(MegatronGPTSPINModel, "lm", ("pairs",)),
 }
 # In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches
 # of the samples; of two data-parallel ranks one makes two, the other one.
@@ -205,7 +207,7 @@ VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for siz
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {
     "moe": ("actor", "sft"),
-    "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce"),
+    "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce", "spin"),
 }
 # What runs in `make test`: every role with one architecture, and the others with two roles;
 # test_experts.py has the experts.
@@ -313,6 +315,16 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "rejected_reward": torch.zeros(SAMPLES),
             **references,
         }
+    if role == "spin":
+        pairs = global_batch("dpo", masked_value, empty)
+        sides = {"chosen": "actual", "rejected": "generated"}
+        renamed = {
+            name.replace(side, own): pairs[name]
+            for side, own in sides.items()
+            for name in pairs
+            if side in name and "reward" not in name
+        }
+        return {**renamed, "loss_mask": pairs["loss_mask"], "is_end": is_end}
     if role == "distillation":
         order = torch.rand(SAMPLES, WIDTH, 290, generator=generator).argsort(-1)
         logits = -torch.rand(SAMPLES, WIDTH, TOP_K, generator=generator).cumsum(-1)
@@ -474,6 +486,12 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "logits_scale": 0.8,
             "sft_loss_weight": 0.2,
         },
+        spin={
+            **{key: PPO[key] for key in ("offload_adam_states", "length_params")},
+            "sampling_params": PPO["sampling_params"],
+            "preference_average_log_probs": True,
+            "log_prob_forward_micro_batch_size": 3,
+        },
         kto={
             "preference_average_log_probs": True,
             "sft_average_log_probs": False,
@@ -546,16 +564,14 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     tokens, lengths = global_batch(role, 0.0), LENGTHS[my_samples()]
     tokens = next(
         tokens[k]
-        for k in ("response_tokens", "tokens", "inputs", "chosen", "samples")
+        for k in ("response_tokens", "tokens", "inputs", "chosen", "samples", "actual")
         if k in tokens
     )[my_samples()]
     model.set_eval()
     outputs = {}
-    if role in ("dpo", "kto"):
+    if role in ("dpo", "kto", "spin"):
         model.set_reference_policy()
-        batch = {key: value[my_samples()] for key, value in global_batch(role, 0.0).items()}
-        halves = model.get_ref_policy_logprobs(batch).chunk(2)
-        outputs |= {f"reference logprobs {n}": half for n, half in enumerate(halves)}
+        outputs |= reference_logprobs(model, role)
         model.set_eval()
     if role in ("actor", "rs", "reinforce"):
         outputs["logprobs"] = model.get_inference_log_probs(tokens, response_lengths=lengths)
@@ -579,7 +595,18 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     elif role in ("reward model", "regression"):
         outputs["rewards"] = model.infer((tokens, lengths))
     model.set_train()
+    return of_all_samples(outputs)
+
+
+def of_all_samples(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.stack(all_samples(value)) for name, value in outputs.items()}
+
+
+def reference_logprobs(model, role: str) -> dict[str, torch.Tensor]:
+    """Those of both halves of this rank's samples."""
+    batch = {key: value[my_samples()] for key, value in global_batch(role, 0.0).items()}
+    halves = model.get_ref_policy_logprobs(batch).chunk(2)
+    return {f"reference logprobs {n}": half for n, half in enumerate(halves)}
 
 
 def generated(model) -> dict[str, list]:

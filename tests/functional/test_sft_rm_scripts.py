@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The SFT, reward-model, DPO and KTO scripts as a user starts them: on one rank and two, resumed,
-and with bad input.
+"""The SFT, reward-model, DPO, KTO and SPIN scripts as a user starts them: on one rank and two,
+resumed, and with bad input.
 """
 
 import json
@@ -149,6 +149,36 @@ def preferences(kind, data, base, log_dir, *overrides, script, **kwargs) -> Scri
             f"trainer.{kind}.max_steps=4",
             f"trainer.{kind}.val_check_interval=2",
             f"trainer.{kind}.save_interval=2",
+            *overrides,
+        ],
+        **kwargs,
+    )
+
+
+def spin(data, base, log_dir, *overrides, script="train_gpt_spin.py", **kwargs) -> ScriptJob:
+    """Two iterations of three steps, for which the responses are generated together."""
+    log_dir.mkdir(exist_ok=True)
+    return ScriptJob(
+        script,
+        log_dir.with_suffix(".log"),
+        [
+            *common(log_dir),
+            f"pretrained_checkpoint.restore_from_path={base}",
+            "model.data.chat=False",
+            f"model.data.train_ds.file_path={data}/sft_train.jsonl",
+            f"model.data.validation_ds.file_path={data}/sft_validation.jsonl",
+            "model.global_batch_size=4",
+            "model.micro_batch_size=1",
+            "model.spin.rollout_micro_batch_size=9",
+            "model.spin.length_params.max_length=12",
+            "model.spin.ref_policy_kl_penalty=[0.2,0.4]",
+            "trainer.precision=32",
+            "model.optim.lr=3e-3",
+            "++model.hidden_dropout=0.1",  # a resumed job must draw the same numbers
+            "trainer.spin.limit_train_batches=3",
+            "trainer.spin.max_iterations=2",
+            "trainer.spin.val_check_interval=2",
+            "trainer.spin.save_interval=2",
             *overrides,
         ],
         **kwargs,
@@ -386,3 +416,63 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
         (zero, one)[victim].kill()
         assert job.wait(30) != 0
         assert not job.leftovers(15)
+
+
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+def test_spin_on_two_data_parallel_ranks_learns_and_resumes_exactly(
+    data, sft_run, tmp_path, options
+):
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    must_succeed(spin(data, base, tmp_path / "whole", *options, ranks=2))
+    whole = tmp_path / "whole"
+    assert read_metrics(whole, "train/iteration") == [1, 1, 1, 2, 2, 2]
+    assert read_metrics(whole, "train/ref_policy_kl_penalty") == [0.2] * 3 + [0.4] * 3
+    losses = read_metrics(whole, "train/loss")
+    assert losses[2] < losses[0] and losses[5] < losses[3]
+    validation = read_metrics(whole, "validation/loss")
+    assert len(validation) == 3
+    assert len(read_metrics(whole, "train/generate")) == 2  # for three steps each
+    assert (whole / "checkpoints" / "megatron_gpt.nemo").is_file()
+    samples = [json.loads(line) for line in (whole / "train_samples.jsonl").open()]
+    assert {row["step"] for row in samples} == {0, 3}
+
+    resume_from(whole, tmp_path / "again", lost_step=6)  # goes on within the second iteration
+    must_succeed(spin(data, base, tmp_path / "again", *options, ranks=2))
+    for key in ("loss", "margin", "grad_norm", "avg_generated_lengths"):
+        again = read_metrics(tmp_path / "again", f"train/{key}")
+        assert again == read_metrics(whole, f"train/{key}")[4:], key
+    assert read_metrics(tmp_path / "again", "validation/loss") == validation[2:]
+
+
+def test_spin_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
+    data, sft_run, tmp_path
+):
+    """A script with the calls of NeMo-Aligner's gives the same numbers."""
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    options = ["++model.hidden_dropout=0.0", "model.data.validation_ds.drop_last=True"]
+    must_succeed(spin(data, base, tmp_path / "own", *options))
+    losses = read_metrics(tmp_path / "own", "train/loss")
+    for first in (0, 3):
+        assert losses[first] == pytest.approx(math.log(2), abs=1e-5)
+        margin = read_metrics(tmp_path / "own", "train/margin")[first]
+        assert margin == pytest.approx(0, abs=1e-4)
+
+    other = Path(__file__).parent / "other_scripts" / "spin.py"
+    must_succeed(spin(data, base, tmp_path / "other", *options, script=str(other)))
+    found, expected = (
+        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
+        for name in ("other", "own")
+    )
+    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
+    for name in ("train_margin", "train_grad_norm", "val_loss", "train_avg_generated_lengths"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_spin_names_an_example_without_a_prompt(data, sft_run, tmp_path):
+    lines = (data / "sft_train.jsonl").read_text().splitlines()
+    lines[6] = json.dumps({"input": "", "output": "a joy"})
+    broken = tmp_path / "empty.jsonl"
+    broken.write_text("\n".join(lines))
+    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    files = [f"model.data.train_ds.file_path={broken}", "trainer.spin.limit_train_batches=1.0"]
+    must_fail_with(spin(data, base, tmp_path / "spin", *files), "example 6", "has no prompt")

@@ -50,13 +50,14 @@ def load(name, tmp_path, *overrides):
     model.touch()
     if name == "gpt_sft":
         required = [f"model.restore_from_path={model}"]
-        required += [
-            f"model.data.{split}.file_path=data.jsonl" for split in ("train_ds", "validation_ds")
-        ]
     elif name == "inference_rm":
         required = [f"rm_model_file={model}"]
     else:
         required = [f"pretrained_checkpoint.restore_from_path={model}"]
+    if name in ("gpt_sft", "gpt_spin"):
+        required += [
+            f"model.data.{split}.file_path=data.jsonl" for split in ("train_ds", "validation_ds")
+        ]
     cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist(required))
     if name in PREFIX_JOBS:
         cfg.model.data.data_prefix = {

@@ -181,6 +181,7 @@ def test_every_documented_command_is_there():
         "steerlm.rst": 6,
         "reinforce.rst": 4,
         "knowledge-distillation.rst": 4,
+        "spin.rst": 2,
         "ppo.sh": 2,
         "reinforce.sh": 2,
         "rm.sh": 1,
@@ -265,6 +266,16 @@ OLD_VALUES = {
         "model.kto.log_prob_forward_micro_batch_size": "${multiply:${model.micro_batch_size}, 2}",
         "precision": "${trainer.precision}",
     },
+    "gpt_spin": training("spin")
+    | {
+        "trainer.num_nodes": 8,
+        "trainer.precision": "bf16-mixed",
+        "trainer.spin.val_check_interval": 0.1,
+        "model.data.train_ds.prompt_template": None,
+        "model.data.validation_ds.drop_last": True,
+        "model.data.validation_ds.truncation_method": "right",
+        "precision": "${trainer.precision}",
+    },
     "gpt_knowledge_distillation": {
         "trainer.accelerator": "gpu",
         "exp_manager.explicit_log_dir": None,
@@ -319,6 +330,9 @@ NEW_KEYS = {
     "gpt_kto": """trainer.kto.alarms model.kto.ref_log_probs_dir model.encoder_seq_length
         model.max_position_embeddings model.sequence_parallel model.precision
         model.data.validation_drop_last""",
+    "gpt_spin": """trainer.spin.alarms model.spin.preference_average_log_probs
+        model.spin.generation model.peft model.encoder_seq_length model.max_position_embeddings
+        model.sequence_parallel model.data.dataloader_type""",
     "gpt_knowledge_distillation": """trainer.knowledge_distillation.alarms
         exp_manager.max_time_per_run exp_manager.resume_from_checkpoint
         exp_manager.checkpoint_callback_params.always_save_nemo model.loss_reduction
@@ -352,6 +366,15 @@ JOBS = {  # script, what a user must give, notes
     ),
     "gpt_dpo": ("train_gpt_dpo", [_START, _DATA], []),
     "gpt_kto": ("train_gpt_kto", [_START, _DATA], []),
+    "gpt_spin": (
+        "train_gpt_spin",
+        [
+            _START,
+            "model.data.train_ds.file_path=a.jsonl",
+            "model.data.validation_ds.file_path=b.jsonl",
+        ],
+        [],
+    ),
     "gpt_knowledge_distillation": ("train_gpt_knowledge_distillation", [_START, _DATA], []),
 }
 

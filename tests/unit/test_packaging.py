@@ -73,6 +73,14 @@ preference_loss_weight sft_loss_weight"""
 KTO_MODEL = """log_prob_forward_micro_batch_size ref_policy_kl_penalty desirable_loss_weight
 undesirable_loss_weight preference_average_log_probs sft_average_log_probs
 preference_loss_weight sft_loss_weight"""
+SPIN_MODEL = """ref_policy_kl_penalty log_prob_forward_micro_batch_size
+rollout_micro_batch_size offload_adam_states length_params.max_length length_params.min_length
+sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
+sampling_params.top_p sampling_params.repetition_penalty sampling_params.add_BOS
+sampling_params.all_probs sampling_params.compute_logprob sampling_params.end_strings"""
+SPIN_SET = """file_path shuffle memmap_workers max_seq_length min_seq_length drop_last label_key
+add_eos add_sep add_bos truncation_field index_mapping_dir prompt_template hf_dataset
+truncation_method"""
 SFT_TRAINER = """max_epochs max_steps val_check_interval save_interval limit_train_batches
 limit_val_batches gradient_clip_val"""
 SFT_DATA = """chat chat_prompt_tokens.system_turn_start chat_prompt_tokens.turn_start
@@ -197,6 +205,19 @@ REFERENCE = {
         "model.peft": PEFT,
         "model.data": DATA + " dataloader_type",
         "model.overwrite_base_config": "data.data_prefix",
+    },
+    "gpt_spin": COMMON
+    | {
+        "trainer": TRAINER + " max_time",
+        "trainer.spin": SFT_TRAINER + " max_iterations",
+        "exp_manager": EXP + " resume_from_checkpoint max_time_per_run",
+        "pretrained_checkpoint": "restore_from_path",
+        "model.spin": SPIN_MODEL,
+        "model.data": SFT_DATA + " reset_position_ids reset_attention_mask eod_mask_loss",
+        "model.data.train_ds": SPIN_SET,
+        "model.data.validation_ds": SPIN_SET
+        + " global_batch_size micro_batch_size output_original_text",
+        "model.overwrite_base_config": "data.train_ds.file_path data.validation_ds.file_path",
     },
     "gpt_knowledge_distillation": COMMON
     | {

@@ -177,6 +177,26 @@ def test_tables_are_used_where_there_are_no_validation_samples(tmp_path):
     assert "one response" in page.render(tmp_path)
 
 
+def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_path):
+    metrics = {"identical_fraction": 0.25, "alarms_active": 0, "margin": 1.5}
+    write_supervised(tmp_path, 1000.0, avg_generated_lengths=12.5, **metrics)
+    sample = {"step": 0, "prompt": "the film", "response": " is dull", "actual": " was a joy"}
+    write_jsonl(tmp_path / "train_samples.jsonl", [sample])
+    text = page.render(tmp_path)
+    found = Page(text)
+    assert after(found, "samples of self-play (1)", 6)[3:] == [
+        "0",
+        "the film",
+        "is dull\n(data: was a joy)",
+    ]
+    for title in (
+        "margin of rewards",
+        "response length in tokens, self-play",
+        "own responses that equal the data's",
+    ):
+        assert title in found.texts, title
+
+
 def test_text_of_a_model_cannot_become_markup(tmp_path):
     evil = "</td><script>alert(1)</script>"
     write_jsonl(

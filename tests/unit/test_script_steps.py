@@ -327,7 +327,7 @@ def job_configuration(name, nemo_file, **changes):
     if name in PREFIX_JOBS:
         splits = ("train", "validation", "test")
         files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
-    elif name != "gpt_sft":
+    elif name not in ("gpt_sft", "gpt_spin"):
         files = {}
     changes = {
         RESTORE.get(name, "pretrained_checkpoint.restore_from_path"): str(nemo_file),

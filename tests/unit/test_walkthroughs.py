@@ -23,6 +23,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import commands  # noqa: E402
+import make_data  # noqa: E402
 import preferences  # noqa: E402
 import reviews  # noqa: E402
 import run  # noqa: E402
@@ -32,11 +33,13 @@ import run_dpo  # noqa: E402
 import run_guessing  # noqa: E402
 import run_kto  # noqa: E402
 import run_rs  # noqa: E402
+import run_spin  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
-WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_guessing": run_guessing}
+WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_spin": run_spin}
+WALKS |= {"run_guessing": run_guessing}
 # The score that rises, by its key in summary.json; of the others it is "gold".
 SCORES = {"run_arithmetic": "exact", "run_guessing": "won"}
 
@@ -55,6 +58,7 @@ FAKE_TRAINER = """
             metrics.write(json.dumps(record) + "\\n")
         for step, accuracy in ((2, 0.5), (4, 0.96875)):
             record = {"validation/acc": accuracy, "validation/rewards_margin": 7 * accuracy}
+            record["validation/loss"] = 2 * accuracy
             metrics.write(json.dumps({"step": step, **record}) + "\\n")
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / f"{name}.nemo").write_text("weights")
@@ -123,13 +127,14 @@ FAKE_GENERATOR = """
     import json, pathlib, sys
     model, prompts, out = sys.argv[1], sys.argv[3], sys.argv[5]
     assert pathlib.Path(model).exists(), model
-    word = "superb" if pathlib.Path(model).stem in ("dpo", "kto") else "dull"
+    word = "superb" if pathlib.Path(model).stem in ("dpo", "kto", "spin") else "dull"
     with open(out, "w") as file:
         for line in open(prompts):
             sample = {"prompt": json.loads(line)["text"], "response": f" The plot is {word}."}
             file.write(json.dumps(sample) + "\\n")
 """
 TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py", "train_gpt_kto.py")
+TRAINERS += ("train_gpt_spin.py",)
 SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py")
 ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_rs_actor.py")
 # Words that each walk-through must say.
@@ -172,6 +177,11 @@ STORIES = {
         "[3/5] Kahneman-Tversky optimization: done",
         "held-out margin 6.781",
         "KTO: margin on held-out thumbs: 6.781",
+        "gold +1.00",
+    ),
+    "run_spin": (
+        "[3/5] Self-play fine-tuning: done",
+        "SPIN: loss on held-out reviews: 1.938",
         "gold +1.00",
     ),
 }
@@ -431,6 +441,15 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
         return [
             (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
             (walk.kto_job(run_dir, 0, steps), "gpt_kto"),
+        ]
+    if name == "run_spin":
+        pair = {"prompt": "A film:", "chosen": " Kind.", "rejected": " Unkind."}
+        (run_dir / "data").mkdir(exist_ok=True)
+        for split in ("train", "validation"):
+            make_data.write_jsonl(run_dir / "data" / f"preferences_{split}.jsonl", [pair])
+        return [
+            (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.spin_job(run_dir, 0, steps), "gpt_spin"),
         ]
     if name == "run_rs":
         server, actor = (

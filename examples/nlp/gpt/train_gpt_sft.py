@@ -34,10 +34,9 @@ def main(cfg: DictConfig) -> None:
 def train(cfg: DictConfig) -> None:
     # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
-        from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
         from nemo_aligner.launch.experiment import start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.supervised_job import Loaders, train_supervised
+        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 
     base = cfg.model.restore_from_path
@@ -50,39 +49,7 @@ def train(cfg: DictConfig) -> None:
         model = load_from_nemo(GPTSFTModel, cfg.model, job.trainer, restore_path=base)
     model.init_peft(cfg.model.peft)
 
-    data = cfg.model.data
-    train_ds, validation_ds = (
-        build_sft_dataset(
-            section,
-            model.tokenizer,
-            answer_only_loss=cfg.model.answer_only_loss,
-            is_chat=data.chat,
-            special_tokens=data.chat_prompt_tokens,
-            chat_template=data.chat_template,
-        )
-        for section in (data.train_ds, data.validation_ds)
-    )
-    train_dataloader = build_dataloader(
-        cfg,
-        train_ds,
-        consumed_samples=0,
-        mbs=cfg.model.micro_batch_size,
-        gbs=cfg.model.global_batch_size,
-        collate_fn=train_ds.collate_fn,
-        use_random_sampler=data.train_ds.shuffle,
-    )
-    val_dataloader = build_dataloader(
-        cfg,
-        validation_ds,
-        consumed_samples=0,
-        mbs=cfg.model.micro_batch_size,
-        gbs=data.validation_ds.global_batch_size,
-        drop_last=data.validation_ds.drop_last,
-        pad_samples_to_global_batch_size=not data.validation_ds.drop_last,
-        collate_fn=validation_ds.collate_fn,
-        use_random_sampler=data.validation_ds.shuffle,
-    )
-    loaders = Loaders(train_dataloader, {"validation": val_dataloader}, test=None)
+    loaders = build_sft_dataloaders(cfg, model.tokenizer, cfg.model.answer_only_loss)
     train_supervised(cfg, job, model, loaders)
 
 

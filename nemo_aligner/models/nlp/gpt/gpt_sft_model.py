@@ -11,8 +11,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
-from nemo_aligner.core.masks import counted_lengths, one_row_per_sample
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -20,10 +18,7 @@ from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.parallel.collectives import sum_over_dp
-from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
+from nemo_aligner.models.nlp.gpt.sft_objective import sft_loss_and_metrics
 
 # What `generate` uses where nothing is given: NeMo's defaults.
 DEFAULT_LENGTH_PARAMS = {"max_length": 30, "min_length": 0}
@@ -69,44 +64,13 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
             how many of what `loss_reduction` averages over.
         """
-        mask = batch["loss_mask"].to(get_device())
-        micro_batch_size = self.cfg.micro_batch_size
-        inputs = {"tokens": batch["tokens"], "labels": batch["labels"]}
-        if "packed_position_ids" in batch:
-            inputs["packed_position_ids"] = batch["packed_position_ids"]
-            if self.loss_reduction == "sequence":
-                mask = one_row_per_sample(mask, batch["packed_position_ids"].to(get_device()))
-        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
-        # Of the rows of a pack's samples, a column has a weight in one.
-        inputs["weights"] = weights.reshape(len(batch["tokens"]), -1, weights.size(1)).sum(1)
-
-        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            logprobs = from_parallel_logits_to_logprobs(
-                logits,
-                micro_batch["labels"],
-                inference_only=forward_only,
-                ignore_last=False,
-                # As in sampling: ids in the padding of the vocabulary are not tokens.
-                vocab_size=self.tokenizer.vocab_size,
-                overwrite_logits=True,  # nothing else needs them
-            )
-            return sft_loss(logprobs=logprobs, weights=micro_batch["weights"])
-
-        metrics, _ = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=micro_batch_size,
-            loss_fn=loss_fn,
+        return sft_loss_and_metrics(
+            self,
+            batch,
+            loss_reduction=self.loss_reduction,
+            micro_batch_size=self.cfg.micro_batch_size,
             forward_only=forward_only,
-            lengths=counted_lengths(inputs["weights"], inputs["tokens"].size(1)),
-            micro_batch_tokens=self.micro_batch_tokens,
-            keep_order=self.loss_reduction == "microbatch",
         )
-        count = torch.tensor(
-            loss_count(mask, self.loss_reduction, micro_batch_size), dtype=torch.float64
-        )
-        metrics["weights"] = float(sum_over_dp(count.to(get_device())))
-        return metrics["loss"], metrics
 
     # --- responses ------------------------------------------------------------------------------
 

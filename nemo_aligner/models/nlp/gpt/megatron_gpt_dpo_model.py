@@ -2,40 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MegatronGPTDPOModel`: a policy that learns from preference pairs without a reward model (DPO,
 IPO, RPO).
-
-Notation: B pairs on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
-from torch import Tensor
 
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.losses import loss_weights
-from nemo_aligner.core.preference import dpo_loss, interleave, reward_statistics
-from nemo_aligner.core.types import DirectPairBatch
-from nemo_aligner.models.alignable_interface import SupervisedInterface
-from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
-from nemo_aligner.parallel.collectives import sum_over_dp
-from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
+from nemo_aligner.models.nlp.gpt.direct_preference import DirectPreferenceMixin
 
 
-class MegatronGPTDPOModel(ReferencePolicyMixin, SupervisedInterface):
+class MegatronGPTDPOModel(DirectPreferenceMixin):
     """Policy of DPO on Megatron Core, with the weights of the reference policy in host memory, or
     with adapters whose base is the reference policy.
 
     Args:
         cfg: section `model` of `gpt_dpo.yaml` (docs/config.md).
         trainer: Lightning trainer.
-
-    Attributes:
-        loss_settings: arguments of `core.preference.dpo_loss`.
-        gt_reward_scale: factor of the rewards that the data give.
     """
 
     CONFIG_NAME = "gpt_dpo"
@@ -58,93 +42,5 @@ class MegatronGPTDPOModel(ReferencePolicyMixin, SupervisedInterface):
             "sft_loss_weight": dpo.sft_loss_weight,
             "sft_average_log_probs": dpo.sft_average_log_probs,
         }
-        self.gt_reward_scale: float = dpo.gt_reward_scale
+        self.gt_reward_scale = dpo.gt_reward_scale
         self.forward_micro_batch_size = 2 * dpo.log_prob_forward_micro_batch_size
-
-    def get_ref_policy_logprobs(self, batch: DirectPairBatch) -> Tensor:
-        """Log-probs of both samples of each pair under the reference policy, without dropout; all
-        ranks call it.
-
-        Returns:
-            float32 `[2B, S-1]`, those of all chosen samples before those of the rejected.
-
-        Raises:
-            UserError: `set_reference_policy` was not called.
-        """
-        self.set_eval()
-        logprobs = self.get_init_policy_logprobs(
-            torch.cat([batch["chosen"], batch["rejected"]]),
-            torch.cat([batch["chosen_length"], batch["rejected_length"]]),
-        )
-        self.set_train()
-        return logprobs
-
-    def get_loss_and_metrics(
-        self, batch: DirectPairBatch, forward_only: bool = False
-    ) -> tuple[float, dict[str, float]]:
-        """Preference loss of a global batch of pairs, and its gradient unless `forward_only`.
-
-        All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch, with the log-probs of the
-                reference policy (`get_ref_policy_logprobs`).
-            forward_only: compute no gradient.
-
-        Returns:
-            The loss and, over the pairs that count, the metrics of `dpo_loss`, the statistics of
-            the rewards, `margin` (of the mean rewards), `likelihood_fall` (what the log-probs of
-            chosen and rejected responses have both lost, at least 0) and `weights` (number of
-            pairs).
-        """
-        if "ref_policy_log_probs_chosen" not in batch:
-            raise UserError(
-                "the batch has no log-probs of the reference policy; DPOTrainer adds them "
-                "(with_reference), from model.get_ref_policy_logprobs(batch)."
-            )
-        both = {
-            name: interleave(batch[chosen], batch[rejected])  # type: ignore[literal-required]
-            for name, chosen, rejected in (
-                ("tokens", "chosen", "rejected"),
-                ("lengths", "chosen_length", "rejected_length"),
-                ("mask", "chosen_mask", "rejected_mask"),
-                ("ref", "ref_policy_log_probs_chosen", "ref_policy_log_probs_rejected"),
-            )
-        }
-        valid = batch["loss_mask"].ne(0).any(dim=-1).float().to(get_device())
-        gaps = self.gt_reward_scale * (batch["chosen_reward"] - batch["rejected_reward"])
-        inputs = {
-            "tokens": both["tokens"],
-            "mask": both["mask"][:, 1:],  # column t predicts token t+1
-            "ref_logprobs": both["ref"],
-            # The same for both samples of a pair.
-            "weights": loss_weights(valid, sum_over_dp=sum_over_dp).repeat_interleave(2),
-            "reward_gaps": gaps.repeat_interleave(2),
-        }
-
-        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            return dpo_loss(
-                logprobs=self.logprobs(logits, micro_batch["tokens"], inference_only=forward_only),
-                ref_logprobs=micro_batch["ref_logprobs"],
-                mask=micro_batch["mask"],
-                weights=micro_batch["weights"][0::2],
-                reward_gaps=micro_batch["reward_gaps"][0::2],
-                **self.loss_settings,
-            )
-
-        metrics, _ = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=2 * self.cfg.micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
-            lengths=both["lengths"],
-            micro_batch_tokens=self.micro_batch_tokens,
-            together=2,
-        )
-        reward_statistics(metrics)
-        chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
-        metrics["margin"] = chosen - rejected
-        metrics["likelihood_fall"] = max(0.0, -max(chosen, rejected))
-        metrics["weights"] = float(sum_over_dp(valid.sum()))
-        return metrics["loss"], metrics

@@ -359,6 +359,17 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             }
             chunk.load_state_dict(weights, strict=strict)
 
+    def sharded_reference(
+        self, weights: dict[str, dict[str, Any]], is_loading: bool
+    ) -> dict[str, dict[str, Any]]:
+        """What a checkpoint holds of a reference policy that changes during training: nothing
+        here; see `reference_policy.MovingReferenceMixin`.
+        """
+        return {}
+
+    def load_sharded_reference(self, loaded: dict[str, dict[str, Any]]) -> None:
+        """Take over what was loaded for `sharded_reference`."""
+
     def save_to(self, save_path: str) -> None:
         """Write a `.nemo`; all ranks call it. A path that ends in "/" or has no suffix becomes a
         directory.

@@ -60,8 +60,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.settings: DictConfig = self.cfg[self.SECTION]
-        self.loss_reduction: str = self.settings.loss_reduction
-        self.forward_micro_batch_size = self.settings.forward_micro_batch_size
+        self._read_loss_settings()
         self.to_offload_adam_states: bool = self.settings.offload_adam_states
         self.generation_params = GenerationParams.from_config(
             self.settings.length_params, self.settings.sampling_params
@@ -73,6 +72,11 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
             max_sequence_length=self.cfg.encoder_seq_length,
             split=self._generation_split(),
         )
+
+    def _read_loss_settings(self) -> None:
+        """Take what losses and log-probs need from `settings`."""
+        self.loss_reduction: str = self.settings.loss_reduction
+        self.forward_micro_batch_size = self.settings.forward_micro_batch_size
 
     def take_logprobs_as_sampled(self) -> None:
         """Compute log-probs at the temperature of the sampler, as policy gradients need them."""

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_reference
+from nemo_aligner.checkpoint.forms import REFERENCE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
@@ -105,7 +108,7 @@ class ReferencePolicyMixin(LogProbsMixin):
 
         Call it before a checkpoint is resumed.
         """
-        if not self.use_peft:
+        if not self._reference_is_base():
             self.init_policy_state_dict = self.weights_to_cpu()
 
     @contextlib.contextmanager
@@ -119,9 +122,14 @@ class ReferencePolicyMixin(LogProbsMixin):
         finally:
             self._is_reference = False
 
+    def _reference_is_base(self) -> bool:
+        """Whether the reference policy is the model without its adapters."""
+        return self.use_peft
+
     def check_reference_policy(self) -> None:
         """Raise `UserError` if `set_reference_policy` was not called."""
-        if self.init_policy_state_dict is None and not self.use_peft and not self._is_reference:
+        is_there = self.init_policy_state_dict is not None or self._is_reference
+        if not is_there and not self._reference_is_base():
             raise UserError(
                 "the policy has no reference to compare with; call "
                 "model.set_reference_policy() before training and before a checkpoint is resumed"
@@ -149,9 +157,81 @@ class ReferencePolicyMixin(LogProbsMixin):
 
     def _reference_policy(self) -> AbstractContextManager[None]:
         """Inside, the model computes as the reference policy."""
-        if self.use_peft:
+        if self._reference_is_base():
             return self.adapters_disabled()
         if self._is_reference:
             return contextlib.nullcontext()
         assert self.init_policy_state_dict is not None
         return self.swapped_weights(self.init_policy_state_dict)
+
+
+class MovingReferenceMixin(ReferencePolicyMixin):
+    """A policy whose reference is a former state of it, which changes during training. Checkpoints
+    hold it, so that a job resumes with the same bits.
+
+    With adapters the reference is the base with the adapters of that state.
+    """
+
+    def _reference_is_base(self) -> bool:
+        return False
+
+    def set_reference_policy(self) -> None:
+        """Keep a copy of the present weights (with adapters, of these alone) as the reference
+        policy, in place of the one before.
+        """
+        self.init_policy_state_dict = self.weights_to_cpu(into=self.init_policy_state_dict)
+
+    def forget_reference_policy(self) -> None:
+        """Give the memory of the reference policy back; checkpoints no longer hold it."""
+        self.init_policy_state_dict = None
+
+    @contextlib.contextmanager
+    def reference_policy(self) -> Iterator[None]:
+        """Inside, the model computes as the reference policy: one swap of weights for all that is
+        computed, and one back.
+
+        Raises:
+            UserError: there is no reference policy.
+        """
+        self.check_reference_policy()
+        with self._reference_policy(), self.as_reference_policy():
+            yield
+
+    def sharded_reference(
+        self, weights: dict[str, dict[str, Any]], is_loading: bool
+    ) -> dict[str, dict[str, Any]]:
+        """Sharded state dict of the reference policy, split over the ranks as `weights`, that of
+        the policy, is; empty if there is no reference policy. All ranks call it.
+
+        Args:
+            is_loading: make room for a reference policy, whose values `load_sharded_reference`
+                fills in.
+        """
+        if is_loading:
+            self.set_reference_policy()
+        reference = self.init_policy_state_dict
+        if reference is None:
+            return {}
+        return {
+            chunk: {
+                name: make_sharded_tensors_from_reference(
+                    entry, reference[_place(chunk, name)], REFERENCE
+                )
+                for name, entry in entries.items()
+                if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+            }
+            for chunk, entries in weights.items()
+        }
+
+    def load_sharded_reference(self, loaded: dict[str, dict[str, Any]]) -> None:
+        """Take over what `dist_checkpointing.load` returned for `sharded_reference`."""
+        reference = self.init_policy_state_dict
+        assert reference is not None
+        for chunk, entries in loaded.items():
+            for name, value in entries.items():
+                reference[_place(chunk, name)].copy_(value)
+
+
+def _place(chunk: str, name: str) -> str:
+    """Key in `weights_to_cpu` of a weight of `sharded_weights`."""
+    return f"{chunk.removeprefix('model')}.{name.removeprefix('model.')}"

@@ -1,0 +1,413 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""SPIN as a whole: prompts of SFT data, iterations of trainer and model against a loop over a
+model of transformers with trl's loss, and checkpoints in the middle of an iteration.
+"""
+
+import copy
+import dataclasses
+import math
+from functools import partial
+
+import pytest
+import torch
+import transformers
+
+from nemo_aligner.algorithms import alarms
+from nemo_aligner.algorithms.spin import spin_custom_collate
+from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
+from tests import hugging_face
+from tests.oracles import trl_dpo
+from tests.spin_jobs import (
+    BETAS,
+    EPOCHS,
+    LENGTH,
+    LONGEST_RESPONSE,
+    LORA,
+    PAIRS,
+    STEPS,
+    STEPS_PER_EPOCH,
+    job,
+    records,
+    sft_data,
+    tiny_model,
+    trainer_of,
+    write,
+)
+from tests.unit.test_config_checks import check
+
+pytestmark = pytest.mark.slow
+
+# --- prompts
+
+
+def test_the_last_response_is_told_from_its_prompt(tiny_tokenizer, tmp_path):
+    path = write(tmp_path / "sft.jsonl", records())
+    data = sft_data(tiny_tokenizer, path)
+    items = [data[i] for i in range(6)]
+    batch = spin_custom_collate(items, eos_id=tiny_tokenizer.eos_id)
+    assert batch["idx"].tolist() == list(range(6))
+    for i, record in enumerate(list(records())[:5]):
+        prompt = tiny_tokenizer.text_to_ids(record["input"])
+        response = tiny_tokenizer.text_to_ids(f" {record['output']}") + [tiny_tokenizer.eos_id]
+        assert batch["prompt_lengths"][i] == len(prompt)
+        length = int(batch["combined_lengths"][i])
+        row = batch["prompts_and_answers"][i].tolist()
+        assert row[:length] == prompt + response
+        assert set(row[length:]) <= {tiny_tokenizer.eos_id}
+    assert batch["prompt_lengths"][5] == batch["combined_lengths"][5] == LENGTH
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_of_a_conversation_the_last_turn_that_is_whole_or_cut_is_the_response(
+    tiny_tokenizer, tmp_path
+):
+    turns = [
+        ("user", "hello"),
+        ("assistant", "a joy"),
+        ("user", "and"),
+        ("assistant", "a bad one"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    template = tmp_path / "template.jinja"
+    template.write_text(CHAT)
+    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "chat.jsonl", [{"messages": messages}, {"messages": short}])
+    for longest in range(99, 10, -4):
+        data = sft_data(tiny_tokenizer, path, chat_template=str(template), max_seq_length=longest)
+        item = data[0]
+        if not any(item["trained"]):
+            break
+        batch = spin_custom_collate([item], eos_id=tiny_tokenizer.eos_id)
+        start, end = int(batch["prompt_lengths"]), int(batch["combined_lengths"])
+        tokens = batch["prompts_and_answers"][0].tolist()
+        text = tiny_tokenizer.ids_to_text
+        expected = ("a bad one", "a joy")
+        response = text(tokens[start:end]).replace("</s>", "").strip()
+        assert any(each.startswith(response) for each in expected), response
+        before = text(tokens[:start]).replace(" ", "")
+        assert before.endswith("assistant:")
+        if longest == 99:
+            assert response == "a bad one" and "joy" in before
+            assert tokens[end - 1] == tiny_tokenizer.eos_id
+    else:
+        pytest.fail("the conversation was never cut to nothing")
+    batch = spin_custom_collate([item], eos_id=tiny_tokenizer.eos_id)
+    assert batch["prompt_lengths"] == batch["combined_lengths"] == len(item["tokens"])
+
+
+def test_an_example_without_a_prompt_is_named(tiny_tokenizer, tmp_path):
+    path = write(tmp_path / "sft.jsonl", [*records(), {"input": "", "output": "a joy"}])
+    data = sft_data(tiny_tokenizer, path, prompt_template="{input}{output}")
+    with pytest.raises(UserError, match="example 12 .*has no prompt"):
+        spin_custom_collate([data[0], data[12]], eos_id=1)
+
+
+# --- training
+
+
+def naive_iterations(hf, data, drawn, eos_id, average):
+    """Metrics of each step, and the responses: transformers' greedy search on a copy of the policy
+    as it was at the beginning of the iteration, trl's log-probs and loss, PyTorch's optimizer.
+    """
+    optimizer = torch.optim.AdamW(
+        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
+    )
+    found = []
+    for step, indices in enumerate(drawn):
+        iteration = step // (STEPS_PER_EPOCH * EPOCHS)
+        if step % (STEPS_PER_EPOCH * EPOCHS) == 0:
+            reference = copy.deepcopy(hf)
+        trl = trl_dpo(beta=BETAS[iteration], label_smoothing=0.0, loss_type="sigmoid")
+        rows, labels, responses = [[], []], [[], []], []
+        for item in (data[i] for i in indices):
+            start = item["answer_start"]
+            if start >= len(item["tokens"]):
+                continue  # nothing of its response is left
+            prompt = item["tokens"][:start]
+            own = reference.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=LONGEST_RESPONSE,
+                do_sample=False,
+                eos_token_id=eos_id,
+                pad_token_id=eos_id,
+            )[0].tolist()
+            for side, row in enumerate((item["tokens"], own)):
+                rows[side].append(row)
+                labels[side].append([-100] * start + row[start:])
+            responses.append(own)
+        rows, labels = sum(rows, []), sum(labels, [])
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+
+        def logps(model, trl=trl, tokens=tokens, targets=targets):
+            sums, counts = trl.get_batch_logps(model(tokens).logits, targets)
+            return (sums / counts if average else sums).chunk(2)
+
+        with torch.no_grad():
+            before = logps(reference)
+        terms, actual, generated = trl.dpo_loss(*logps(hf), *before)
+        optimizer.zero_grad()
+        terms.mean().backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
+        optimizer.step()
+        found.append(
+            {
+                "loss": terms.mean().item(),
+                "rewards_actual_mean": actual.mean().item() / BETAS[iteration],
+                "rewards_generated_mean": generated.mean().item() / BETAS[iteration],
+                "acc": (actual > generated).float().mean().item(),
+                "iteration": iteration + 1,
+                "epoch": step // STEPS_PER_EPOCH % EPOCHS + 1,
+                "ref_policy_kl_penalty": BETAS[iteration],
+                "responses": responses,
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
+    write_folder, tiny_tokenizer, tmp_path, average
+):
+    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
+    hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
+    hf.generation_config.eos_token_id = tiny_tokenizer.eos_id
+    cfg = job(sampling_params={"use_greedy": True}, preference_average_log_probs=average)
+    model = load_from_nemo(MegatronGPTSPINModel, cfg, None, restore_path=write_folder(hf))
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    trainer, log, drawn = trainer_of(model, data, tiny_tokenizer)
+    played, play = [], trainer.play
+
+    def record(batches):
+        pairs = play(batches)
+        played.extend(pairs)
+        return pairs
+
+    trainer.play = record
+    trainer.fit()
+    assert len(log) == len(drawn) == STEPS
+    for start in range(0, STEPS, STEPS_PER_EPOCH):  # each pass has all examples
+        assert sorted(sum(drawn[start : start + STEPS_PER_EPOCH], [])) == list(range(12))
+
+    naive = naive_iterations(hf, data, drawn, tiny_tokenizer.eos_id, average)
+    for step, (pairs, metrics, expected) in enumerate(zip(played, log, naive, strict=True)):
+        valid = pairs["loss_mask"].any(dim=1)
+        assert valid.sum() == len(expected["responses"])
+        generated = [
+            row[:length].tolist()
+            for row, length, counts in zip(
+                pairs["generated"], pairs["generated_length"], valid, strict=True
+            )
+            if counts
+        ]
+        assert generated == expected.pop("responses"), step
+        if step % (STEPS_PER_EPOCH * EPOCHS) == 0:
+            del expected["acc"]  # that of rounding errors
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(value, abs=1e-3 if name != "loss" else 1e-4)
+        lengths = pairs["generated_mask"][valid].sum(1).mean().item()
+        assert metrics["avg_generated_lengths"] == pytest.approx(lengths)
+        ended = pairs["is_end"][valid].float().mean().item()
+        assert metrics["fraction_of_samples_properly_ended"] == pytest.approx(ended)
+    for first in (0, STEPS_PER_EPOCH * EPOCHS):  # the policy is its reference
+        assert log[first]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert log[first]["margin"] == pytest.approx(0, abs=1e-5)
+    assert log[5]["margin"] > 0.05 and log[-1]["margin"] > 0.05  # it has left it
+    callback = CheckpointCallback(
+        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="spin", save_hf=True
+    )
+    callback.custom_save({"step": STEPS}, is_train_end=True)
+    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "spin-hf")
+    ours, theirs = dict(written.named_parameters()), dict(hf.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+
+
+def checkpoints_in(folder):
+    return partial(CheckpointCallback, folder, name="spin", filename="{step}", save_top_k=-1)
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_a_job_resumes_within_an_iteration_and_between_two_as_if_it_had_not_stopped(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, peft
+):
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    model = tiny_model(tiny_tokenizer_dir, peft)
+    saving = {"saving": checkpoints_in(tmp_path / "run"), "save_interval": 1}
+    trainer, log, _ = trainer_of(model, data, tiny_tokenizer, **saving)
+    trainer.fit()
+    whole = model.weights_to_cpu()
+
+    for step in (4, 6, 10):  # within the first, between both, within the second
+        folder = tmp_path / "run" / "checkpoints" / f"step={step}"
+        stored = dist_ckpt.tensors_in(folder / "weights")
+        references = [key for key in stored if key.startswith("reference_policy.")]
+        if step == 6:
+            assert not references
+        else:
+            weights = [key for key in stored if key.startswith("model.")]
+            assert sorted(references) == sorted(f"reference_policy.{key}" for key in weights)
+        model = tiny_model(tiny_tokenizer_dir, peft)
+        saving = checkpoints_in(tmp_path / f"again {step}")
+        trainer, again, _ = trainer_of(model, data, tiny_tokenizer, saving)
+        trainer.load_state_dict(trainer.ckpt_callback.load_latest(folder))
+        assert (trainer.step, trainer.iteration) == (step, step // 6)
+        trainer.fit()
+        for name in ("loss", "grad_norm", "rewards_generated_mean", "avg_generated_lengths"):
+            assert [m[name] for m in again] == [m[name] for m in log[step:]], (step, name)
+        for name, weight in model.weights_to_cpu().items():
+            assert torch.equal(weight, whole[name]), (step, name)
+
+
+def test_with_adapters_the_reference_is_those_of_the_iteration_before(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+):
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    model = tiny_model(tiny_tokenizer_dir, LORA)
+    trainer, log, _ = trainer_of(model, data, tiny_tokenizer, max_steps=7)
+    items = [data[i] for i in range(4)]
+    batch = spin_custom_collate(items, eos_id=tiny_tokenizer.eos_id)
+    pairs = {"actual": batch["prompts_and_answers"], "actual_length": batch["combined_lengths"]}
+    pairs |= {"generated": pairs["actual"], "generated_length": pairs["actual_length"]}
+    mask = torch.ones_like(pairs["actual"], dtype=torch.float32)
+    pairs |= dict.fromkeys(("actual_mask", "generated_mask", "loss_mask"), mask)
+
+    def policy():
+        model.set_eval()
+        logprobs = model.get_inference_log_probs(pairs["actual"], None, pairs["actual_length"])
+        model.set_train()
+        return logprobs
+
+    with pytest.raises(UserError, match="set_reference_policy"):
+        model.get_ref_policy_logprobs(pairs)
+    seen, begin = [], trainer.begin_iteration
+
+    def spy():
+        before = policy()
+        begin()
+        seen.append((trainer.step, before, model.get_ref_policy_logprobs(pairs).chunk(2)[0]))
+
+    trainer.begin_iteration = spy
+    trainer.fit()
+    at = {step: (own, reference) for step, own, reference in seen}
+    with model.adapters_disabled():
+        base = policy()
+    for first in (0, 6):
+        assert torch.equal(*at[first])  # the policy with its adapters
+        assert not torch.allclose(at[first][1], base, atol=1e-4)
+    assert not torch.equal(at[6][1], at[0][1])
+    assert torch.equal(at[3][1], at[0][1]) and not torch.equal(*at[3])
+
+
+def test_a_checkpoint_of_iterations_of_another_length_is_refused(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+):
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    model = tiny_model(tiny_tokenizer_dir)
+    trainer, _, _ = trainer_of(model, data, tiny_tokenizer, max_epochs=1)
+    state = {"step": 4, "consumed_samples": 16, "epoch": 1, "iteration": 0}
+    with pytest.raises(ConfigError, match="iterations have 6 steps, but here they have 3"):
+        trainer.load_state_dict({**state, "steps_per_iteration": 6})
+    with pytest.raises(UserError, match="no reference"):
+        trainer.load_state_dict(state)
+
+
+def test_the_alarms_know_where_an_iteration_begins(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch
+):
+    """A policy that is its reference orders pairs by chance, which is no reason for an alarm."""
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    model = tiny_model(tiny_tokenizer_dir)
+    thresholds = {"accuracy": 1.0, "identical_fraction": 0.5, "truncated_fraction": 0.1}
+    trainer, log, _ = trainer_of(model, data, tiny_tokenizer, max_steps=7, alarms=thresholds)
+    said = []
+    trainer.alarms._warn = said.append
+    as_they_are = alarms.WARNINGS
+    late = [dataclasses.replace(each, first_step=6) for each in as_they_are if each.first_step]
+    at_once = [each for each in as_they_are if not each.first_step]
+    monkeypatch.setattr(alarms, "WARNINGS", (*late, *at_once))
+    trainer.fit()
+    assert log[6]["acc"] < 1  # the first step of the second iteration
+    assert not any("accuracy" in text for text in said)
+    assert any("truncated_fraction is 1 at step 0" in text for text in said)
+
+    items = [data[i] for i in range(PAIRS)]
+    pairs = trainer.play([spin_custom_collate(items, eos_id=1)])[0]
+    for part in ("", "_length", "_mask"):
+        pairs[f"generated{part}"] = pairs[f"actual{part}"]
+    _, metrics = model.get_loss_and_metrics(pairs, forward_only=True)
+    assert metrics["identical_fraction"] == 1
+    trainer.alarms.watch(metrics, step=3)
+    assert "identical_fraction is 1" in said[-1]
+
+
+def test_samples_of_the_rollouts_are_written(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    model = tiny_model(tiny_tokenizer_dir)
+    trainer, log, drawn = trainer_of(model, data, tiny_tokenizer, max_steps=6)
+    trainer.fit()
+    steps = [row["step"] for row in log.samples]
+    assert steps == [0] * 4 + [2] * 4 + [3] * 4 + [5] * 4  # two steps, then one, twice
+    first = {row["prompt"]: row["response"] for row in log.samples[:8]}
+    second = {row["prompt"]: row["response"] for row in log.samples[8:]}
+    again = first.keys() & second.keys()
+    assert again and all(first[prompt] != second[prompt] for prompt in again)
+    for row, index in zip(log.samples[:4], drawn[0], strict=True):
+        item = list(records())[index]
+        if index != 5:
+            assert row["prompt"].strip() == item["input"]
+            assert row["actual"].replace("</s>", "").strip() == item["output"]
+            assert row["response"] != row["actual"]
+
+
+# --- the configuration
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.spin.ref_policy_kl_penalty=0"], "ref_policy_kl_penalty=0"),
+        (["model.spin.ref_policy_kl_penalty=[0.1,0.2]"], r"has 2 value\(s\) for .*iterations=3"),
+        (["model.spin.ref_policy_kl_penalty=[0.1,0.2,-1]"], "must be a number above 0, or a list"),
+        (["model.spin.ref_policy_kl_penalty=null"], "ref_policy_kl_penalty is not set"),
+        (["trainer.spin.max_iterations=0"], "max_iterations=0"),
+        (["trainer.spin.max_epochs=null"], "max_epochs is not set"),
+        (["model.spin.rollout_micro_batch_size=0"], "rollout_micro_batch_size=0"),
+        (["model.spin.length_params.max_length=4096"], "leaves no room for a prompt"),
+        (["model.spin.preference_average_log_probs=maybe"], "must be True or False"),
+        (["model.data.chat_template=tokenizer"], "two forms of a conversation"),
+        (["model.data.train_ds.packed_sequence=True"], "packed_sequence"),
+        (["model.data.train_ds.max_seq_length=9999"], "max_seq_length=9999 is above"),
+        (["model.data.train_ds.add_sep=True"], "add_sep"),
+        (["model.spin.beta=0.1"], "model.spin.beta"),
+        (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(tmp_path, overrides, message):
+    assert check("gpt_spin", tmp_path) == []
+    with pytest.raises(ConfigError, match=message):
+        check("gpt_spin", tmp_path, *overrides)
+
+
+def test_a_penalty_for_each_iteration(tiny_tokenizer_dir, tmp_path):
+    schedule = ["model.spin.ref_policy_kl_penalty=[0.1,0.2,0.3]"]
+    assert check("gpt_spin", tmp_path, *schedule) == []
+    model = tiny_model(tiny_tokenizer_dir)
+    for iteration, beta in enumerate(BETAS):
+        model.set_KL_penalty_by_iteration(iteration)
+        assert model.ref_policy_kl_penalty == beta
+    with pytest.raises(ConfigError, match="no value for iteration 3"):
+        model.set_KL_penalty_by_iteration(2)
