@@ -40,6 +40,7 @@ class ScriptJob:
         launcher: str = "python",
     ):
         self.log_path, self.launcher, self.stopped = log, launcher, False
+        self.overrides = overrides
         command = []
         if launcher == "torchrun":
             command += [

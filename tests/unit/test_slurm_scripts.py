@@ -147,6 +147,7 @@ def test_a_job_that_can_continue_is_queued_again(submit, tmp_path, script, jobs)
     variables = {**GIVEN, "SLURM_JOB_ID": "7"}
     for code, restarts, again in [
         *((code, "1", True) for code in RUN_AGAIN),
+        (137, "1", True),  # a rank was killed
         (ExitCode.FAILED, "1", False),
         (ExitCode.USER_ERROR, "1", False),
         (ExitCode.TIME, "10", False),
