@@ -924,6 +924,70 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a checkpoint in the background is of the weights that come later",
+        "checkpoint/dist_ckpt.py",
+        'data.detach().to("cpu", copy=True)',
+        'data.detach().to("cpu")',
+        _unit("test_background_saves.py", "test_a_save_holds_the_state_of_its_moment"),
+    ),
+    Mutant(
+        "an error of the disk in the background is not noticed",
+        "checkpoint/dist_ckpt.py",
+        "            if isinstance(self._error, OSError):\n",
+        "            if self._error is None:\n",
+        _unit("test_full_disk.py", "test_a_full_disk_is_named_and_spoils_nothing"),
+    ),
+    Mutant(
+        "a save begins while another one is still being written",
+        "checkpoint/checkpointing.py",
+        "        self.finish_save()\n        metrics = ",
+        "        metrics = ",
+        _unit(
+            "test_background_saves.py", "test_one_save_at_a_time_and_the_last_one_is_waited_for"
+        ),
+    ),
+    Mutant(
+        "nobody waits for the critic's save beside one in the background",
+        "algorithms/ppo.py",
+        "            critic_save.result()\n",
+        "            pass\n",
+        _unit(
+            "test_ppo_trainer.py",
+            "test_saves_in_the_background_are_waited_for_by_the_next_one",
+        ),
+    ),
+    Mutant(
+        "a large scoring request is scored in one go",
+        "servers/slices.py",
+        "    if own.shape[1] <= size:\n",
+        "    if own.shape[1] > 0:\n",
+        _unit("test_slices.py", "test_slices_have_the_micro_batches_of_the_whole"),
+    ),
+    Mutant(
+        "slices have other micro-batches than the request",
+        "servers/slices.py",
+        "np.argsort(-own,",
+        "np.argsort(own,",
+        _unit("test_slices.py", "test_slices_have_the_micro_batches_of_the_whole"),
+    ),
+    Mutant(
+        "the critic learns between two slices of a request",
+        "servers/slices.py",
+        "lambda: not self._scoring)",
+        "lambda: self._scoring >= 0)",
+        _unit(
+            "test_slices.py",
+            "test_a_change_waits_for_what_is_scored_and_scoring_for_the_change",
+        ),
+    ),
+    Mutant(
+        "small scoring requests stand behind large ones",
+        "servers/slices.py",
+        "    return rows > SMALL_ROWS or length > SMALL_BYTES\n",
+        "    return rows > SMALL_ROWS * SMALL_BYTES\n",
+        _unit("test_slices.py", "test_large_requests"),
+    ),
+    Mutant(
         "only the metrics of the last run are kept",
         "launch/experiment.py",
         '    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_"))):\n',

@@ -282,8 +282,17 @@ class FakeLogger:
 
 
 class FakeCheckpoints:
+    is_saving = False  # True: saves go on in the background
+
     def __init__(self, events):
         self.events, self.saved = events, []
+
+    def check_save(self):
+        """Does not come to its end by itself."""
+
+    def finish_save(self):
+        if self.is_saving:
+            self.events.append("actor_saved")
 
     def finish_export(self):
         self.events.append("finish_export")

@@ -11,10 +11,12 @@ padded token length; column t of a [N, S-1] tensor belongs to the prediction of 
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from torch import Tensor
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.errors import ConfigError, cause_of
+from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
 from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.parallel import parallel_state
@@ -46,7 +48,12 @@ from nemo_aligner.servers.scoring import (
     model_limits,
     share_of_rank,
 )
-from nemo_aligner.servers.server_loop import OperationFailedError, ServerLoop
+from nemo_aligner.servers.server_loop import (
+    BackgroundWork,
+    OperationFailedError,
+    ServerLoop,
+    ServerStoppingError,
+)
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.timeline import logged_phase
@@ -61,6 +68,21 @@ if TYPE_CHECKING:
 
 # Number of critic_train replies that are kept for clients that repeat a request.
 REMEMBERED_REQUESTS = 64
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save that was asked for.
+
+    Attributes:
+        step: optimizer steps of the weights.
+        actor_step: that they belong to.
+        outcome: without a value, or an error, when the checkpoint is complete, or cannot be.
+    """
+
+    step: int
+    actor_step: int
+    outcome: "concurrent.futures.Future[None]" = field(default_factory=concurrent.futures.Future)
 
 
 class CriticServerTrainer:
@@ -143,6 +165,8 @@ class CriticServerTrainer:
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
         self._written: tuple[int, int] | None = None  # both, of what is on the disk for certain
+        self._saving: _Save | None = None  # the newest save, while it is not complete
+        self._last_save: _Save | None = None  # the newest save
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
         self._replies: collections.OrderedDict[str, Arrays | Exception] = collections.OrderedDict()
@@ -167,6 +191,8 @@ class CriticServerTrainer:
         """
         if self.step == 0 and not self.ckpt_callback.saved_at("actor_step"):
             self.save(actor_step=0)
+            self.ckpt_callback.finish_save()  # whose error ends the job
+            self._check_save()
 
     # ---- serving ----
 
@@ -197,6 +223,9 @@ class CriticServerTrainer:
             control=self.control,
             access=self._access,
             frontend=self._frontend,
+            background=BackgroundWork(
+                lambda: self._saving is not None, self._check_save, self._finish_save
+            ),
             failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()
@@ -268,12 +297,21 @@ class CriticServerTrainer:
         return self._pieces.add(request_id, first, rows, arrays)
 
     def server_save(self, **inputs: Array) -> Arrays:
-        """Handle `critic_save`."""
+        """Handle `critic_save`; the reply comes when the checkpoint is complete. If that is
+        written in the background, other requests are worked on before.
+        """
         sent = inputs.get("actor_step")
         actor_step = schema.UNKNOWN_STEP if sent is None else int(sent.reshape(-1)[0])
-        return self._submit(
-            ServerSignal.SAVE, {"actor_step": np.array([actor_step], dtype=np.int64)}
-        )
+        arrays = {"actor_step": np.array([actor_step], dtype=np.int64)}
+        reply = self._submit(ServerSignal.SAVE, arrays)
+        # Requests to this endpoint come one after the other: nobody has begun another save.
+        save = self._last_save
+        while save is not None and not concurrent.futures.wait([save.outcome], 0.2).done:
+            if self._loop is None or self._loop.is_closed:
+                raise ServerStoppingError("the critic server is shutting down")
+        if save is not None:
+            save.outcome.result()
+        return reply
 
     def server_resume(self, **inputs: Array) -> Arrays:
         """Handle `critic_resume`."""
@@ -446,8 +484,11 @@ class CriticServerTrainer:
     def _save(self, **inputs: Array) -> Arrays:
         """Run `ServerSignal.SAVE`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
-        # The same request again, whose first reply was lost, finds its checkpoint written.
-        if actor_step == schema.UNKNOWN_STEP or self._written != (self.step, actor_step):
+        # The same request again, whose first reply was lost, finds its checkpoint written, or
+        # waits for it.
+        asked = self.step, actor_step
+        saving = self._saving and (self._saving.step, self._saving.actor_step)
+        if actor_step == schema.UNKNOWN_STEP or asked not in (self._written, saving):
             with logged_phase(self.logger, self.step, "save"):
                 self.save(actor_step=actor_step)
         return {"status": np.zeros(1, dtype=np.int64)}
@@ -455,6 +496,7 @@ class CriticServerTrainer:
     def _resume(self, **inputs: Array) -> Arrays:
         """Run `ServerSignal.RESUME`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
+        self._finish_save()
         if actor_step != self.actor_step or self.step != self.saved_step:
             with self._prepared(self.model.prepare_for_training, self.model.finish_training):
                 self.load_state_dict(self.ckpt_callback.load_at("actor_step", actor_step))
@@ -468,24 +510,49 @@ class CriticServerTrainer:
         save_top_only: bool = False,
         actor_step: int = schema.UNKNOWN_STEP,
     ) -> None:
-        """Write a checkpoint that belongs to `actor_step`; every rank calls it.
+        """Write a checkpoint that belongs to `actor_step`, or begin to write it in the background;
+        every rank calls it.
 
         `save_top_only` has no effect (the callback decides which checkpoints are kept); it is
         there for old callers.
         """
-        previous, self.actor_step = self.actor_step, actor_step
+        self._finish_save()
+        self._last_save = None
+        state = {**self.state_dict(), "actor_step": actor_step}
+        with self._prepared(self.model.prepare_for_training, self.model.finish_training):
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            candidates = {"step": torch.tensor(self.step), **(extra_candidates or {})}
+            self.ckpt_callback.custom_save(
+                monitor_candidates=candidates, is_train_end=is_train_end, trainer_state=state
+            )
+        self._saving = self._last_save = _Save(self.step, actor_step)
+        self._check_save()
+
+    def _check_save(self) -> None:
+        """Note the end of the save, if it has come; every rank calls it."""
+        self._end_save(self.ckpt_callback.check_save)
+
+    def _finish_save(self) -> None:
+        """Wait for the end of the save that is being written; every rank calls it."""
+        self._end_save(self.ckpt_callback.finish_save)
+
+    def _end_save(self, end: Callable[[], None]) -> None:
+        """Call `end`, and note the outcome of the save: for the request that waits for it, and,
+        if the checkpoint is complete, in the counters.
+        """
+        save = self._saving
+        if save is None:
+            return
         try:
-            with self._prepared(self.model.prepare_for_training, self.model.finish_training):
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                candidates = {"step": torch.tensor(self.step), **(extra_candidates or {})}
-                self.ckpt_callback.custom_save(
-                    monitor_candidates=candidates,
-                    is_train_end=is_train_end,
-                    trainer_state=self.state_dict(),
-                )
-        except BaseException:
-            self.actor_step = previous
-            raise
-        self.saved_step = self.step
-        self._written = self.step, actor_step
+            end()
+        except SaveError as error:  # on all ranks
+            self._saving = None
+            logging.error(f"critic server: no checkpoint of actor step {save.actor_step}: {error}")
+            save.outcome.set_exception(OperationFailedError(cause_of(error)))
+            return
+        if not self.ckpt_callback.is_saving:
+            self._saving = None
+            self.saved_step, self.actor_step = save.step, save.actor_step
+            self._written = save.step, save.actor_step
+            save.outcome.set_result(None)

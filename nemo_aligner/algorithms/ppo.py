@@ -149,6 +149,7 @@ class PPOTrainer(PolicyGradientTrainer):
         self.objective = objective_of(cfg, self.data_settings, kl_loss_coef)
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
+        self._critic_save: Pending[int | None] | None = None  # that nobody has waited for
         if self.ppo_epochs < 1:
             raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
         self.check_rollout("model.ppo.num_rollouts_per_prompt")
@@ -278,12 +279,25 @@ class PPOTrainer(PolicyGradientTrainer):
     ) -> None:
         """Save actor and critic side by side; all ranks call it.
 
+        If the actor saves in the background, the next save, or the end of the job, waits for both.
+        So each has two checkpoints at least when it begins a third, and the two are never farther
+        apart than one.
+
         Args:
             extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
         """
+        self.finish_saves()
         with self.ready_to_save():
-            critic_save = self.rm_critic.save(actor_step=self.step)
+            self._critic_save = self.rm_critic.save(actor_step=self.step)
             self.write_checkpoint(extra_candidates, is_train_end)
+            if not self.ckpt_callback.is_saving:
+                self.finish_saves()
+
+    def finish_saves(self) -> None:
+        """Wait for what actor and critic save in the background; all ranks call it."""
+        super().finish_saves()
+        critic_save, self._critic_save = self._critic_save, None
+        if critic_save is not None:
             critic_save.result()
 
     def state_dict(self) -> dict[str, Any]:

@@ -226,6 +226,7 @@ class RolloutTrainer(ABC):
             while self.step < self.max_steps and stop is None:
                 train_metrics = self.run_step()
                 self.step += 1
+                self.ckpt_callback.check_save()
 
                 stop = stop_requests.after_step(self.step, self.run_timer)
                 run_val, save_model, is_train_end = check_progress(
@@ -244,6 +245,7 @@ class RolloutTrainer(ABC):
                 if save_model:
                     self.save(candidates, is_train_end=is_train_end)
                     stop = stop or stop_requests.signalled()
+            self.finish_saves()
 
         self.logger.finalize()
         if stop is not None:
@@ -503,6 +505,10 @@ class RolloutTrainer(ABC):
         """
         with self.ready_to_save():
             self.write_checkpoint(extra_candidates, is_train_end)
+
+    def finish_saves(self) -> None:
+        """Wait for what is being saved in the background; all ranks call it."""
+        self.ckpt_callback.finish_save()
 
     @contextlib.contextmanager
     def ready_to_save(self) -> Iterator[None]:

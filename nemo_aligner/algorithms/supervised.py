@@ -187,6 +187,7 @@ class SupervisedTrainer:
                 log_token_counts(self.logger, self.step, {TRAIN: "train"})
                 self.alarms.check_replicas(self.model, self.step)
                 self.step += 1
+                self.ckpt_callback.check_save()
 
                 stop = stop_requests.after_step(self.step, self.run_timer)
                 run_val, save_model, is_train_end = self._check_progress(stop)
@@ -202,6 +203,7 @@ class SupervisedTrainer:
                     stop = stop or stop_requests.signalled()
             if stop is None and self.test_dataloader is not None:
                 self._score("test", self.test_dataloader, limit_batches=None)
+            self.ckpt_callback.finish_save()
         self.logger.finalize()
         if stop is not None:
             stop_requests.leave(stop)

@@ -16,14 +16,20 @@
 A checkpoint is written under a temporary name, synchronized with the disk, renamed and marked as
 complete; only then are old ones removed. One whose files are not what was written is set aside,
 and the one before is taken.
+
+With `async_save` the files are written from a copy in host memory while the job goes on, and all
+of the rest, from the check of what was written to the mark, comes when every rank has written its
+part and all of them look (`check_save`) or need to know (`finish_save`).
 """
 
+import contextlib
 import io
 import json
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,7 +77,7 @@ from nemo_aligner.checkpoint.optimizer_forms import (
     read_main_weights,
     sharded_optimizer_state,
 )
-from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_save_hf
+from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_save_hf
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
@@ -110,6 +116,21 @@ class CheckpointedModel(Protocol):
         """Write the configuration and the tokenizer, as a `.nemo` has them, on this rank."""
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint that is being written in the background.
+
+    Attributes:
+        save: of the large files.
+        writing, folder, state: see `CheckpointCallback._write`; `writing` is its temporary name.
+    """
+
+    save: dist_ckpt.BackgroundSave
+    writing: Path
+    folder: Path
+    state: dict[str, Any]
+
+
 class CheckpointCallback:
     """Saves and loads the training state of one job.
 
@@ -125,10 +146,12 @@ class CheckpointCallback:
         always_save_nemo: write it with every checkpoint.
         save_hf: write the Hugging Face folder `<name>-hf` at the end of training (True), or
             replace it with every checkpoint ("every_checkpoint").
+        async_save: write checkpoints in the background, all but the last one.
         enabled: False writes nothing (`exp_manager.create_checkpoint_callback`).
 
     Raises:
-        ConfigError: another value of `save_hf`.
+        ConfigError: another value of `save_hf`, or `async_save` with what is written beside every
+            checkpoint.
         UserError: `save_hf`, and Hugging Face cannot express the model.
     """
 
@@ -147,9 +170,11 @@ class CheckpointCallback:
         save_nemo_on_train_end: bool = True,
         always_save_nemo: bool = False,
         save_hf: bool | str | None = False,
+        async_save: bool = False,
         enabled: bool = True,
     ):
         check_save_hf(save_hf)
+        check_async_save(async_save, always_save_nemo, save_hf)
         if save_hf and enabled:
             model.check_hugging_face()
         self.root = Path(log_dir) / CHECKPOINTS
@@ -164,11 +189,13 @@ class CheckpointCallback:
         self.save_nemo_on_train_end = save_nemo_on_train_end
         self.always_save_nemo = always_save_nemo
         self.save_hf = save_hf
+        self.async_save = bool(async_save)
         self.enabled = enabled
         # Number of the save that the weights in memory come from, as rank 0 knows it; None: not
         # known.
         self.save_number: int | None = None
         self.folder: Path | None = None  # of that save
+        self._begun: _Begun | None = None
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -179,7 +206,8 @@ class CheckpointCallback:
         trainer_state: dict[str, Any] | None = None,
     ) -> Path | None:
         """Write a checkpoint, then remove those that are neither among the best nor the last two;
-        all ranks call it.
+        all ranks call it. With `async_save` it returns when the state is copied, after the end of
+        the save before.
 
         Args:
             monitor_candidates: metrics (numbers or 0-d tensors) for the folder name and the
@@ -191,21 +219,68 @@ class CheckpointCallback:
             The folder written, or None if checkpoints are switched off.
 
         Raises:
-            SaveError: on all ranks; there is no space, or the system cannot write. The checkpoints
-                from before are untouched.
+            SaveError: on all ranks; there is no space, or the system cannot write this checkpoint
+                or, with `async_save`, could not write the one before. Those that were complete are
+                untouched.
         """
         if not self.enabled:
             return None
+        self.finish_save()
         metrics = {key: float(value) for key, value in monitor_candidates.items()}
         unranked = why_unranked(metrics, self.monitor, self.save_top_k)
         if unranked is not None:
             logging.warning(unranked)
         counters = trainer_state or {}
         folder = self.root / format_name(self.filename, {**counters, **metrics})
-        self._write(folder, {"trainer": counters, "metrics": metrics})
+        state = {"trainer": counters, "metrics": metrics}
+        if self.async_save and not is_train_end:
+            self._begin(folder, state)
+            return folder
+        self._write(folder, state)
         self.folder = folder
         self._export(folder, is_train_end)
         return folder
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background; the same on all ranks."""
+        return self._begun is not None
+
+    def check_save(self) -> None:
+        """Complete the checkpoint that is being written in the background, if all ranks have
+        written their parts; all ranks call it. Errors as in `finish_save`.
+        """
+        if self._begun is not None and all(dist_ckpt.gathered(self._begun.save.is_written())):
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written in the background, if there is one, and
+        complete it; all ranks call it.
+
+        Raises:
+            SaveError: on all ranks; the system could not write it. Those from before are
+                untouched.
+        """
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        with self._removed_if_failed(begun.writing):
+            checksums = begun.save.finish()
+            with failing_together(begun.folder):
+                if parallel_state.get_rank() == 0:
+                    self._finish_writing(begun.writing, begun.folder, begun.state, checksums)
+        self.folder = begun.folder
+
+    def _begin(self, folder: Path, state: dict[str, Any]) -> None:
+        """Begin to write `folder` in the background, with `state` in its `state.json`."""
+        writing = self._make_folder(folder)
+        with self._removed_if_failed(writing):
+            save = dist_ckpt.BackgroundSave(
+                self._sharded_state(is_loading=False),
+                writing / CHECKPOINT_WEIGHTS,
+                {_rng_file(writing): _rng_bytes()},
+            )
+        self._begun = _Begun(save, writing, folder, state)
 
     def _export(self, folder: Path, is_train_end: bool) -> None:
         """Write what is asked for beside the checkpoint `folder`, whose weights are in memory."""
@@ -235,23 +310,31 @@ class CheckpointCallback:
 
     def _write(self, folder: Path, state: dict[str, Any]) -> None:
         """Write `folder` with `state` in its `state.json`, and remove outdated checkpoints."""
-        writing = folder.with_name(folder.name + WRITING_SUFFIX)
-        rank = parallel_state.get_rank()
-        try:
-            with failing_together(writing):
-                if rank == 0:
-                    self._start_writing(writing)
+        writing = self._make_folder(folder)
+        with self._removed_if_failed(writing):
             weights = writing / CHECKPOINT_WEIGHTS
             checksums = dist_ckpt.save(self._sharded_state(False, with_reference=True), weights)
             with failing_together(writing):
-                buffer = io.BytesIO()
-                torch.save(_rng_state(), buffer)
-                write_durably(writing / RNG_FOLDER / f"rank_{rank:05d}.pt", buffer.getvalue())
+                write_durably(_rng_file(writing), _rng_bytes())
             with failing_together(folder):
-                if rank == 0:
+                if parallel_state.get_rank() == 0:
                     self._finish_writing(writing, folder, state, checksums)
+
+    def _make_folder(self, folder: Path) -> Path:
+        """Make the folder in which the checkpoint `folder` is written; all ranks call it."""
+        writing = folder.with_name(folder.name + WRITING_SUFFIX)
+        with self._removed_if_failed(writing), failing_together(writing):
+            if parallel_state.get_rank() == 0:
+                self._start_writing(writing)
+        return writing
+
+    @contextlib.contextmanager
+    def _removed_if_failed(self, writing: Path) -> Iterator[None]:
+        """Inside, `writing` is written; an error of that removes it."""
+        try:
+            yield
         except SaveError:
-            if rank == 0:
+            if parallel_state.get_rank() == 0:
                 shutil.rmtree(writing, ignore_errors=True)
             raise
 
@@ -476,6 +559,18 @@ class CheckpointCallback:
 def _set_aside(folder: Path, error: DamagedFileError) -> None:
     aside = set_aside(folder, str(error))
     logging.error(f"{error} It now lies in {aside}, and the checkpoint before it is taken.")
+
+
+def _rng_file(folder: Path) -> Path:
+    """The file of a checkpoint with this rank's states of random generators."""
+    return folder / RNG_FOLDER / f"rank_{parallel_state.get_rank():05d}.pt"
+
+
+def _rng_bytes() -> bytes:
+    """The contents of that file."""
+    buffer = io.BytesIO()
+    torch.save(_rng_state(), buffer)
+    return buffer.getvalue()
 
 
 def _rng_state() -> dict[str, Any]:

@@ -33,7 +33,7 @@ Checksums = dict[str, str]  # path below the folder -> hexadecimal digits
 _LINE = re.compile(r"(?P<checksum>[0-9a-f]{32})  (?P<name>.+)")
 _BLOCK_BYTES = 4 << 20
 # Written right after it was read for its checksum, such a block is still in the processor's cache.
-_CACHED_BYTES = 256 << 10
+_CACHED_BYTES = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -50,12 +50,12 @@ class _Stream:
     def write(self, data: Any) -> int:
         """Write `data`, contiguous bytes; returns its length."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _CACHED_BYTES):
-            block = view[start : start + _CACHED_BYTES]
-            self.hash.update(block)
-            with self._noting_errors():
+        with self._noting_errors():
+            for start in range(0, len(view), _CACHED_BYTES):
+                block = view[start : start + _CACHED_BYTES]
+                self.hash.update(block)
                 self.file.write(block)
-            progress.made()
+                progress.made()
         return len(view)
 
     def tell(self) -> int:

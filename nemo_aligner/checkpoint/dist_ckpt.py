@@ -6,11 +6,16 @@ Megatron Core's own writer starts a manager process (which imports the user's sc
 takes seconds) and forks workers (unsafe beside the threads of an inference server). Here Megatron
 Core plans and PyTorch's synchronous writer writes, in the same format (`torch_dist`). Megatron
 Core reads it, after a check that no file of it can run code.
+
+Megatron Core's asynchronous saves (`async_sharded_save`) are of the same parts: the ranks plan
+together and copy their tensors to host memory, then a thread of each rank writes, without talking
+to the others, and at last the ranks write the metadata together (`BackgroundSave`).
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,10 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+    save_state_dict_async_plan,
+)
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -34,6 +43,7 @@ from nemo_aligner.checkpoint.checksums import (
     Checksums,
     check_space,
     save_error,
+    write_durably,
 )
 from nemo_aligner.checkpoint.data_only import check_metadata, objects_as_data
 from nemo_aligner.core.errors import SaveError, UserError
@@ -102,27 +112,79 @@ class _CheckedWriter(FileSystemWriter):
             raise self.files.error from error
 
 
+class _Copies:
+    """Tensors and objects of this rank at the time of the save, in host memory; one after the
+    other is given to the writer, and forgotten.
+
+    Stands in the place of the planner, which would give those of the model.
+    """
+
+    def __init__(self, plan: Any, planner: Any):
+        self._data = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
+
+    def resolve_data(self, item: Any) -> Any:
+        """The data of one item of the plan."""
+        return self._data.pop(item.index)
+
+
+def _copied(data: Any) -> Any:
+    """A copy of a tensor in host memory; objects are bytes of their own already."""
+    return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
+
+
+class _BackgroundWriter(_CheckedWriter):
+    """Writes what it has copied, in any thread."""
+
+    def prepare_write_data(self, plan: Any, planner: Any) -> None:
+        """Copy what this rank writes."""
+        self._plan, self._copies = plan, _Copies(plan, planner)
+
+    def write(self) -> None:
+        """Write it."""
+        self._results = self.write_data(self._plan, self._copies).value()
+
+    def finish_together(self, metadata: Any) -> None:
+        """Write the metadata; all ranks call it after their `write`.
+
+        Args:
+            metadata: of all ranks, as rank 0 has it.
+        """
+        results = gathered(self._results)
+        with failing_together(Path(self.path)):
+            if torch.distributed.get_rank() == 0:
+                self.finish(metadata, results)
+
+
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    checksums: Checksums  # of the files that this rank has written
+    writer: _CheckedWriter  # of the last save
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
+        self.writer = _CheckedWriter(checkpoint_dir)
+        torch.distributed.checkpoint.save(state, storage_writer=self.writer, planner=planner)
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_strategy: str
+    ) -> AsyncRequest:
+        state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
+        writer = self.writer = _BackgroundWriter(checkpoint_dir)
+        planned, *_plans = save_state_dict_async_plan(state, writer, planner=planner)
+        return AsyncRequest(writer.write, (), [lambda: writer.finish_together(planned[1])])
+
+    def _prepare(self, sharded_state_dict: dict[str, Any], folder: str | Path) -> tuple[Any, Any]:
+        """PyTorch's state dict, and the planner for it; writes what is beside it."""
         common = sharded_state_dict.get(_COMMON_OBJECT)
         if common is not None and torch.distributed.get_rank() == 0:
-            torch.save(common.data, Path(checkpoint_dir) / COMMON_FILE)
+            torch.save(common.data, Path(folder) / COMMON_FILE)
         by_key, _flat_mapping, _rename_mapping = (
             mcore_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica
             )
         )
-        writer = _CheckedWriter(checkpoint_dir)
-        torch.distributed.checkpoint.save(
-            mcore_torch.mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=writer,
-            planner=mcore_torch.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            ),
+        planner = mcore_torch.MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
         )
-        self.checksums = writer.files.checksums
+        return mcore_torch.mcore_to_pyt_state_dict(by_key, False), planner
 
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
@@ -136,10 +198,7 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
         SaveError: on all ranks; there is no space, or the system cannot write.
     """
     folder = Path(folder)
-    needed = sum(gathered(_bytes_to_write(sharded_state_dict))) + _MARGIN_BYTES
-    with failing_together(folder):
-        if torch.distributed.get_rank() == 0:
-            check_space(folder, needed)
+    needed = _check_space(sharded_state_dict, folder)
     strategy = _InProcessSave("torch_dist", 1)
     try:
         dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy)
@@ -148,7 +207,90 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
         if isinstance(failure, OSError):
             raise save_error(folder, failure, needed) from error
         raise SaveError(f"{folder} cannot be written: {failure!r}") from error
-    return {name: found for part in gathered(strategy.checksums) for name, found in part.items()}
+    return _checksums_of_all(strategy.writer)
+
+
+def _checksums_of_all(writer: _CheckedWriter) -> Checksums:
+    """Checksums of the files of all ranks; all ranks call it."""
+    return {
+        name: found for part in gathered(writer.files.checksums) for name, found in part.items()
+    }
+
+
+class BackgroundSave:
+    """`save` by a thread of each rank, of a copy of the state dict in host memory; all ranks make
+    one, which begins to write, and call `finish`, when the caller wants to know how it went.
+
+    Args:
+        sharded_state_dict, folder: as for `save`.
+        files: small files beside it, which this rank's thread writes durably.
+
+    Raises:
+        SaveError: on all ranks; there is no space.
+    """
+
+    def __init__(
+        self, sharded_state_dict: dict[str, Any], folder: Path, files: Mapping[Path, bytes]
+    ):
+        self._folder, self._files = folder, files
+        self._needed = _check_space(sharded_state_dict, folder)
+        strategy = _InProcessSave("torch_dist", 1)
+        self._request: AsyncRequest = dist_checkpointing.save(
+            sharded_state_dict,
+            str(folder),
+            sharded_strategy=strategy,
+            async_sharded_save=True,
+        )
+        self._writer = strategy.writer
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
+        self._thread.start()
+
+    def _write(self) -> None:
+        """Thread: write what is of this rank."""
+        try:
+            self._request.async_fn(*self._request.async_fn_args)
+            for path, content in self._files.items():
+                write_durably(path, content)
+        except BaseException as error:
+            self._error = error
+
+    def is_written(self) -> bool:
+        """Whether this rank has written its part, or could not."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> Checksums:
+        """Wait for all ranks, and complete the checkpoint; all ranks call it.
+
+        Returns:
+            As `save`.
+
+        Raises:
+            SaveError: on all ranks; one of them could not write.
+        """
+        self._thread.join()
+        with failing_together(self._folder):
+            if isinstance(self._error, OSError):
+                raise save_error(self._folder, self._error, self._needed) from self._error
+            if self._error is not None:
+                message = f"{self._folder} cannot be written: {self._error!r}"
+                raise SaveError(message) from self._error
+        for finish in self._request.finalize_fns:
+            finish()
+        return _checksums_of_all(self._writer)
+
+
+def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
+    """Bytes that a checkpoint in `folder` takes; all ranks call it.
+
+    Raises:
+        SaveError: on all ranks; there is no space for them.
+    """
+    needed = sum(gathered(_bytes_to_write(sharded_state_dict))) + _MARGIN_BYTES
+    with failing_together(folder):
+        if torch.distributed.get_rank() == 0:
+            check_space(folder, needed)
+    return needed
 
 
 def _bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:

@@ -102,7 +102,7 @@ _INERT_COMMON = (
     | INERT_EXPERIMENT
     | _inert(
         "exp_manager.checkpoint_callback_params",
-        """dirpath verbose save_last prefix postfix save_best_model async_save
+        """dirpath verbose save_last prefix postfix save_best_model
         filepath save_weights_only auto_insert_metric_name every_n_epochs every_n_train_steps
         train_time_interval save_on_train_epoch_end save_last_n_optim_states""",
         _LIGHTNING,

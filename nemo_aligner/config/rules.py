@@ -203,6 +203,25 @@ def check_save_hf(save_hf: object) -> None:
         )
 
 
+def check_async_save(async_save: object, always_save_nemo: object, save_hf: object) -> None:
+    """Raise `ConfigError` if checkpoints are to be written in the background, and beside every one
+    of them what is written from the weights in memory.
+    """
+    if not async_save:
+        return
+    beside = {
+        "exp_manager.checkpoint_callback_params.always_save_nemo=True": bool(always_save_nemo),
+        f"model.save_hf={EVERY_CHECKPOINT}": save_hf == EVERY_CHECKPOINT,
+    }
+    for setting, is_set in beside.items():
+        if is_set:
+            raise ConfigError(
+                "exp_manager.checkpoint_callback_params.async_save=True writes checkpoints while "
+                f"the job goes on, but with {setting} the job waits for a file beside each of "
+                "them; leave one of the two out."
+            )
+
+
 def check_dynamic_micro_batches(values: Values) -> None:
     """Raise `ConfigError` if `model.dynamic_micro_batch_tokens` would share samples out to other
     micro-batches than a loss is defined by.
@@ -345,6 +364,13 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
     values.number("model.optim.lr", 0, above=True)
     check_optim(values.get("model.optim", {}))
     values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
+    if values.get("exp_manager") is not None:
+        params = "exp_manager.checkpoint_callback_params"
+        check_async_save(
+            values.get(f"{params}.async_save"),
+            values.get(f"{params}.always_save_nemo"),
+            values.get("model.save_hf"),
+        )
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
     values.whole(f"{section}.alarms.replica_check_interval", 0)

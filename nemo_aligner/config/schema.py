@@ -64,7 +64,7 @@ _EXP_MANAGER = (
     )
     | dotted(
         "exp_manager.checkpoint_callback_params",
-        "filename monitor save_top_k mode always_save_nemo save_nemo_on_train_end",
+        "filename monitor save_top_k mode always_save_nemo save_nemo_on_train_end async_save",
     )
 )
 _ARCHITECTURE = dotted(
@@ -453,7 +453,7 @@ FLAGS = (
         """use_datetime_version resume_if_exists resume_past_end resume_ignore_no_checkpoint
         create_tensorboard_logger create_wandb_logger create_mlflow_logger create_dllogger_logger
         create_clearml_logger create_neptune_logger create_checkpoint_callback
-        checkpoint_callback_params.always_save_nemo
+        checkpoint_callback_params.always_save_nemo checkpoint_callback_params.async_save
         checkpoint_callback_params.save_nemo_on_train_end""",
     )
     | dotted(

@@ -101,13 +101,27 @@ class Logger(Protocol):
 class CheckpointWriter(Protocol):
     """Writes checkpoints (`checkpoint/checkpointing.py`)."""
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written in the background; the same on all ranks."""
+
     def custom_save(
         self,
         monitor_candidates: Mapping[str, Any],
         is_train_end: bool = False,
         trainer_state: dict[str, Any] | None = None,
     ) -> Any:
-        """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`."""
+        """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`, or begin
+        to write it in the background.
+        """
+
+    def check_save(self) -> None:
+        """Complete what is written in the background, if that has come to its end; all ranks call
+        it.
+        """
+
+    def finish_save(self) -> None:
+        """Wait for what is written in the background, and complete it; all ranks call it."""
 
     def finish_export(self) -> None:
         """Write what the end of training writes beside its last checkpoint, which was loaded, if

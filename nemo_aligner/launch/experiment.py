@@ -42,6 +42,7 @@ CHECKPOINT_OPTIONS = (
     "save_top_k",
     "save_nemo_on_train_end",
     "always_save_nemo",
+    "async_save",
 )
 
 

@@ -20,8 +20,9 @@ An operation that raises the same type of error on every rank fails its request 
 server goes on. If only some ranks fail, the process groups cannot be trusted any more, and the job
 ends with an error. Either way the client gets the cause in one line; each rank logs its traceback.
 
-A stop request ends the job with exit code 0. A running save is waited for up to SAVE_GRACE_S; if
-it is abandoned then, the code is another one. Other operations get `stop_grace_s`: what they
+A stop request ends the job with exit code 0. A running save, also one in the background
+(`BackgroundWork`), is waited for up to SAVE_GRACE_S; if it is abandoned then, the code is another
+one. Other operations get `stop_grace_s`: what they
 change is repeated from the last checkpoint.
 """
 
@@ -87,6 +88,22 @@ class _Job:
             self.future.set_result(result)
 
 
+@dataclass(frozen=True)
+class BackgroundWork:
+    """A save that goes on beside the operations; the main threads of all ranks call these, and
+    `is_running` says the same on all of them.
+
+    Attributes:
+        is_running: whether there is one; any thread may ask.
+        check: complete it if it has come to its end.
+        finish: wait for it, and complete it.
+    """
+
+    is_running: Callable[[], bool] = lambda: False
+    check: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+
+
 class ServerLoop:
     """See the module docstring. Every rank constructs one and calls `run`.
 
@@ -103,6 +120,7 @@ class ServerLoop:
         control: the group over which operations get their inputs.
         access: what is asked of the clients.
         frontend: what hosts the endpoints.
+        background: a save that goes on beside the operations.
         heartbeat_s: pause between two announcements when idle.
         stop_grace_s: how long an operation that is no save may run on after a stop request before
             the process ends without it.
@@ -122,6 +140,7 @@ class ServerLoop:
         control: ControlGroup,
         access: Access,
         frontend: Frontend,
+        background: BackgroundWork = BackgroundWork(),
         heartbeat_s: float = 1.0,
         stop_grace_s: float = 5.0,
         failure_grace_s: float = 30.0,
@@ -130,6 +149,7 @@ class ServerLoop:
         self.operations, self.after_failure = operations, after_failure
         self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
         self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
+        self.background = background
         self.rank = control.rank
         self._host = frontend.make_host(host, port, access)
         self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
@@ -159,13 +179,22 @@ class ServerLoop:
             self._queue.put(job)
         return job.future.result()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the job is ending: no more operations are run."""
+        return self._closed
+
+    @property
+    def _is_saving(self) -> bool:
+        return self._operating == ServerSignal.SAVE or self.background.is_running()
+
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask the whole job to end."""
         if self._stop_reason is None:
             self._stopped_at = time.monotonic()
             self._stop_reason = reason
             when = ""
-            if self._operating == ServerSignal.SAVE:
+            if self._is_saving:
                 when = f" after the running save, which has {SAVE_GRACE_S:.0f} s"
             logging.info(f"{self.name}, rank {self.rank}: {reason}; ending the job{when}")
             with contextlib.suppress(Exception):
@@ -189,7 +218,7 @@ class ServerLoop:
         except BaseException as error:
             with contextlib.suppress(Exception):  # the store may be gone, too
                 self._read_stop_request()  # the watcher thread may not have read it yet
-            if self._stop_reason is None or self._operating == ServerSignal.SAVE:
+            if self._stop_reason is None or self._is_saving:
                 self._fail_all(ServerJobError(f"{self.name} failed: {error}"))
                 failure = self._failure(error)
                 is_lost = isinstance(failure, LostPeerError)
@@ -261,7 +290,10 @@ class ServerLoop:
             if signal_ == ServerSignal.STOP:
                 if self._stop_reason is None:
                     self.stop("another rank ends the job")
+                self.background.finish()
                 return
+            if self.background.is_running():
+                self.background.check()
             if signal_ != ServerSignal.HEARTBEAT:
                 self._operate(signal_, job)
                 self._current = None
@@ -441,7 +473,7 @@ class ServerLoop:
                 self._failure_deadline = None
             self._check_stop_deadline(now)
             if store_errors >= 10:
-                is_safe = self._stop_reason and self._operating != ServerSignal.SAVE
+                is_safe = self._stop_reason and not self._is_saving
                 self._abandon(
                     ExitCode.FINISHED if is_safe else ExitCode.LOST_PEER,
                     "the job's store is gone: rank 0 or the launcher has ended",
@@ -456,7 +488,7 @@ class ServerLoop:
         """End the process if what runs since before the stop request takes too long."""
         if self._stopped_at is None:
             return
-        is_save = self._operating == ServerSignal.SAVE
+        is_save = self._is_saving
         grace = SAVE_GRACE_S if is_save else self.stop_grace_s
         if now > self._stopped_at + grace:
             self._abandon(

@@ -49,7 +49,9 @@ def test_each_rank_computes_its_checksums_and_knows_of_damage(tiny_tokenizer_dir
     assert (tmp_path / "checkpoints/checkpoint-step=2.damaged").is_dir()
 
 
-def one_rank_has_no_space(folder: str, tokenizer_dir: str, where: str) -> tuple:
+def one_rank_has_no_space(
+    folder: str, tokenizer_dir: str, where: str, in_background: bool = False
+) -> tuple:
     """The error of a save in which rank 1, or rank 0, cannot write; then a save that can."""
     from torch.distributed import barrier, get_rank
 
@@ -57,7 +59,9 @@ def one_rank_has_no_space(folder: str, tokenizer_dir: str, where: str) -> tuple:
     from nemo_aligner.core.errors import SaveError
 
     callback = _callback(folder, tokenizer_dir)
+    callback.async_save = in_background
     callback.custom_save({"step": 1}, trainer_state={"step": 1})
+    callback.finish_save()
     full = OSError(errno.ENOSPC, "No space left on device")
     stream, names = checksums._Stream, ("write_durably", "write_manifest")
     own = {name: getattr(checkpointing, name) for name in names}
@@ -78,6 +82,8 @@ def one_rank_has_no_space(folder: str, tokenizer_dir: str, where: str) -> tuple:
         setattr(checkpointing, where, refuse)
     try:
         callback.custom_save({"step": 2}, trainer_state={"step": 2})
+        while callback.is_saving:  # as after each step
+            callback.check_save()
         message = None
     except SaveError as error:
         message = str(error)
@@ -88,14 +94,19 @@ def one_rank_has_no_space(folder: str, tokenizer_dir: str, where: str) -> tuple:
     left = sorted(path.name for path in Path(callback.root).iterdir())
     barrier()  # the next save begins to write there
     callback.custom_save({"step": 3}, trainer_state={"step": 3})
+    callback.finish_save()
     return message, left, callback.load_latest()
 
 
 def each_place(folder: str, tokenizer_dir: str) -> dict:
-    return {
+    places = {
         where: one_rank_has_no_space(f"{folder}/{where}", tokenizer_dir, where)
         for where in ("weights", "write_durably", "write_manifest")
     }
+    for where in ("weights", "write_manifest"):
+        name = f"{where}-in-background"
+        places[name] = one_rank_has_no_space(f"{folder}/{name}", tokenizer_dir, where, True)
+    return places
 
 
 def test_a_full_disk_of_one_rank_is_one_error_on_all(tiny_tokenizer_dir, tmp_path):
@@ -105,6 +116,6 @@ def test_a_full_disk_of_one_rank_is_one_error_on_all(tiny_tokenizer_dir, tmp_pat
             assert message is not None and "no space left (No space left on device)" in message
             assert f"{tmp_path}/{where}/checkpoints/checkpoint-step=2" in message
             assert " MB are free" in message and "unexpected pos" not in message
-            if where == "weights":
+            if "weights" in where:
                 assert " MB are needed" in message
             assert left == ["checkpoint-step=1"] and loaded == {"step": 3}

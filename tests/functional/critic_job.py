@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -182,6 +183,8 @@ def main() -> None:
     parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
 
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+    from nemo_aligner.checkpoint.dist_ckpt import gathered
+    from nemo_aligner.core.errors import SaveError
     from nemo_aligner.servers import server_loop, slices
 
     class Logger:
@@ -206,9 +209,30 @@ def main() -> None:
             writer.join(patience(10))
             assert writer.exitcode == -signal.SIGTERM, writer.exitcode
             print("the checkpoint is being written", flush=True)
-            time.sleep(settings["save_s"])
-            if parallel_state.get_rank() == 0:
-                Path(settings["checkpoint"]).write_text(json.dumps(trainer_state))
+            self.state = trainer_state
+            self.thread = threading.Thread(target=time.sleep, args=(settings["save_s"],))
+            self.thread.start()
+            if not settings["background"]:
+                self.finish_save()
+
+        thread = None
+
+        @property
+        def is_saving(self):
+            return self.thread is not None
+
+        def check_save(self):
+            if self.is_saving and not any(gathered(self.thread.is_alive())):
+                self.finish_save()
+
+        def finish_save(self):
+            if self.is_saving:
+                self.thread.join()
+                self.thread = None
+                if Path(settings["checkpoint"] + ".full").exists():
+                    raise SaveError("no space left for the checkpoint")
+                if parallel_state.get_rank() == 0:
+                    Path(settings["checkpoint"]).write_text(json.dumps(self.state))
 
         def load_at(self, counter, count):
             """The counters of a checkpoint without weights: these tests are about the server."""
@@ -261,6 +285,8 @@ class CriticJob:
         save_s: how long a save takes.
         save_grace_s: how long it may take after SIGTERM.
         slice_tokens: of a slice of a scoring request.
+        background: checkpoints are written in the background. They cannot be written while there
+            is a file `checkpoint.json.full`.
         server: the section `server` of the configuration.
     """
 
@@ -274,6 +300,7 @@ class CriticJob:
         save_s=0.0,
         save_grace_s=60.0,
         slice_tokens=512,
+        background=False,
         server=None,
         **cfg,
     ):
@@ -287,6 +314,7 @@ class CriticJob:
             "save_s": save_s,
             "save_grace_s": save_grace_s,
             "slice_tokens": slice_tokens,
+            "background": background,
             "server": server or {},
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),

@@ -660,6 +660,58 @@ def test_a_save_that_is_abandoned_is_no_success():
         job.assert_nothing_left()
 
 
+@each_frontend
+def test_a_checkpoint_is_written_in_the_background(frontend):
+    """Meanwhile requests are served and the critic learns; the reply says how it went; SIGTERM
+    waits for it.
+    """
+    with CriticJob(ranks=2, save_s=3.0, background=True, server={"frontend": frontend}) as job:
+        raw, model = Raw(job.wait_until_serving()), build_model()
+        checkpoint = job.directory / "checkpoint.json"
+        full = job.directory / "checkpoint.json.full"
+        data = make_training_data(4, 9)
+
+        def written():
+            return job.log().count("the checkpoint is being written")
+
+        def save(actor_step):
+            before = written()
+            started = in_background(
+                raw, endpoint="critic_save", dummy_var=[0], actor_step=[actor_step]
+            )
+            wait_until(lambda: written() == before + job.ranks, 60, job.log)
+            return started
+
+        def steps():
+            status = raw("critic_status", dummy_var=[0])
+            names = ("actor_step", "critic_step", "saved_critic_step")
+            return [int(status[name][0]) for name in names]
+
+        assert steps() == [0, 0, 0]
+        errors, thread = save(1)
+        raw("critic_train", **{k: v.numpy() for k, v in data.items()})
+        expected_update(model, data, gbs=4)
+        assert_serving(raw, model)
+        assert thread.is_alive() and steps() == [0, 1, 0] and not checkpoint.exists()
+        thread.join(patience(20))
+        assert not errors and not thread.is_alive() and steps() == [1, 1, 0]
+        assert json.loads(checkpoint.read_text()) == {"step": 0, "actor_step": 1}
+
+        full.touch()
+        errors, thread = save(2)
+        thread.join(patience(20))
+        assert "no space left for the checkpoint" in str(errors[0]) and steps() == [1, 1, 0]
+        full.unlink()
+        assert_serving(raw, model)
+
+        errors, thread = save(3)
+        job.signal_rank(1)
+        job.must_exit_with(0, 0, limit_s=30)
+        thread.join(patience(10))
+        assert not errors and json.loads(checkpoint.read_text()) == {"step": 1, "actor_step": 3}
+        job.assert_nothing_left()
+
+
 def save_in_background(job):
     """Start a save and return when it runs on all ranks: what `in_background` returns."""
     started = in_background(

@@ -320,14 +320,30 @@ NOT_COMPARED = re.compile("step_time|sampling_ratio")  # the second: of recomput
 CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps
 
 
-def run_pair(inputs, folder, max_steps, critic_ranks=1, actor_ranks=1, actor_extra=()):
-    """Critic and actor in `folder` up to `max_steps`; both resume from what is there."""
+IN_BACKGROUND = "exp_manager.checkpoint_callback_params.async_save=True"
+each_way_to_save = pytest.mark.parametrize(
+    "extra", [(), pytest.param((IN_BACKGROUND,), marks=pytest.mark.full)], ids=["sync", "async"]
+)
+
+
+def run_pair(inputs, folder, max_steps, critic_ranks=1, actor_ranks=1, actor_extra=(), extra=()):
+    """Critic and actor in `folder` up to `max_steps`; both resume from what is there. `extra` goes
+    to both.
+    """
     limits = [f"trainer.ppo.max_steps={max_steps}", "trainer.ppo.val_check_interval=2"]
     port = find_free_port()
     with (
-        critic(inputs, folder, port, critic_ranks, "python", CONSTANT_RATE) as server,
+        critic(inputs, folder, port, critic_ranks, "python", CONSTANT_RATE, *extra) as server,
         actor(
-            inputs, folder, port, actor_ranks, "python", CONSTANT_RATE, *limits, *actor_extra
+            inputs,
+            folder,
+            port,
+            actor_ranks,
+            "python",
+            CONSTANT_RATE,
+            *limits,
+            *actor_extra,
+            *extra,
         ) as job,
     ):
         assert_ended_well(job, job.wait(240))
@@ -372,7 +388,7 @@ def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole
 KILLED_JOBS = Path(__file__).parent / "killed_jobs"
 
 
-def run_killed_pair(inputs, folder, monkeypatch, side, save):
+def run_killed_pair(inputs, folder, monkeypatch, side, save, extra):
     """`run_pair` to step 4 with SIGKILL to one side in its save number `save`; the other ends by
     itself or is stopped.
     """
@@ -383,9 +399,9 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save):
     port = find_free_port()
     with (
         critic(
-            inputs, folder, port, 1, "python", CONSTANT_RATE, script=scripts["critic"]
+            inputs, folder, port, 1, "python", CONSTANT_RATE, *extra, script=scripts["critic"]
         ) as server,
-        actor(inputs, folder, port, 1, "python", *limits, script=scripts["actor"]) as job,
+        actor(inputs, folder, port, 1, "python", *limits, *extra, script=scripts["actor"]) as job,
     ):
         code = job.wait(240)
         assert code == (-9 if side == "actor" else ExitCode.LOST_PEER), job.log[-3000:]
@@ -395,19 +411,20 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save):
             assert server.wait(30) == -9, server.log[-3000:]
 
 
+@each_way_to_save
 def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
-    inputs, whole, tmp_path, monkeypatch
+    inputs, whole, tmp_path, monkeypatch, extra
 ):
     """The actor dies in its first save, then the critic in the one of step 4: no argument is
     changed, and every metric is the same to the bit.
     """
     folder = tmp_path / "killed"
-    run_killed_pair(inputs, folder, monkeypatch, "actor", 1)
+    run_killed_pair(inputs, folder, monkeypatch, "actor", 1, extra)
     assert not list((folder / "actor/checkpoints").glob("*/COMPLETE"))
     # Of the critic's saves the first is that of its first weights.
-    run_killed_pair(inputs, folder, monkeypatch, "critic", 2)
+    run_killed_pair(inputs, folder, monkeypatch, "critic", 2, extra)
     assert len(list((folder / "actor/checkpoints").glob("*/COMPLETE"))) == 2
-    run_pair(inputs, folder, 4)
+    run_pair(inputs, folder, 4, extra=extra)
     for side in ("actor", "critic"):
         names = [name for name in metric_names(whole / side) if name != "train/step_time"]
         assert names
@@ -447,15 +464,18 @@ def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, t
                 assert read_metrics(tmp_path / side, name) == expected, name
 
 
-def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch):
+@each_way_to_save
+def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch, extra):
     """The disk is full when the critic saves step 2: the actor ends with one message, the critic
     goes on serving. The actor's command again: both start at step 0, to the same bits.
     """
     limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]
     port, script = find_free_port(), str(KILLED_JOBS / "serve_ppo_critic.py")
     monkeypatch.setenv("NO_SPACE_IN_SAVE", "2")
-    with critic(inputs, tmp_path, port, 1, "python", CONSTANT_RATE, script=script) as server:
-        with actor(inputs, tmp_path, port, 1, "python", *limits) as job:
+    with critic(
+        inputs, tmp_path, port, 1, "python", CONSTANT_RATE, *extra, script=script
+    ) as server:
+        with actor(inputs, tmp_path, port, 1, "python", *limits, *extra) as job:
             assert job.wait(240) == 1
         message = job.log.split("ERROR: ")[-1]
         assert "no space left (No space left on device) for " in message, job.log[-3000:]
@@ -464,7 +484,7 @@ def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, mon
         assert server.process.poll() is None and [
             path.name for path in (tmp_path / "critic/checkpoints").iterdir()
         ] == ["megatron_gpt-step=0"]
-        with actor(inputs, tmp_path, port, 1, "python", *limits) as job:
+        with actor(inputs, tmp_path, port, 1, "python", *limits, *extra) as job:
             assert_ended_well(job, job.wait(240))
         assert "went back to the checkpoint of actor step 0" in server.log
         assert_ended_well(server, server.stop())

@@ -44,7 +44,22 @@ for known in (True, False):
 left = sorted(os.listdir(folder + "/checkpoints"))
 os.unlink(folder + "/ballast")
 callback.custom_save({"step": 3}, trainer_state={"step": 3})
-print(json.dumps({"messages": messages, "left": left, "loaded": callback.load_latest()}))
+loaded = callback.load_latest()
+callback.async_save = True
+with open(folder + "/ballast", "wb") as ballast:
+    filesystem = os.statvfs(folder)
+    ballast.write(bytes(filesystem.f_bavail * filesystem.f_frsize - 400_000))
+callback.custom_save({"step": 4}, trainer_state={"step": 4})
+try:
+    callback.finish_save()
+except SaveError as error:
+    messages.append(str(error))
+left_in_background = sorted(os.listdir(folder + "/checkpoints"))
+os.unlink(folder + "/ballast")
+callback.custom_save({"step": 5}, trainer_state={"step": 5})
+callback.finish_save()
+print(json.dumps({"messages": messages, "left": left, "loaded": loaded,
+    "left_in_background": left_in_background, "loaded_at_last": callback.load_latest()}))
 """
 
 
@@ -65,8 +80,9 @@ def test_a_full_disk_is_named_and_spoils_nothing(tiny_tokenizer_dir, tmp_path):
     assert job.returncode == 0, job.stderr[-3000:]
     found = json.loads(job.stdout.splitlines()[-1])
     assert found["left"] == ["checkpoint-step=1"] and found["loaded"] == {"step": 3}
-    before, during = found["messages"]
-    place = f"{tmp_path}/checkpoints/checkpoint-step=2.writing/weights"
-    for message in (before, during):
+    assert found["left_in_background"] == ["checkpoint-step=1", "checkpoint-step=3"]
+    assert found["loaded_at_last"] == {"step": 5}
+    for message, step in zip(found["messages"], (2, 2, 4), strict=True):
+        place = f"{tmp_path}/checkpoints/checkpoint-step={step}.writing/weights"
         assert message.startswith(f"no space left (No space left on device) for {place}: ")
         assert " MB are needed, " in message and " MB are free. Free some" in message

@@ -351,6 +351,19 @@ def test_save_hands_over_counters_and_monitors():
     assert events == ["critic_save", "actor_save", "critic_save_result"]
 
 
+def test_saves_in_the_background_are_waited_for_by_the_next_one():
+    """By that of the critic too: it never has more than one checkpoint that the actor has not."""
+    trainer = make_trainer(val_check_interval=1, save_interval=1)
+    trainer.ckpt_callback.is_saving = True
+    trainer.fit()
+    events = [event for event in trainer.events if "save" in event]
+    one = ["critic_save", "actor_save", "critic_save_result"]
+    assert [event for event in events if event != "actor_saved"] == 3 * one
+    for number, event in enumerate(events):
+        if event == "critic_save_result":
+            assert events[number - 1] == "actor_saved"
+
+
 def test_time_limit_saves_and_stops():
     trainer = make_trainer(val_check_interval=10, save_interval=10, time_limit=2)
     assert fit_until_stopped(trainer).code == ExitCode.TIME
