@@ -43,6 +43,8 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
 ):
     limits = [*LONG, f"trainer.sft.max_steps={STEPS}"]
     must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "whole", *limits, ranks=2))
+    # Those that are stopped save in the background, and wait for it.
+    limits.append("exp_manager.checkpoint_callback_params.async_save=True")
     folder, done = tmp_path / "stopped", 0
     for launcher, number, rank in [
         ("python", signal.SIGTERM, "all"),  # the process group
