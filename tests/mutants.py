@@ -983,8 +983,8 @@ MUTANTS = [
     Mutant(
         "small scoring requests stand behind large ones",
         "servers/slices.py",
-        "    return rows > SMALL_ROWS or length > SMALL_BYTES\n",
-        "    return rows > SMALL_ROWS * SMALL_BYTES\n",
+        "    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES\n",
+        "    return length > SMALL_BYTES\n",
         _unit("test_slices.py", "test_large_requests"),
     ),
     Mutant(
