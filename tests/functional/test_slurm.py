@@ -117,7 +117,7 @@ class Slurm:
 
     def _send_user_signal(self) -> str:
         """How this release of Slurm is told to send the job's own signal at a pre-emption."""
-        found = re.search(r"(\d+)\.(\d+)", self.ask("sbatch", "--version"))
+        found = re.search(r"(\d+)\.(\d+)", self.ask("slurmctld", "-V"))
         assert found is not None
         new = (int(found[1]), int(found[2])) >= (23, 2)
         return (
