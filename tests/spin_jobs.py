@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
 from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
 from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from tests.tiny_models import tiny_config
 
@@ -91,9 +92,7 @@ def trainer_of(model, data, tokenizer, saving=None, **overrides):
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
     log, timer = Log(), SimpleNamespace(start_time=lambda: None, is_finished=lambda: False)
     saving = saving and saving(model, optimizer, scheduler)
-    saving = saving or SimpleNamespace(
-        custom_save=lambda *a, **k: None, finish_export=lambda: None
-    )
+    saving = saving or FakeCheckpointCallback()
     cfg = {"val_check_interval": -1, "save_interval": -1, "gradient_clip_val": 1.0}
     cfg |= {"max_iterations": ITERATIONS, "max_epochs": EPOCHS, **overrides}
     loops = (optimizer, scheduler, loader, None, None)

@@ -22,6 +22,7 @@ from nemo_aligner.data.nlp.builders import (
 )
 from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
 from tests import hugging_face
 from tests.oracles import trl_kto
@@ -216,7 +217,7 @@ def trainer_of(model, dataset, **overrides):
     loader = build_dataloader(OmegaConf.create({"model": model.cfg}), dataset, 0, **sizes)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
     log, timer = Log(), SimpleNamespace(start_time=lambda: None, is_finished=lambda: False)
-    saving = SimpleNamespace(custom_save=lambda *a, **k: None, finish_export=lambda: None)
+    saving = FakeCheckpointCallback()
     cfg = {"val_check_interval": -1, "save_interval": -1, "gradient_clip_val": 1.0, **overrides}
     loops = (optimizer, scheduler, loader, None, None)
     trainer = KTOTrainer(OmegaConf.create(cfg), model, *loops, log, saving, timer)
