@@ -4,6 +4,7 @@
 (`data/nlp/reference_log_probs.py`).
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -27,7 +28,7 @@ from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import DamagedFileError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.index_files import file_fingerprint, key
+from nemo_aligner.data.nlp.index_files import code_fingerprint, file_fingerprint, key
 from nemo_aligner.data.nlp.reference_log_probs import (
     META,
     ShardWriter,
@@ -94,7 +95,7 @@ def _key(model: ModelWithReference, dataset: Any, checkpoint: Path) -> str:
         lines = dataset.lines
         network = {name: str(OmegaConf.select(model.cfg, name)) for name in ARCHITECTURE_KEYS}
         found = key(
-            FORM,
+            [FORM, code_fingerprint()],
             [weights, _fingerprint_of_checkpoint(checkpoint), str(model.cfg.precision)],
             {name: value for name, value in network.items() if not _is_free(name)},
             [tokenizer_fingerprint(model.tokenizer), dataset.encoder.settings()()],
@@ -132,11 +133,13 @@ def _is_whole(folder: Path) -> bool:
     except DamagedFileError as error:
         what = str(error).split(" (see")[0].rstrip(".")
         logging.warning(f"{what}. The reference policy's log-probs are computed again.")
-        with failing_together(folder):
+        # Another job may be removing it too.
+        with failing_together(folder), contextlib.suppress(FileNotFoundError):
             if is_first:
                 shutil.rmtree(folder)
         return False
-    return True
+    # Another job may have found it damaged and removed it just now.
+    return bool(gathered((folder / MANIFEST).is_file() if is_first else None)[0])
 
 
 def _compute(model: ModelWithReference, dataset: Any, folder: Path, name: str) -> None:

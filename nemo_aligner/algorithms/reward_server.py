@@ -38,12 +38,13 @@ class RewardModelServer:
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         model_name: name of the endpoint.
         port: of the endpoint.
-        inference_micro_batch_size: samples per data-parallel rank that are worth waiting for, a
-            number or several.
+        inference_micro_batch_size: samples per data-parallel rank at which Triton does not wait
+            any more, a number or several.
         model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
         strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
             multiple; None keeps them.
-        max_queue_delay_microseconds: how long a request waits for others to be scored with it.
+        max_queue_delay_microseconds: how long Triton holds a request back for others that it hands
+            over with it; each is scored by itself.
         host: address to listen on.
         vocab_size, max_length: bounds of the model for token ids and S; requests beyond are
             refused.
@@ -75,7 +76,7 @@ class RewardModelServer:
     inference_micro_batch_size: int | list[int]
     model_forward_micro_batch_size: int
     strip_sequence_length_to_multiple: int | None = None
-    max_queue_delay_microseconds: float = 2000
+    max_queue_delay_microseconds: float = 0
     host: str = "127.0.0.1"
     vocab_size: int | None = None
     max_length: int | None = None

@@ -276,7 +276,7 @@ class CheckpointCallback:
         writing = self._make_folder(folder)
         with self._removed_if_failed(writing):
             save = dist_ckpt.BackgroundSave(
-                self._sharded_state(is_loading=False),
+                self._sharded_state(is_loading=False, with_reference=True),
                 writing / CHECKPOINT_WEIGHTS,
                 {_rng_file(writing): _rng_bytes()},
             )

@@ -27,6 +27,11 @@ def error_reply(status: int, line: str) -> Reply:
     return status, {"Content-Type": JSON}, error_body(line)
 
 
+def shutting_down() -> Reply:
+    """Return the reply to a request that comes too late."""
+    return error_reply(503, "Server is stopping")
+
+
 class DirectReplies:
     """The endpoints of a server, and the threads that work on their requests.
 
@@ -58,14 +63,19 @@ class DirectReplies:
     def submit(
         self, name: str, head: dict[str, Any], tensors: Buffer, large: bool
     ) -> "concurrent.futures.Future[Reply]":
-        """Have a request worked on in its line.
+        """Have a request worked on in its line, unless the server is ending.
 
         Args:
             name: of the endpoint.
             head, tensors: JSON of the request, and what follows it in the body.
             large: what `is_large` says of it.
         """
-        return self._lines[name, large].submit(self._reply, name, head, tensors)
+        try:
+            return self._lines[name, large].submit(self._reply, name, head, tensors)
+        except RuntimeError:  # after `close`
+            refused: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+            refused.set_result(shutting_down())
+            return refused
 
     def close(self) -> None:
         """Drop the requests that no thread has begun to work on."""

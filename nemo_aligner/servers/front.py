@@ -47,7 +47,7 @@ from nemo_aligner.servers.admission import (
     RefusedError,
     read_head,
 )
-from nemo_aligner.servers.direct_replies import DirectReplies, Reply, error_reply
+from nemo_aligner.servers.direct_replies import DirectReplies, Reply, error_reply, shutting_down
 from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
 from nemo_aligner.servers.kserve import Buffer, encode_request, rows_of
 from nemo_aligner.servers.lease import LEASE_HEADER
@@ -159,7 +159,9 @@ class Front(socketserver.ThreadingTCPServer):
 
     @contextlib.contextmanager
     def passing(self, name: str, request: Passing) -> Iterator[None]:
-        """Keep a request, which Triton gets under this name."""
+        """Keep a request, which Triton gets under this name. If its client is gone at the end and
+        nobody has begun to work on it, nobody will.
+        """
         with self._idle:
             self._passing[name] = request
         try:
@@ -167,6 +169,8 @@ class Front(socketserver.ThreadingTCPServer):
         finally:
             with self._idle:
                 del self._passing[name]
+                if request.reply is not None:
+                    request.reply.cancel()
                 self._idle.notify_all()
 
     def hand_over(self, name: object) -> None:
@@ -276,7 +280,8 @@ class _Handler(BaseHTTPRequestHandler):
         assert request.endpoint is not None
         endpoint, name = self.server.endpoints[request.endpoint], uuid.uuid4().hex
         passing = Passing(endpoint.name, head, tensors, request.length)
-        rows = min(max(rows_of(head), 1), MOST_ROWS)  # what else it says is refused by `Passing`
+        # What else it says is refused when its tensors are read.
+        rows = min(max(rows_of(head), 1), MOST_ROWS)
         zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
         body = b"".join([zeros_head, *zeros])
         with self.server.passing(name, passing):
@@ -294,12 +299,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _wait_for(self, reply: "concurrent.futures.Future[Reply]") -> Reply:
         """Return a reply that is being made."""
-        while not concurrent.futures.wait([reply], HEARTBEAT_S).done:
-            self._give_sign_of_life()
-        try:
-            return reply.result()
-        except concurrent.futures.CancelledError:  # nobody had begun to work on it
-            return error_reply(503, "the server is shutting down")
+        while True:
+            try:
+                return reply.result(HEARTBEAT_S)
+            except concurrent.futures.TimeoutError:
+                self._give_sign_of_life()
+            except concurrent.futures.CancelledError:  # nobody had begun to work on it
+                return shutting_down()
 
     def _give_signs_of_life(self, triton: socket.socket) -> None:
         """Return once Triton replies; until then tell the client that its request is alive."""

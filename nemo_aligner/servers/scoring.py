@@ -9,6 +9,7 @@ the merging of requests never change a score. N is the number of samples of a re
 one data-parallel rank's share, S the padded token length.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,10 @@ def batcher_options(
     """Return the arguments of PyTriton's DynamicBatcher.
 
     Args:
-        max_queue_delay_microseconds: how long a request waits for others that are handed over
-            with it; each is computed by itself.
-        inference_micro_batch_size: samples per data-parallel rank that are worth waiting for, a
-            number or several.
+        max_queue_delay_microseconds: how long Triton holds a request back for others that it hands
+            over with it; each is computed by itself.
+        inference_micro_batch_size: samples per data-parallel rank at which it does not wait any
+            more, a number or several.
     """
     if isinstance(inference_micro_batch_size, int):
         sizes = [inference_micro_batch_size]
@@ -149,6 +150,8 @@ class Scorer:
         self.needs_prompt_lengths = needs_prompt_lengths
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self._control: ControlGroup | None = None
+        # Small and large requests have threads of their own, and a tokenizer is for one at a time.
+        self._tokenizing = threading.Lock()
 
     @property
     def control(self) -> ControlGroup:
@@ -208,7 +211,8 @@ class Scorer:
         validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
         # Refuses sentences where they cannot be scored.
-        processed = process_inputs(inputs, self.tokenize_func)
+        with self._tokenizing:
+            processed = process_inputs(inputs, self.tokenize_func)
         if self.needs_prompt_lengths and prompt_lengths is None:
             raise RequestError(
                 "'prompt_lengths' is missing: this reward scores the response alone and must know "

@@ -5,7 +5,9 @@
 A *slice* is a part of the samples that is scored in one operation of all ranks (server_loop.py).
 How a request is cut depends on that request alone, never on who else waits, and a slice has whole
 micro-batches of it, with the same samples in each: so a score has the same bits as if the request
-had been scored in one go. Three things keep a small request from waiting for a large one:
+had been scored in one go. (With context, sequence or virtual pipeline parallelism, or with
+`dynamic_micro_batch_tokens`, micro-batches may be others; see docs/operations.md.) Three things
+keep a small request from waiting for a large one:
 
 * a large one is worked off in slices, and the queue of the server is first come, first served;
 * large ones have a line of their own in front of that queue, one at a time (direct_replies.py);
@@ -91,7 +93,9 @@ class Turns:
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
-        """The model stays as it is; waits for the changes that were asked for before."""
+        """The model stays as it is; waits until nobody wants to change it. One client at a time
+        changes it, and waits for each change.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
             self._scoring += 1

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each front of a server lets in, and what it refuses; Triton is a script here."""
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -190,6 +191,40 @@ def test_a_bad_request_is_an_error_of_its_own(make_front, triton):
         status, _headers, reply = ask(front, "POST", INFER, bad)
         assert status == 400 and "has dtype float32" in json.loads(reply)["error"]
         assert ask(front, "POST", INFER, INFER_BODY)[0] == 200
+
+
+def test_requests_in_line_are_told_that_the_server_stops(triton, monkeypatch):
+    """The one that is worked on gets its reply; those behind it, and later ones, get a 503."""
+    begun, release = threading.Event(), threading.Event()
+
+    def wait(**_arrays):
+        begun.set()
+        release.wait(patience(20))
+        return {spec.name: np.zeros((1, 1), spec.dtype) for spec in ENDPOINTS[0].outputs}
+
+    address = "127.0.0.1", find_free_port()
+    front = triton.front = Front(*address, triton.server_address, [(ENDPOINTS[0], wait)], Access())
+    front.open()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, front, "POST", INFER, INFER_BODY)
+        assert begun.wait(patience(20))
+        second = pool.submit(ask, front, "POST", INFER, INFER_BODY)
+        wait_until(lambda: len(triton.seen) == 2, 20, lambda: "the second request")
+        wait_until(
+            lambda: all(each.reply is not None for each in list(front._passing.values())),
+            20,
+            lambda: "both in line",
+        )
+        front.close()
+        status, _headers, reply = second.result(patience(20))
+        assert status == 503 and "Server is stopping" in json.loads(reply)["error"]
+        assert not first.done()
+        release.set()
+        assert first.result(patience(20))[0] == 200
+    late = front._direct.submit("critic_infer", {}, b"", large=False)
+    assert late.result(0)[0] == 503
+    front.wait_for_replies(patience(20))
+    assert not front._passing
 
 
 def test_outputs_come_as_they_are_asked_for(make_front, triton):
