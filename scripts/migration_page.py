@@ -19,6 +19,7 @@ from nemo_aligner.compat.stand_ins import (
     BOUND_DATA_SCRIPTS,
     FREE_DATA_SCRIPTS,
     OTHER_SCRIPTS,
+    OWN_DATA_SCRIPTS,
     SCRIPTS,
     STAND_INS,
 )
@@ -78,6 +79,7 @@ def scripts() -> str:
     ]
     others = [(name, ", ".join(scripts)) for name, scripts in OTHER_SCRIPTS.items()]
     data = [
+        (", ".join(OWN_DATA_SCRIPTS), "this package's scripts of the same path and arguments"),
         (", ".join(FREE_DATA_SCRIPTS), "nothing of NeMo: they run from NeMo-Aligner's repository"),
         (
             ", ".join(BOUND_DATA_SCRIPTS),

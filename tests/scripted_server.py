@@ -119,14 +119,18 @@ class ScriptedServer:
                 self.at_once = max(self.at_once, self.open)
             start = int(fields["inference-header-content-length"])
             self.inputs.append([item["name"] for item in json.loads(body[:start])["inputs"]])
-            (token,) = np.frombuffer(body[start : start + 8], np.int64)
-            reply = self.script(index, [[float(token)]])
+            reply = self.reply(index, body, start)
             with self._lock:
                 self.open -= 1
             if reply is None:
                 self._hold.wait()
             else:
                 connection.sendall(reply)
+
+    def reply(self, index, body, start):
+        """What to send for a request whose arrays begin at `start` of its body."""
+        (token,) = np.frombuffer(body[start : start + 8], np.int64)
+        return self.script(index, [[float(token)]])
 
 
 def answer(rewards, status=200):

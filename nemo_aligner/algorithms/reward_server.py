@@ -27,14 +27,14 @@ from nemo_aligner.servers.server_loop import ServerLoop
 @dataclasses.dataclass
 class RewardModelServer:
     """Serves one endpoint, `model_name`: sentences or tokens in, the reward [N, 1] of each sample
-    out.
+    out, or its attributes [N, A].
 
     Every rank of the job constructs it, with a model that is ready for inference, and calls
     `run_server`.
 
     Attributes:
-        infer_fn: (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n];
-            every rank calls it with its data-parallel share of the samples.
+        infer_fn: (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n],
+            or [n, A]; every rank calls it with its data-parallel share of the samples.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         model_name: name of the endpoint.
         port: of the endpoint.
@@ -50,6 +50,7 @@ class RewardModelServer:
             refused.
         per_token: `infer_fn` gives rewards of tokens, [n, S], NaN at tokens without one; the
             reward of a sample is their sum.
+        attributes: A; above 1 for a model that does not merge them.
         needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]),
             and a request that does not say where its responses start is refused. Models score
             whole samples and do not need them.
@@ -82,6 +83,7 @@ class RewardModelServer:
     max_length: int | None = None
     needs_prompt_lengths: bool = False
     per_token: bool = False
+    attributes: int = 1
     tokenizer: Any = None
     token_file: str | None = None
     max_request_mb: float = 64
@@ -118,7 +120,8 @@ class RewardModelServer:
             endpoints=[
                 (
                     dataclasses.replace(
-                        schema.reward_model_endpoint(self.per_token), name=self.model_name
+                        schema.reward_model_endpoint(self.per_token, self.attributes),
+                        name=self.model_name,
                     ),
                     self.infer,
                 )
@@ -139,8 +142,8 @@ class RewardModelServer:
         self.run_server()
 
     def infer(self, **inputs: Array) -> Arrays:
-        """Score a request: {"rewards": float32 [N, 1]}, with `per_token` also "token_rewards"
-        float32 [N, S].
+        """Score a request: {"rewards": float32 [N, 1] or [N, A]}, with `per_token` also
+        "token_rewards" float32 [N, S].
 
         In a running server it is the endpoint's handler. Without one every rank calls it, rank 0
         with the inputs; rank 0 gets the rewards, the others an empty dict.
@@ -159,7 +162,9 @@ class RewardModelServer:
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the rewards [n, 1] of this rank's samples, and those of their tokens [n, S]."""
+        """Return the rewards [n, 1] of this rank's samples, or their attributes [n, A], and the
+        rewards of their tokens [n, S].
+        """
         if self.needs_prompt_lengths:
             rewards = self.infer_fn(tokens, lengths, prompt_lengths)
         else:
@@ -173,10 +178,11 @@ class RewardModelServer:
                 )
             total = rewards.double().nansum(1, keepdim=True).float()
             return {"rewards": total, "token_rewards": rewards}
-        if rewards.numel() != tokens.shape[0]:
+        if rewards.numel() != tokens.shape[0] * self.attributes:
+            needed = "one number" if self.attributes == 1 else f"{self.attributes} numbers"
             raise RuntimeError(
                 f"the served reward gave numbers of shape {list(rewards.shape)} for "
-                f"{tokens.shape[0]} row(s); it must give one number per row. A model with several "
-                "attributes must merge them: model.regression.merge_attributes=True."
+                f"{tokens.shape[0]} row(s); it must give {needed} per row. A model with several "
+                "attributes gives one if it merges them: model.regression.merge_attributes=True."
             )
-        return {"rewards": rewards.reshape(-1, 1)}
+        return {"rewards": rewards.reshape(-1, self.attributes)}

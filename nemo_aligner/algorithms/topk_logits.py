@@ -7,6 +7,7 @@ it ended.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.checkpoint.checksums import save_error
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.topk_logits import TopKExample, check_record, to_line
 from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 
@@ -58,13 +59,17 @@ def write_topk_logits(
     fingerprint = tokenizer_fingerprint(model.tokenizer)
     model.set_eval()
     rows = last - first + 1
-    done = _on_rank_0(lambda: _lines_there(path, dataset, top_k, first, rows, fingerprint))
+
+    def check(number: int, line: bytes) -> None:
+        _check_line(line, path, dataset, top_k, first + number, rows, fingerprint)
+
+    done = on_rank_zero(lambda: complete_lines(path, check))
     if done:
         logging.info(f"{path} holds {done} of {rows} lines already")
     for start in range(first + done, last + 1, model.cfg.global_batch_size):
         stop = min(start + model.cfg.global_batch_size, last + 1)
         lines = _lines(model, dataset, range(start, stop), top_k, rows, fingerprint)
-        _on_rank_0(lambda lines=lines: _append(path, lines))
+        on_rank_zero(partial(append_lines, path, lines))
         logging.info(f"{stop - first} of {rows} examples are in {path}")
 
 
@@ -108,38 +113,6 @@ def _lines(
     return [lines[number] for number in numbers]
 
 
-def _append(path: Path, lines: list[str]) -> int:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
-    except OSError as error:
-        raise save_error(path, error) from None
-    return len(lines)
-
-
-def _lines_there(
-    path: Path, dataset: Any, top_k: int, first: int, rows: int, fingerprint: str | None
-) -> int:
-    """How many lines of this job a file holds; a torn last line is removed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            return 0
-    except OSError as error:
-        raise save_error(path, error) from None
-    count, end = 0, 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            _check_line(line, path, dataset, top_k, first + count, rows, fingerprint)
-            count, end = count + 1, end + len(line)
-    if end < path.stat().st_size:
-        with path.open("r+b") as file:
-            file.truncate(end)
-    return count
-
-
 def _check_line(
     line: bytes,
     path: Path,
@@ -166,20 +139,3 @@ def _check_line(
             f"{where}: it holds the logits of another data set or command ({what}); give another "
             "output_path, or remove the file."
         )
-
-
-def _on_rank_0(function: Any) -> Any:
-    """What `function` returns on rank 0, on all ranks; its error is raised on all of them."""
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    if not several:
-        return function()
-    outcome: list[Any] = [None, None]
-    if torch.distributed.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except UserError as error:
-            outcome[1] = error
-    torch.distributed.broadcast_object_list(outcome, src=0, device=get_device())
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]

@@ -68,6 +68,12 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
         "MegatronGPTModel",
         "MegatronTrainerBuilder",
     ),
+    "train_steerlm2.py": (
+        "get_prompt_template_example",
+        "MegatronPretrainingBatchSampler",
+        "MegatronGPTModel",
+        "MegatronTrainerBuilder",
+    ),
     "serve_reward_model.py": ("NLPDDPStrategy",),
 }
 # Its other scripts, by algorithm; paths below its folder examples/.
@@ -78,7 +84,6 @@ OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
         f"{_GPT}train_gpt_knowledge_distillation.py",
         "nlp/synthetic_data_gen/compute_topk_logits.py",
     ),
-    "SteerLM 2": (f"{_GPT}train_steerlm2.py",),
     "DRaFT+ (images)": (
         "mm/stable_diffusion/train_sd_draftp.py",
         "mm/stable_diffusion/train_sdxl_draftp.py",
@@ -87,22 +92,25 @@ OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
         "mm/clip/test_reward_model.py",
     ),
 }
-# Its scripts that write data: those that import nothing of NeMo, and those that import classes of
-# its removed collection without a stand-in.
-FREE_DATA_SCRIPTS = (
-    "nlp/cai/process_anthropic_hh_using_chat_prompt.py",
-    "nlp/data/kto/preprocess_anthropichh_data.py",
+# Its scripts that write data: those that this package has by the same path and arguments, those
+# that import nothing of NeMo, and those that import classes of its removed collection without a
+# stand-in.
+OWN_DATA_SCRIPTS = (
+    "nlp/cai/generate_rl_cai_dataset.py",
+    "nlp/cai/generate_sl_cai_dataset.py",
     "nlp/data/steerlm/attribute_annotate.py",
-    "nlp/data/steerlm/common.py",
     "nlp/data/steerlm/preprocess_helpsteer_data.py",
     "nlp/data/steerlm/preprocess_helpsteer2_data.py",
     "nlp/data/steerlm/preprocess_openassistant_data.py",
     "nlp/data/steerlm/process_to_regression_format.py",
 )
+FREE_DATA_SCRIPTS = (
+    "nlp/cai/process_anthropic_hh_using_chat_prompt.py",
+    "nlp/data/kto/preprocess_anthropichh_data.py",
+    "nlp/data/steerlm/common.py",
+)
 BOUND_DATA_SCRIPTS = (
     "nlp/cai/cai_utils.py",
-    "nlp/cai/generate_rl_cai_dataset.py",
-    "nlp/cai/generate_sl_cai_dataset.py",
     "nlp/data/sft/remove_long_dialogues.py",
 )
 

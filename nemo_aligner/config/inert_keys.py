@@ -44,7 +44,6 @@ _LIGHTNING = (
 )
 _CLIPPING = "trainer.<algorithm>.gradient_clip_val counts"  # old_forms.py has a warning
 _TE = "the layers depend on what is installed (Transformer Engine on a GPU, else local ones)"
-_STEERLM2 = {"forward_micro_batch_size": 1, "micro_batch_size": 1}  # in NeMo-Aligner's YAML
 _APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
 _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
 _DATASET = "the data sets read the files directly, and recognize their form"
@@ -380,7 +379,6 @@ INERT = {
         "inference",
         "training generates no responses; GPTSFTModel.infer, called from Python, reads it",
     )
-    | _inert("model", "steerlm2", "SteerLM 2.0 is not part of this package", _STEERLM2)
     | _inert(
         "model",
         "resume_from_checkpoint",

@@ -412,8 +412,41 @@ def _check_prefix_data(values: Values) -> None:
         )
 
 
+def check_steerlm2(cfg: DictConfig | dict) -> None:
+    """Raise `ConfigError` unless a configuration of `gpt_sft.yaml` can train SteerLM 2.0.
+
+    Args:
+        cfg: has passed `check_values`.
+    """
+    values = Values(resolved(complete_config(cfg, "gpt_sft")))
+    key = RESTORE_KEYS["gpt_sft"]
+    if values.get(key) is None:
+        raise ConfigError(
+            f"{key} is not set; SteerLM 2 starts from the policy that sampled the responses: give "
+            "its .nemo file or folder."
+        )
+    if not values.get("model.data.chat"):
+        raise ConfigError(
+            "model.data.chat=False: data of SteerLM 2 are in NeMo's chat format; set it to True."
+        )
+    reduction = values.get("model.loss_reduction")
+    if reduction != "token":
+        raise ConfigError(
+            f"model.loss_reduction={reduction}: the loss of SteerLM 2 has a reduction of its own, "
+            "a mean over prompts; leave it at token."
+        )
+    for split in ("train_ds", "validation_ds"):
+        if values.get(f"model.data.{split}.packed_sequence"):
+            raise ConfigError(
+                f"model.data.{split}.packed_sequence=True: responses of SteerLM 2 are not packed; "
+                "set it to False, and model.dynamic_micro_batch_tokens for short ones."
+            )
+
+
 def _check_sft(values: Values, dp: dict[str, int]) -> None:
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
+    for name in ("micro_batch_size", "forward_micro_batch_size"):
+        values.whole(f"model.steerlm2.{name}", 1)
     _check_sft_data(values, dp, ("train_ds", "validation_ds"))
 
 

@@ -287,6 +287,7 @@ _SFT = (
         limit_val_batches gradient_clip_val alarms.replica_check_interval""",
     )
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
+    | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")
     | dotted("model.data", "num_workers columns")
     | _CHAT
     | set().union(
@@ -555,6 +556,7 @@ REQUIRED = {
     | dotted(
         "model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length"
     )
+    | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")
     | dotted("model.data.validation_ds", "micro_batch_size global_batch_size"),
     "gpt_dpo": _REQUIRED_TRAINING
     | dotted("trainer.dpo", "max_steps val_check_interval save_interval")

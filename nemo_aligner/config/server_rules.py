@@ -167,8 +167,21 @@ def check_one_reward_per_sample(model: Mapping) -> None:
     Args:
         model: the section `model`, completed (`complete_model`).
     """
+    check_attributes_are_merged(model["regression"])
+    served_attributes(model)
+
+
+def served_attributes(model: Mapping) -> int:
+    """How many numbers a reward model gives for each sample: its attributes, unless it merges
+    them.
+
+    Args:
+        model: the section `model`, completed (`complete_model`).
+
+    Raises:
+        ConfigError: it has weights that it does not use, or gives a number per token.
+    """
     regression = model["regression"]
-    check_attributes_are_merged(regression)
     weights = regression["attribute_weights"]
     if weights is not None and not regression["merge_attributes"]:
         raise ConfigError(
@@ -182,6 +195,7 @@ def check_one_reward_per_sample(model: Mapping) -> None:
             "is one number per sample; serve the reward model that the critic started from, or "
             "set it to False. inference.rewards_per gives rewards of steps and tokens."
         )
+    return 1 if regression["merge_attributes"] else int(regression["num_attributes"])
 
 
 def check_scores_of_tokens(model: Mapping) -> None:

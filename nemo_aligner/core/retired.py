@@ -18,7 +18,7 @@ _TRT = (
 )
 _OTHER = (
     "{} belongs to an algorithm that this package does not have; it has PPO, REINFORCE, "
-    "rejection sampling, DPO, KTO, SPIN, knowledge distillation, SFT and reward models"
+    "rejection sampling, DPO, KTO, SPIN, SteerLM, distillation, SFT and reward models"
 )
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
@@ -38,7 +38,6 @@ RETIRED: dict[str, dict[str, str]] = {
     },
     "nemo_aligner.data.nlp.datasets": {
         "DPOPackedDataset": _PACKED_PAIRS,
-        "SteerLM2Dataset": _OTHER.format("SteerLM 2.0"),
     },
     "nemo_aligner.utils.distributed": {
         "compute_topk_logits_in_batched_sequence": _OTHER.format("knowledge distillation"),
@@ -60,12 +59,10 @@ RETIRED: dict[str, dict[str, str]] = {
     },
 }
 
-_ABSENT = "of an algorithm that this package does not have"
 _OWN_VALUE = "an inner constant of a server; the address and port are keys of the configuration"
 _GPT = "nemo_aligner.models.nlp.gpt"
 # Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
 NOT_HERE: dict[str, str] = {
-    f"{_GPT}.gpt_steerlm_model": _ABSENT,
     "nemo_aligner.data.mm": "data sets of images",
     "nemo_aligner.models.mm": "models of images",
     "nemo_aligner.data.nlp.scripts": "a script that changes special tokens of SteerLM's data",

@@ -71,7 +71,20 @@ def respond(policy: Policy, prompts: Sequence[str], form: ChatForm, source: str)
     """
     policy = policy.with_end_strings(form.end_strings(policy.tokenizer))
     tokens = tokenize(policy, prompts, form, source)
-    samples = samples_of(tokens, policy.seed, policy.responses_per_prompt)
+    return generate_samples(
+        policy, prompts, samples_of(tokens, policy.seed, policy.responses_per_prompt)
+    )
+
+
+def generate_samples(
+    policy: Policy, prompts: Sequence[str], samples: Sequence[Sample]
+) -> list[Response]:
+    """The responses of `samples`, by their places; all ranks call it, with the same samples, and
+    all get the responses.
+
+    Args:
+        prompts: their texts, by number.
+    """
     own = _generate(policy, prompts, deal(samples, policy.micro_batch_size))
     is_source = parallel_state.get_model_parallel_src_rank() == parallel_state.get_rank()
     parts = policy.group.gather_objects(own if is_source else {})

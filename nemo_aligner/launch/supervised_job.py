@@ -137,27 +137,45 @@ def build_sft_dataloaders(
         )
         for section in (data.train_ds, data.validation_ds)
     )
-    train_dataloader = build_dataloader(
-        cfg,
-        train,
-        consumed_samples=0,
-        mbs=cfg.model.micro_batch_size,
-        gbs=cfg.model.global_batch_size,
-        collate_fn=collate_fn or train.collate_fn,
-        use_random_sampler=data.train_ds.shuffle,
+    return build_sft_loaders(cfg, train, validation, collate_fn)
+
+
+def build_sft_loaders(
+    cfg: DictConfig,
+    train: Any,
+    validation: Any,
+    collate_fn: Callable[..., Any] | None = None,
+) -> Loaders:
+    """Loaders of the data sets of `model.data.train_ds` and `model.data.validation_ds`, which have
+    a `collate_fn`.
+
+    Args:
+        collate_fn: of the training data, in place of its own.
+    """
+    sections = cfg.model.data.train_ds, cfg.model.data.validation_ds
+
+    def loader(dataset: Any, section: DictConfig, gbs: int, drop_last: bool) -> DataLoader[Any]:
+        return build_dataloader(
+            cfg,
+            dataset,
+            consumed_samples=0,  # the trainer says where to go on
+            mbs=cfg.model.micro_batch_size,
+            gbs=gbs,
+            drop_last=drop_last,
+            pad_samples_to_global_batch_size=not drop_last,
+            collate_fn=(collate_fn if dataset is train else None) or dataset.collate_fn,
+            use_random_sampler=section.shuffle,
+        )
+
+    return Loaders(
+        loader(train, sections[0], cfg.model.global_batch_size, drop_last=True),
+        {
+            "validation": loader(
+                validation, sections[1], sections[1].global_batch_size, sections[1].drop_last
+            )
+        },
+        test=None,
     )
-    val_dataloader = build_dataloader(
-        cfg,
-        validation,
-        consumed_samples=0,
-        mbs=cfg.model.micro_batch_size,
-        gbs=data.validation_ds.global_batch_size,
-        drop_last=data.validation_ds.drop_last,
-        pad_samples_to_global_batch_size=not data.validation_ds.drop_last,
-        collate_fn=validation.collate_fn,
-        use_random_sampler=data.validation_ds.shuffle,
-    )
-    return Loaders(train_dataloader, {"validation": val_dataloader}, test=None)
 
 
 def train_supervised(

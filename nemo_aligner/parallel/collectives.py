@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.masks import masked_mean_var, whiten
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -176,6 +177,25 @@ def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwa
     if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
         return fn(*args, **kwargs)
     return None
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """What `function` returns on global rank 0, on all ranks, which call it together; a
+    `UserError` that it raises there is raised on all of them.
+    """
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, device=get_device())
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
 
 
 def _all_reduce(

@@ -10,6 +10,7 @@ the padded token length; per-transition tensors have width S-1, and column t bel
 prediction of token t+1.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -272,19 +273,32 @@ TOKEN_REWARDS = TensorSpec(
 )
 
 
-def reward_model_endpoint(per_token: bool = False) -> Endpoint:
-    """The reward [N, 1] of each sample, and with `per_token` those of its tokens [N, S].
+ATTRIBUTES = TensorSpec("rewards", np.float32, (-1,), meaning="attributes of each sample [N, A]")
 
-    Clients take both kinds: what a server lists says which it is.
+
+def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpoint:
+    """The reward [N, 1] of each sample, and with `per_token` those of its tokens [N, S]; of a
+    model that does not merge its A `attributes` these, [N, A].
+
+    Clients take the first two kinds: what a server lists says which it is.
     """
     outputs: tuple[TensorSpec, ...] = (
         TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),
     )
+    if attributes > 1:
+        outputs = (dataclasses.replace(ATTRIBUTES, shape=(attributes,)),)
     if per_token:
         outputs += (TOKEN_REWARDS,)
     return Endpoint(
         REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER), outputs, batching=True
     )
+
+
+def attributes_endpoint() -> Endpoint:
+    """What a client of attributes sends and needs: sentences, and any number of attributes of
+    each.
+    """
+    return Endpoint(REWARD_MODEL, _SCORING_INPUTS[:1], (ATTRIBUTES,), batching=True)
 
 
 def triton_tensors(specs: Iterable[TensorSpec]) -> list["Tensor"]:

@@ -27,6 +27,7 @@ from nemo_aligner.servers.exchange import (
 from nemo_aligner.servers.kserve import numpy_type
 from nemo_aligner.servers.pieces import LARGEST_BODY, PIECE_BYTES, piece_rows
 from nemo_aligner.servers.schema import (
+    ATTRIBUTES,
     Array,
     Arrays,
     Endpoint,
@@ -94,6 +95,7 @@ class ServedModel:
         inputs: their shapes do not hold the batch dimension.
         outputs: names.
         max_batch_size: most samples of one request; 0 if its tensors have no batch dimension.
+        attributes: numbers in its `rewards` of a sample; 1 unless it lists more.
         instance: name of this start of the server; None for one that is not of this package.
     """
 
@@ -101,6 +103,7 @@ class ServedModel:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...]
     max_batch_size: int
+    attributes: int = 1
     instance: str | None = field(default=None, compare=False)
 
     def lists(self, name: str) -> bool:
@@ -158,8 +161,15 @@ def _parse(config: dict) -> ServedModel:
         )
         for item in config.get("input", [])
     )
-    outputs = tuple(item["name"] for item in config.get("output", []))
-    return ServedModel(config["name"], inputs, outputs, int(config.get("max_batch_size", 0)))
+    outputs = {item["name"]: item.get("dims", []) for item in config.get("output", [])}
+    rewards = [int(size) for size in outputs.get("rewards", [])]
+    return ServedModel(
+        config["name"],
+        inputs,
+        tuple(outputs),
+        int(config.get("max_batch_size", 0)),
+        attributes=max([1, *rewards]),
+    )
 
 
 def _wire_name(data_type: str) -> str:
@@ -195,6 +205,11 @@ def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> N
                     "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with "
                     "False the reward model has its own server"
                 )
+    if served.attributes > 1 and endpoint.outputs != (ATTRIBUTES,):
+        problem = (
+            f"it gives {served.attributes} attributes of each sample, but a reward is one number; "
+            "serve it with model.regression.merge_attributes=True"
+        )
     if problem:
         needed = ", ".join(sorted(sent - _MAY_BE_LEFT_OUT))
         outputs = ", ".join(spec.name for spec in endpoint.outputs)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from nemo_aligner.servers.schema import (
+    ATTRIBUTES,
     CRITIC_INFER,
     Arrays,
     Endpoint,
@@ -257,7 +258,9 @@ def validate_reply(
                 f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. "
                 + _other_server(endpoint)
             )
-        if spec.name == "rewards":
+        if spec == ATTRIBUTES:
+            _validate_attributes(endpoint, array, samples)
+        elif spec.name == "rewards":
             _validate_rewards(endpoint, array, samples)
         else:
             _validate_values(endpoint, array, samples, used)
@@ -270,6 +273,21 @@ def _other_server(endpoint: Endpoint) -> str:
         "Is another kind of server running at this address? The client expects "
         f"'{endpoint.name}' there."
     )
+
+
+def _validate_attributes(endpoint: Endpoint, values: np.ndarray, samples: int) -> None:
+    if values.ndim != 2 or len(values) != samples or not values.size:
+        raise ReplyError(
+            f"'rewards' has shape {list(values.shape)} for {samples} sample(s) sent; "
+            f"[{samples}, A] is needed, the attributes of each sample. {_other_server(endpoint)}"
+        )
+    bad = np.argwhere(~np.isfinite(values))
+    if bad.size:
+        row, column = (int(i) for i in bad[0])
+        raise ReplyError(
+            f"attribute {column} is {values[row, column]} in sample {row}: look for NaN in the "
+            "weights of the served model and serve a good one."
+        )
 
 
 def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, samples: int) -> None:

@@ -31,9 +31,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
+from nemo_aligner.data.nlp.steerlm2 import LOG_Q
 from nemo_aligner.generation import GenerationParams
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
@@ -196,6 +198,7 @@ ROLES = {
     "distillation": Role(GPTKnowledgeDistillationModel, "lm"),
     "kto": Role(MegatronGPTKTOModel, "lm", ("pairs",)),
     "spin": Role(MegatronGPTSPINModel, "lm", ("pairs",)),
+    "steerlm2": Role(GPTSteerLMModel, "lm", ("prompts",)),
 }
 # In place of a micro-batch size: `dynamic_micro_batch_tokens`. One rank makes three micro-batches
 # of the samples; of two data-parallel ranks one makes two, the other one.
@@ -365,6 +368,21 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "labels": labels,
             "loss_mask": responses.float(),
         }
+    if role == "steerlm2":
+        # Two responses to a prompt, of other lengths; one is missing, and so are all of a prompt.
+        counts = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
+        counts[1] = False
+        masks = torch.stack([responses, counts], 1)
+        log_q = -5.5 * masks.sum(-1) + torch.randn(SAMPLES, 2, generator=generator)
+        targets = torch.rand(SAMPLES, 2, generator=generator)
+        targets = targets / (targets * masks.any(-1)).sum(1, keepdim=True)
+        return {
+            "tokens": torch.stack([first, second], 1),
+            "labels": torch.stack([first.roll(-1, 1), second.roll(-1, 1)], 1),
+            "loss_mask": masks.float(),
+            LOG_Q: torch.where(masks.any(-1), log_q, masked_value),
+            "ws": torch.where(masks.any(-1), targets, masked_value),
+        }
     if role == "sft":
         return {"tokens": first, "labels": first.roll(-1, 1), "loss_mask": responses.float()}
     return {"response_tokens": first, "mask": transitions.float()}
@@ -498,6 +516,7 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "sft_loss_weight": 0.1,
             "desirable_loss_weight": 1.3,
         },
+        steerlm2={"micro_batch_size": 1, "forward_micro_batch_size": 3},
     )
     experts = EXPERTS if architecture == "moe" else {}
     cfg = OmegaConf.merge(cfg, {"optim": {"eps": ADAM_EPS}}, experts, overrides)
@@ -545,6 +564,7 @@ def loss_and_gradient(
     model.loss_reduction = reduction
     dynamic = micro_batch_size == DYNAMIC
     model.cfg.micro_batch_size = 1 if dynamic else micro_batch_size
+    model.cfg.steerlm2.micro_batch_size = model.cfg.micro_batch_size
     model.micro_batch_tokens = DYNAMIC_TOKENS if dynamic else None
     model.prepare_for_training_step()
     loss, metrics = model.get_loss_and_metrics(

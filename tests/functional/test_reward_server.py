@@ -368,8 +368,8 @@ def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
 def test_what_cannot_be_served_is_one_clear_error(
     regression, rm_file, tiny_tokenizer_dir, tmp_path
 ):
-    """Several attributes apart; a language model; a critic; a port in use. All at once, to save
-    their starts.
+    """Tokens of several attributes; a language model; a critic; a port in use. All at once, to
+    save their starts.
     """
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -383,11 +383,6 @@ def test_what_cannot_be_served_is_one_clear_error(
         taken.listen()
         busy = taken.getsockname()[1]
         cases = [
-            (
-                regression[1],
-                find_free_port(),
-                ["2 attributes", "model.regression.merge_attributes=True"],
-            ),
             (
                 tmp_path / "policy.nemo",
                 find_free_port(),
@@ -411,6 +406,11 @@ def test_what_cannot_be_served_is_one_clear_error(
             reward_server(rm_file, tmp_path / "w", find_free_port(), 1, "python", weights)
         )
         jobs.append((job, ["attribute_weights=[2.0]", "model.regression.merge_attributes=True"]))
+        per_token = "inference.rewards_per=token"
+        job = stack.enter_context(
+            reward_server(regression[1], tmp_path / "t", find_free_port(), 1, "python", per_token)
+        )
+        jobs.append((job, ["2 attributes", "model.regression.merge_attributes=True"]))
         for job, words in jobs:
             assert job.wait(150) == ExitCode.USER_ERROR
             message = job.log.split("ERROR: ")[-1]

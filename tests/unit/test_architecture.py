@@ -22,7 +22,17 @@ FLOORS = [
     {"servers", "generation", "data"},
     {"models"},
     {"algorithms", "launch"},
-    {"report", "compat", "convert", "generate", "evaluate", "plan", "inspection", "doctor"},
+    {
+        "report",
+        "compat",
+        "convert",
+        "generate",
+        "evaluate",
+        "plan",
+        "inspection",
+        "doctor",
+        "synthetic",
+    },
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -255,6 +255,7 @@ HOMONYMS = {
     "pre_process": "the same",
     "post_process": "the same",
     "rampup_batch_size": "an argument of Megatron Core's microbatch calculator",
+    "tokens_to_generate": "an option of the scripts of constitutional AI",
     "callbacks plugins": "of Lightning's trainer",
     "model_type": "of Hugging Face's configurations",
     "strategy": "the same; and of NeMo's text generation",

@@ -74,8 +74,14 @@ def installed():
 
 def test_every_script_is_on_the_page():
     others = [script for scripts in stand_ins.OTHER_SCRIPTS.values() for script in scripts]
-    ours = [*OWN, *others, *stand_ins.FREE_DATA_SCRIPTS, *stand_ins.BOUND_DATA_SCRIPTS]
-    assert sorted(ours) == sorted(IMPORTS)
+    data = (
+        *stand_ins.OWN_DATA_SCRIPTS,
+        *stand_ins.FREE_DATA_SCRIPTS,
+        *stand_ins.BOUND_DATA_SCRIPTS,
+    )
+    assert sorted([*OWN, *others, *data]) == sorted(IMPORTS)
+    for script in stand_ins.OWN_DATA_SCRIPTS:
+        assert (ROOT / "examples" / script).is_file()
 
 
 @pytest.mark.parametrize("script", OWN)

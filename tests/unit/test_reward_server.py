@@ -105,6 +105,19 @@ def test_another_number_of_rewards_than_rows_is_an_error(width):
         server.infer(tokens=TOKENS[:2], sequence_lengths=LENGTHS[:2])
 
 
+def test_attributes_are_given_apart():
+    """[N, A], in the order of the samples, whatever the number of rows that fill up a batch."""
+
+    def infer(inputs):
+        return torch.stack([inputs[1].float(), 10.0 * inputs[0][:, 0]], 1)
+
+    found = make_server(infer, attributes=2).infer(tokens=TOKENS, sequence_lengths=LENGTHS)
+    expected = np.stack([LENGTHS[:, 0], 10.0 * TOKENS[:, 0]], 1)
+    assert found["rewards"].tolist() == expected.tolist()
+    with pytest.raises(RuntimeError, match="it must give 2 numbers per row"):
+        make_server(last_token, attributes=2).infer(tokens=TOKENS, sequence_lengths=LENGTHS)
+
+
 def test_bounds_of_the_model():
     server = make_server(last_token, vocab_size=9, max_length=5)
     with pytest.raises(UserError, match="6 columns.*at most 5"):

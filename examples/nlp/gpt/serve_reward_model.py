@@ -8,7 +8,8 @@ critic has a server of its own.
         inference.reward_fn=path/to/file.py:function
 
 The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain
-`python` starts them itself; torchrun and srun work as well. A function, `(prompts, responses,
+`python` starts them itself; torchrun and srun work as well. A regression model that does not merge
+its attributes gives all of them (docs/steerlm.md). A function, `(prompts, responses,
 lengths) -> scores`, is served by one process with `inference.reward_fn_workers` workers; the .nemo
 gives the tokenizer only. With `inference.rewards_per` step or token both give rewards of the steps
 or tokens of a response. Keys: conf/inference_rm.yaml, docs/config.md.
@@ -20,7 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete, complete_config
-from nemo_aligner.config.server_rules import check_one_reward_per_sample, check_scores_of_tokens
+from nemo_aligner.config.server_rules import (
+    check_one_reward_per_sample,
+    check_scores_of_tokens,
+    served_attributes,
+)
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
@@ -53,10 +58,11 @@ def serve_model(cfg: DictConfig) -> None:
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = complete_model_config(restore_path, cfg.model, "inference_rm")
-    check_one_reward_per_sample(cfg.model)
+    attributes = served_attributes(cfg.model)
     per, step_end = cfg.inference.rewards_per, cfg.inference.step_end
     per_token = per != "response"
     if per_token:
+        check_one_reward_per_sample(cfg.model)
         check_scores_of_tokens(cfg.model)
         cfg.model.output_sequence = True
     trainer = resolve_and_create_trainer(cfg)
@@ -76,6 +82,7 @@ def serve_model(cfg: DictConfig) -> None:
         infer_fn=rewards_of_places if per_token else model.infer,
         needs_prompt_lengths=per_token,
         per_token=per_token,
+        attributes=attributes,
         tokenize_func=model.tokenize,
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
         vocab_size=vocab_size,

@@ -54,6 +54,7 @@ from nemo_aligner.data.nlp.samplers import (
 )
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
+from nemo_aligner.data.nlp.steerlm2 import SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.stop_requests import ignore_signals
@@ -62,6 +63,7 @@ __all__ = [
     "build_dataloader",
     "build_dataset_generic",
     "build_sft_dataset",
+    "build_steerlm2_dataset",
     "build_train_valid_test_dpo_datasets",
     "build_train_valid_test_knowledge_distillation_datasets",
     "build_train_valid_test_kto_datasets",
@@ -456,6 +458,40 @@ def build_sft_dataset(
     )
     dataset = _blended(dataset, weights, num_samples)
     return PackedDataset(dataset) if data_cfg.packed_sequence else dataset
+
+
+def build_steerlm2_dataset(
+    data_cfg: DictConfig,
+    tokenizer: Tokenizer,
+    num_samples: int | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+) -> SteerLM2Dataset:
+    """Build the dataset of `model.data.train_ds` or `validation_ds` of SteerLM 2.0.
+
+    Args:
+        data_cfg: `file_path` (as for `build_sft_dataset`), `max_seq_length`, and optionally
+            `pad_to_max_length`, `columns` and `index_mapping_dir`.
+        tokenizer: NeMo tokenizer.
+        num_samples: use at most so many prompts; None or below 1 means all.
+        special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
+
+    Raises:
+        ConfigError: no files.
+        UserError: a broken line; names the file and the line.
+    """
+    paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
+    dataset = SteerLM2Dataset(
+        paths,
+        tokenizer,
+        max_seq_length=data_cfg.max_seq_length,
+        special_tokens=special_tokens,
+        pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
+        columns=data_cfg.columns,
+        index_mapping_dir=data_cfg.index_mapping_dir,
+    )
+    built: SteerLM2Dataset = _blended(dataset, weights, num_samples)
+    return built
 
 
 def _paths(value: Any, key: str) -> tuple[list[DataFile], list[float] | None]:

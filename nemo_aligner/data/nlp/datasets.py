@@ -14,6 +14,7 @@ two read files of tokens too.
 | `KTOModelDataset`              | responses with a label, for KTO                           |
 | `SFTDataset`                   | prompt-response examples                                  |
 | `SFTChatDataset`               | conversations for supervised fine-tuning                  |
+| `SteerLM2Dataset`              | prompts with attributes and several responses             |
 """
 
 from nemo_aligner.core.retired import retired_names
@@ -28,6 +29,7 @@ from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
+from nemo_aligner.data.nlp.steerlm2 import SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "RewardModelDataset",
     "SFTChatDataset",
     "SFTDataset",
+    "SteerLM2Dataset",
 ]
 
 __getattr__ = retired_names(__name__)

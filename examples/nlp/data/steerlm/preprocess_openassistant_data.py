@@ -1,0 +1,65 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The conversations of OpenAssistant with their labels of quality, toxicity, humor and creativity,
+for SteerLM.
+
+    python preprocess_openassistant_data.py --output_directory=data/oasst
+
+reads the message trees `2023-04-12_oasst_all.trees.jsonl.gz` in that folder, which it downloads
+from the Hugging Face Hub if the file is not there, and writes train.jsonl and val.jsonl beside it.
+See docs/steerlm.md.
+"""
+
+import random
+import urllib.request
+from pathlib import Path
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.synthetic.command_line import DataParser, open_records, write_records
+
+TREES = "2023-04-12_oasst_all.trees.jsonl.gz"
+ADDRESS = f"https://huggingface.co/datasets/OpenAssistant/oasst1/resolve/main/{TREES}"
+SHARE_OF_TRAINING, SEED = 0.95, 10  # of trees, not of conversations: none is in both files
+
+
+@user_errors_end_the_job
+def main() -> None:
+    parser = DataParser(__doc__)
+    parser.add_argument("-dir", "--output_directory", required=True, help="folder to write to")
+    args = parser.parse_args()
+    folder = Path(args.output_directory)
+    check_writable(folder / "train.jsonl")
+
+    from nemo_aligner.data.nlp.steerlm import open_assistant_records
+
+    trees = open_records(str(_trees(folder)), lambda record: len(open_assistant_records(record)))
+    order = list(range(len(trees)))
+    random.Random(SEED).shuffle(order)
+    training = int(len(order) * SHARE_OF_TRAINING)
+    for name, part in (("train", order[:training]), ("val", order[training:])):
+        path = folder / f"{name}.jsonl"
+        records = (record for n in part for record in open_assistant_records(trees[n]))
+        print(f"{write_records(path, records)} conversations: {path}")
+
+
+def _trees(folder: Path) -> Path:
+    """The file of message trees."""
+    path = folder / TREES
+    if path.exists():
+        return path
+    part = path.with_suffix(".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        urllib.request.urlretrieve(ADDRESS, part)
+        part.rename(path)
+    except OSError as error:
+        raise UserError(
+            f"{ADDRESS} cannot be downloaded ({error}); put the file into {folder} yourself."
+        ) from None
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`GPTSteerLMModel`: a policy that learns from weighted responses of an earlier one (SteerLM 2.0).
+
+Notation: B prompts on this data-parallel rank, n responses to each, S padded length.
+"""
+
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig
+from torch import Tensor
+
+from nemo_aligner.core.losses import loss_weights, sft_loss
+from nemo_aligner.core.masks import counted_lengths, masked_mean, masked_sum
+from nemo_aligner.core.steerlm import prompt_weights
+from nemo_aligner.data.nlp.steerlm2 import LOG_Q
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
+from nemo_aligner.training.megatron_steps import Batch, forward_backward, forward_collect
+
+
+class GPTSteerLMModel(GPTSFTModel):
+    """Policy of SteerLM 2.0; it starts from the one that sampled the responses.
+
+    Args:
+        cfg: section `model` of `gpt_sft.yaml` (docs/config.md); `steerlm2` has the sizes of
+            micro-batches, in responses.
+        trainer: Lightning trainer.
+    """
+
+    def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
+        super().__init__(cfg, trainer=trainer)
+        self.forward_micro_batch_size: int = self.cfg.steerlm2.forward_micro_batch_size
+
+    def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
+        self, batch: Batch, forward_only: bool = False
+    ) -> tuple[float, dict[str, float]]:
+        """Divergence of the policy from the target, and its gradient unless `forward_only`.
+
+        All ranks call it. The weights of the responses need the log-probs of all responses to a
+        prompt, so these have a forward pass of their own, without dropout.
+
+        Args:
+            batch: this data-parallel rank's share of the global batch, from
+                `SteerLM2Dataset.collate_fn`.
+            forward_only: compute no gradient.
+
+        Returns:
+            The loss and, over the prompts of the global batch: `loss` (the divergence of a prompt
+            divided by the mean number of tokens of its responses), `distance` (not divided),
+            `log_ratio` (mean over responses of |log Q - log Q'|), `effective_responses` (1 / sum
+            of squares of the target's weights) and `weights`, the number of prompts.
+        """
+        mask = batch["loss_mask"].to(get_device())
+        tokens = mask.ne(0).sum(-1)
+        valid = tokens.any(-1).float()
+        shares = loss_weights(valid, sum_over_dp=sum_over_dp)
+        rows = {key: batch[key].flatten(0, 1) for key in ("tokens", "labels")}
+        log_q, targets = (batch[key].to(get_device()) for key in (LOG_Q, "ws"))
+        log_policy = self.response_log_probs({**rows, "mask": mask.flatten(0, 1)})
+        log_policy = log_policy.view_as(log_q).double()
+        found = prompt_weights(log_policy, log_q, targets, tokens)
+
+        def mean(values: Tensor) -> float:
+            return float(sum_over_dp(masked_sum(shares.double() * values, shares)))
+
+        metrics: dict[str, float] = {}
+        if not forward_only:
+            self.set_train()
+            factors = (found.factors * shares.unsqueeze(1)).flatten()
+            # Of log Q; the loss function takes the negative log-likelihood.
+            rows["weights"] = mask.flatten(0, 1).ne(0) * -factors.unsqueeze(1)
+            metrics, _ = forward_backward(
+                self.model,
+                rows,
+                micro_batch_size=self.cfg.steerlm2.micro_batch_size,
+                loss_fn=self._weighted_likelihood,
+                lengths=counted_lengths(rows["weights"], rows["tokens"].size(1)),
+                micro_batch_tokens=self.micro_batch_tokens,
+            )
+        metrics["loss"] = mean(found.losses)
+        metrics["distance"] = mean(found.divergences)
+        metrics["log_ratio"] = mean(masked_mean((log_policy - log_q).abs(), tokens, 1))
+        metrics["effective_responses"] = mean(1 / masked_sum(targets.square(), tokens, 1))
+        metrics["weights"] = float(sum_over_dp(valid.sum()))
+        return metrics["loss"], metrics
+
+    def response_log_probs(self, batch: Batch) -> Tensor:
+        """float32 `[R]`: the log-prob of each of R responses, a sum over its tokens; all ranks
+        call it.
+
+        Args:
+            batch: `tokens`, `labels` int64 `[R, S]` and `mask` `[R, S]`, non-zero where the label
+                is a token of the response.
+        """
+        self.set_eval()
+        return forward_collect(
+            self.model,
+            batch,
+            micro_batch_size=self.forward_micro_batch_size,
+            output_fn=lambda logits, rows: masked_sum(
+                self._label_log_probs(logits, rows, True), rows["mask"], 1
+            ),
+            lengths=counted_lengths(batch["mask"], batch["tokens"].size(1)),
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
+
+    def _label_log_probs(self, logits: Tensor, rows: Batch, inference_only: bool) -> Tensor:
+        """`[b, S]`: the log-prob of each label; overwrites the logits."""
+        return from_parallel_logits_to_logprobs(
+            logits,
+            rows["labels"],
+            inference_only=inference_only,
+            ignore_last=False,
+            vocab_size=self.tokenizer.vocab_size,
+            overwrite_logits=True,
+        )
+
+    def _weighted_likelihood(self, logits: Tensor, rows: Batch) -> tuple[Tensor, Batch]:
+        return sft_loss(
+            logprobs=self._label_log_probs(logits, rows, False), weights=rows["weights"]
+        )

@@ -1,0 +1,444 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Constitutional AI: responses to red-teaming prompts that a model criticizes and revises
+(supervised fine-tuning learns the revisions), and pairs of responses that a model compares by a
+constitution (a reward model learns the comparisons).
+
+Bai et al. 2022, arXiv:2212.08073, sections 3 and 4.
+"""
+
+import ast
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.data.nlp.chat_records import Message
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.nemo_chat import RESPONDER, USER
+from nemo_aligner.synthetic.chat_models import ChatModel, TextForm, Turn
+from nemo_aligner.synthetic.progress import NUMBER, SKIPPED, Progress, Result
+
+# Of the candidates to compare, as in NeMo-Aligner.
+TEMPERATURES = (0.01, 0.51, 1.01, 1.51)
+_ROLES = {"user": "user", "human": "user", "assistant": "assistant", "system": "system"}
+
+
+# --- what is read -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Principle:
+    """How to ask for a critique of a response, and for its revision."""
+
+    critique: str
+    revision: str
+
+
+def red_team_prompt(record: Record) -> str:
+    """The prompt of a record: its field `text` or `prompt`, or the first turn of a `transcript`
+    of Anthropic's red-teaming attempts.
+
+    Raises:
+        UserError: there is none.
+    """
+    text = record.get("text", record.get("prompt"))
+    if text is None and isinstance(record.get("transcript"), str):
+        found = re.search(r"Human:(.*?)Assistant:", record["transcript"], re.DOTALL)
+        text = None if found is None else found.group(1)
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(
+            "there is no prompt in 'text', 'prompt' or 'transcript' (Human: ... Assistant: ...); "
+            f"the line has {sorted(record)}."
+        )
+    return text.strip()
+
+
+def read_principles(path: str) -> list[Principle]:
+    """The requests of a file `{"harmful0": {"prompt": [critique], "edit_request": revision}}`.
+
+    Raises:
+        UserError: it cannot be read, or has another form.
+    """
+    content = read_json(path)
+    principles = []
+    try:
+        for each in content.values():
+            (critique,) = each["prompt"]
+            principles.append(
+                Principle(
+                    critique.removeprefix("\n\nCritiqueRequest: ").removesuffix("\n\nCritique:"),
+                    each["edit_request"]
+                    .removeprefix("\n\nRevisionRequest: ")
+                    .removesuffix("\n\nRevision:"),
+                )
+            )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        principles = []
+    if not principles:
+        raise UserError(
+            f'{path} must hold requests, {{"name": {{"prompt": ["criticize ..."], "edit_request": '
+            '"rewrite ..."}, ...}.'
+        )
+    return principles
+
+
+def read_few_shot(path: str) -> list[Message]:
+    """The messages of a file `{"samples": [[{"role": "User", "content": ...}, ...], ...]}`, which
+    every conversation begins with.
+
+    Raises:
+        UserError: it cannot be read, or has another form.
+    """
+    content = read_json(path)
+    try:
+        return [
+            {"role": _ROLES[message["role"].lower()], "content": str(message["content"])}
+            for sample in content["samples"]
+            for message in sample
+        ]
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(
+            f'{path} must hold {{"samples": [[{{"role": "User", "content": ...}}, ...], ...]}}.'
+        ) from None
+
+
+def read_json(path: str) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from None
+
+
+# --- conversations in batches -------------------------------------------------------------------
+
+
+@dataclass
+class _Work:
+    """An example on its way.
+
+    Attributes:
+        result: what is known of it.
+        messages: of its conversation.
+        error: that it failed with; it will be tried again.
+    """
+
+    result: Result
+    messages: list[Message] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.error is None and SKIPPED not in self.result
+
+    def say(self, role: str, content: str) -> None:
+        self.messages = [*self.messages, {"role": role, "content": content}]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Asks a model for the next message of many conversations.
+
+    Attributes:
+        model: that responds.
+        seed: of all random streams; each example and question has its own.
+        batch_size: conversations at once.
+        skips_failed: an example for which the model gives no response is left out for good.
+    """
+
+    model: ChatModel
+    seed: int
+    batch_size: int
+    skips_failed: bool = False
+
+    def ask(
+        self, works: Sequence[_Work], what: str, temperature: float | None = None
+    ) -> dict[int, str]:
+        """The next message of each conversation that goes on, by the number of its example.
+
+        One that is empty, or that the model has no room for, ends its example.
+
+        Args:
+            what: the message is, for its random stream and for messages to the user.
+        """
+        asked = [work for work in works if work.goes_on]
+        turns = [
+            Turn(work.messages, stream_seed(self.seed, what, work.result[NUMBER]))
+            for work in asked
+        ]
+        found = {}
+        for work, text in zip(asked, self.model.respond(turns, temperature), strict=True):
+            number = work.result[NUMBER]
+            if isinstance(text, str) and text.strip():
+                found[number] = text.strip()
+            elif isinstance(text, Exception) and not self._is_final(text):
+                work.error = text
+            else:
+                why = "is empty" if isinstance(text, str) else f"failed: {text}"
+                work.result[SKIPPED] = f"the {what} {why}"
+                logging.warning(f"prompt {number + 1} is left out: {work.result[SKIPPED]}")
+        return found
+
+    def _is_final(self, error: Exception) -> bool:
+        return self.skips_failed or isinstance(error, UserError)
+
+    def run(self, progress: Progress, work_on: Callable[[list[int]], list[_Work]]) -> None:
+        """Compute what is missing, a batch after the other.
+
+        Args:
+            work_on: computes the examples of these numbers.
+
+        Raises:
+            ServerRequestError: for examples of a batch the server gave no response. Those that
+                were complete are in the file.
+        """
+        missing = progress.missing
+        done = progress.count - len(missing)
+        if done:
+            logging.info(f"{progress.path} holds {done} of {progress.count} results already")
+        for start in range(0, len(missing), self.batch_size):
+            works = work_on(missing[start : start + self.batch_size])
+            progress.add([work.result for work in works if work.error is None])
+            failed = [work for work in works if work.error is not None]
+            if failed:
+                raise ServerRequestError(
+                    f"{len(failed)} of {len(works)} conversations of this batch failed, first "
+                    f"that of prompt {failed[0].result[NUMBER] + 1}: {failed[0].error} What was "
+                    f"complete is in {progress.path}; the same command goes on from there, with "
+                    "--skip-failed without these."
+                )
+            logging.info(f"{done + start + len(works)} of {progress.count} done")
+
+
+def stream_seed(seed: int, what: str, number: int) -> int:
+    """The seed of a response, from that of the command, the question, and the example's number."""
+    digest = hashlib.sha256(f"{seed} {what} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+# --- critique and revision ----------------------------------------------------------------------
+
+
+def revise(
+    generator: Generator,
+    prompts: Sequence[str],
+    principles: Sequence[Principle],
+    few_shot: Sequence[Message],
+    path: Path,
+) -> list[Result]:
+    """The critique and the revision of a response to each prompt; all ranks call it.
+
+    Args:
+        principles: one is drawn for each prompt.
+        few_shot: what every conversation begins with.
+        path: of the file with the progress.
+
+    Returns:
+        `initial_prompt`, `initial_response`, `critique_prompt`, `critique_response`,
+        `revision_prompt` and `revision_response` of each prompt for which all are there.
+    """
+
+    def principle(number: int) -> Principle:
+        return principles[stream_seed(generator.seed, "principle", number) % len(principles)]
+
+    def begin(number: int) -> Result:
+        chosen = principle(number)
+        return {
+            "initial_prompt": prompts[number],
+            "critique_prompt": chosen.critique,
+            "revision_prompt": chosen.revision,
+        }
+
+    def work_on(numbers: list[int]) -> list[_Work]:
+        works = [_Work({NUMBER: n, **begin(n)}, list(few_shot)) for n in numbers]
+        for what in ("initial", "critique", "revision"):
+            for work in works:
+                work.say("user", work.result[f"{what}_prompt"])
+            found = generator.ask(works, f"{what} response")
+            for work in works:
+                if work.goes_on:
+                    work.result[f"{what}_response"] = found[work.result[NUMBER]]
+                    work.say("assistant", found[work.result[NUMBER]])
+        return works
+
+    progress = Progress(path, len(prompts), begin)
+    generator.run(progress, work_on)
+    return progress.results()
+
+
+def revised_conversation(result: Result) -> Record:
+    """What supervised fine-tuning learns of a revision."""
+    return {
+        "system": "",
+        "conversations": [
+            {"from": USER, "value": result["initial_prompt"], "label": None},
+            {"from": RESPONDER, "value": result["revision_response"], "label": None},
+        ],
+        "mask": USER,
+        "dataset": "sl_cai_samples",
+    }
+
+
+# --- comparisons --------------------------------------------------------------------------------
+
+
+def candidates(generator: Generator, prompts: Sequence[str], path: Path) -> list[Result]:
+    """Responses to each prompt at the `TEMPERATURES`; all ranks call it.
+
+    Returns:
+        `prompt` and `responses`, by "response_t=<temperature>", of each prompt that has at least
+        two different ones.
+    """
+
+    def work_on(numbers: list[int]) -> list[_Work]:
+        works = [_Work({NUMBER: n, "prompt": prompts[n], "responses": {}}) for n in numbers]
+        for work in works:
+            work.say("user", work.result["prompt"])
+        for temperature in TEMPERATURES:
+            found = generator.ask(works, f"response at temperature {temperature}", temperature)
+            for work in works:
+                if work.goes_on:
+                    text = found[work.result[NUMBER]]
+                    work.result["responses"][f"response_t={temperature}"] = text
+        for work in works:
+            if work.goes_on and len(set(work.result["responses"].values())) < 2:
+                work.result[SKIPPED] = "all responses are the same"
+        return works
+
+    progress = Progress(path, len(prompts), lambda number: {"prompt": prompts[number]})
+    generator.run(progress, work_on)
+    return progress.results()
+
+
+def compare(
+    judge: Generator, found: Sequence[Result], constitution: str, path: Path
+) -> list[Result]:
+    """Which of the responses to each prompt a judge finds best and worst; all ranks call it.
+
+    Args:
+        found: from `candidates`.
+        constitution: system message of the judge.
+
+    Returns:
+        `prompt`, `chosen`, `rejected` and `raw` (how they were found) of each prompt for which
+        the judge named two different responses.
+    """
+
+    def work_on(numbers: list[int]) -> list[_Work]:
+        works = []
+        for number in numbers:
+            work = _Work({NUMBER: number, "prompt": found[number]["prompt"]})
+            work.say("system", constitution)
+            work.say("user", judge_request(found[number]))
+            works.append(work)
+        texts = judge.ask(works, "judgement")
+        for work in works:
+            if work.goes_on:
+                _judge(work.result, found[work.result[NUMBER]]["responses"], texts)
+        return works
+
+    progress = Progress(path, len(found), lambda number: {"prompt": found[number]["prompt"]})
+    judge.run(progress, work_on)
+    return progress.results()
+
+
+def judge_request(found: Result) -> str:
+    """The message that asks the judge for a pair."""
+    numbered = "\n".join(
+        f"Response {number}:\n{text}\n"
+        for number, text in enumerate(found["responses"].values(), start=1)
+    )
+    return (
+        f"Prompt:\n{found['prompt']}\n\n{numbered}\n"
+        'Reply with one line {"chosen": NUMBER, "rejected": NUMBER}, then with your reasons.'
+    )
+
+
+def _judge(result: Result, responses: dict[str, str], texts: dict[int, str]) -> None:
+    """Add to `result` what the judge said of an example, or why it is left out."""
+    text = texts[result[NUMBER]]
+    names = list(responses)
+    pair = read_judgement(text, len(names))
+    if pair is None:
+        result[SKIPPED] = f"the judgement names no pair: {text[:200]!r}"
+        return
+    chosen, rejected = (names[number - 1] for number in pair)
+    if responses[chosen] == responses[rejected]:
+        result[SKIPPED] = "the judgement names twice the same response"
+        return
+    result |= {"chosen": responses[chosen], "rejected": responses[rejected]}
+    result["raw"] = {
+        "chosen_response_key": chosen,
+        "rejected_response_key": rejected,
+        "judgement": text,
+        "all_responses": responses,
+    }
+
+
+def read_judgement(text: str, count: int) -> tuple[int, int] | None:
+    """(chosen, rejected), counted from 1 to `count`; None if the text does not name them."""
+    found = re.search(r"\{.*?\}", text, re.DOTALL)
+    if found is None:
+        return None
+    try:
+        values = ast.literal_eval(found.group())
+        numbers = [re.findall(r"\d+", str(values[key])) for key in ("chosen", "rejected")]
+        ((chosen,), (rejected,)) = numbers
+    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):
+        return None
+    pair = int(chosen), int(rejected)
+    return pair if all(1 <= number <= count for number in pair) else None
+
+
+def preference_texts(result: Result, form: TextForm, eos: str) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) as the texts that PPO and a reward model read: both responses
+    begin with the prompt and end with `eos`.
+    """
+    asked: Message = {"role": "user", "content": result["prompt"]}
+    prompt = form.text([asked])
+    whole = []
+    for side in ("chosen", "rejected"):
+        text = form.text([asked, {"role": "assistant", "content": result[side]}])
+        whole.append(text if not eos or text.endswith(eos) else text + eos)
+    return prompt, whole[0], whole[1]
+
+
+def split(
+    results: Sequence[Result], shares: dict[str, float], shuffle: bool, seed: int
+) -> dict[str, list[Result]]:
+    """Divide results by shares that add up to 1; each part gets one at least.
+
+    Raises:
+        UserError: shares that do not, or fewer results than parts.
+    """
+    if abs(sum(shares.values()) - 1) > 1e-6 or not all(share > 0 for share in shares.values()):
+        raise UserError(f"--splits {shares}: the shares must be above 0 and add up to 1.")
+    if len(results) < len(shares):
+        raise UserError(
+            f"there are {len(results)} comparisons for the parts {', '.join(shares)} of --splits; "
+            "each needs one."
+        )
+    order = list(results)
+    if shuffle:
+        random.Random(seed).shuffle(order)
+    parts: dict[str, list[Result]] = {}
+    place, total = 0, 0.0
+    for number, (name, share) in enumerate(shares.items()):
+        total += share
+        left = len(shares) - number - 1
+        end = min(max(round(len(order) * total), place + 1), len(order) - left)
+        parts[name] = order[place:end]
+        place = end
+    return parts

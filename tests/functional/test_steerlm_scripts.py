@@ -1,0 +1,192 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""SteerLM as users run it: a regression reward model is served, labels conversations, and a policy
+learns them; SteerLM 2.0 on two ranks, resumed.
+"""
+
+import json
+
+import pytest
+import torch
+
+from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, scored_turns
+from nemo_aligner.servers.ports import find_free_port
+from tests.functional.jobs import (
+    ScriptJob,
+    assert_ended_well,
+    must_fail_with,
+    must_succeed,
+    read_metrics,
+    reward_server,
+    wait_until_serving,
+)
+from tests.functional.test_sft_rm_scripts import LORA, common, resume_from
+from tests.tiny_models import tiny_config
+from tests.unit.test_steerlm import conversation, read, run, write
+
+pytestmark = pytest.mark.timeout(300)
+CONTEXT = {"encoder_seq_length": 384, "max_position_embeddings": 384}
+CHAT = [
+    "model.data.chat=True",
+    "model.data.chat_prompt_tokens.system_turn_start='<extra_id_0>'",
+    "model.data.chat_prompt_tokens.turn_start='<extra_id_1>'",
+    "model.data.chat_prompt_tokens.label_start='<extra_id_2>'",
+]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_tokenizer_dir, tmp_path_factory):
+    """A policy with random weights."""
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    path = tmp_path_factory.mktemp("base") / "base.nemo"
+    GPTSFTModel(tiny_config(tiny_tokenizer_dir, **CONTEXT)).save_to(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def attribute_model(tiny_tokenizer_dir, tmp_path_factory):
+    """A regression model whose attributes are spread over -2 to 6, and its file."""
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
+        MegatronGPTRegressionRewardModel,
+    )
+
+    regression = {"num_attributes": len(ALL_STEERLM_ATTRIBUTES), "merge_attributes": False}
+    model = MegatronGPTRegressionRewardModel(
+        tiny_config(
+            tiny_tokenizer_dir,
+            seed=5,
+            reward_model_type="regression",
+            regression=regression,
+            force_head_dtype="float32",
+            **CONTEXT,
+        )
+    )
+    head = model.unwrapped()[0].rm_head
+    with torch.no_grad():
+        head.weight.mul_(8.0)
+        head.bias.copy_(torch.linspace(-1.0, 5.0, len(ALL_STEERLM_ATTRIBUTES)))
+    model.prepare_for_inference()
+    path = tmp_path_factory.mktemp("attributes") / "rm.nemo"
+    model.save_to(str(path))
+    return model, path
+
+
+def train(script, base, data, log_dir, *overrides, **kwargs) -> ScriptJob:
+    """Four updates."""
+    log_dir.mkdir(exist_ok=True)
+    return ScriptJob(
+        script,
+        log_dir.with_suffix(".log"),
+        [
+            *common(log_dir),
+            *CHAT,
+            f"model.restore_from_path={base}",
+            "model.encoder_seq_length=384",
+            f"model.data.train_ds.file_path={data}",
+            f"model.data.validation_ds.file_path={data}",
+            "model.data.train_ds.global_batch_size=4",
+            "model.data.train_ds.micro_batch_size=1",
+            "trainer.precision=32",
+            "trainer.sft.max_steps=4",
+            "trainer.sft.val_check_interval=2",
+            *overrides,
+        ],
+        **kwargs,
+    )
+
+
+def expected_label(model, text: str) -> str:
+    """The label of one text, by the model itself and plain arithmetic."""
+    ids = model.tokenizer.text_to_ids(text)
+    numbers = model.infer((torch.tensor([ids]), torch.tensor([len(ids)])))[0].tolist()
+    whole = [min(max(round(number), 0), 4) for number in numbers]
+    return ",".join(f"{a}:{n}" for a, n in zip(ALL_STEERLM_ATTRIBUTES, whole, strict=True))
+
+
+def test_a_policy_learns_what_a_served_model_has_labelled(
+    attribute_model, base, tmp_path, monkeypatch, capsys
+):
+    model, path = attribute_model
+    given = [conversation(n) for n in range(16)]
+    source, out = write(tmp_path / "in.jsonl", given), tmp_path / "labelled.jsonl"
+    port = find_free_port()
+    with reward_server(path, tmp_path / "server", port) as server:
+        wait_until_serving(server)
+        files = [f"--input-file={source}", f"--output-file={out}", f"--port={port}"]
+        run("attribute_annotate", monkeypatch, capsys, *files, "--host=127.0.0.1")
+        # Too long for the model: one line, and what was complete stays.
+        long = conversation(16)
+        long["conversations"][1]["value"] = "xyz" * 200
+        write(tmp_path / "in.jsonl", [*given, long])
+        error = run("attribute_annotate", monkeypatch, capsys, *files, "--host=127.0.0.1")
+        assert "conversation 17 of" in error and "encoder_seq_length=384" in error
+        assert_ended_well(server, server.stop())
+    labelled = read(out)
+    assert len(labelled) == len(given)
+    seen = set()
+    for record, original in zip(labelled, given, strict=True):
+        for number, text in scored_turns(original):
+            label = record["conversations"][number]["label"]
+            assert label == expected_label(model, text)
+            seen.add(label)
+    assert len(seen) > 1
+
+    must_succeed(train("train_gpt_sft.py", base, out, tmp_path / "sft"))
+    losses = read_metrics(tmp_path / "sft", "validation/loss")
+    assert losses[1] < losses[0]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """Prompts with two or three responses."""
+    lines = []
+    for n in range(18):
+        responses = [
+            {
+                "from": "Assistant",
+                "value": text,
+                "log(P(a|x,y))": -0.5 * k,
+                "log(P(y|x))": -30.0 - k,
+                "log(Q(y|a,x))": -30.5 + 0.3 * k,
+            }
+            for k, text in enumerate(["a joy", "is dull", "a sad film"][: 2 + n % 2])
+        ]
+        turns = [{"from": "User", "value": f"the film {n}"}]
+        lines.append({"prompt_turns": turns, "label": "quality:4", "responses": responses})
+    path = tmp_path_factory.mktemp("scored") / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+def test_steerlm2_on_two_data_parallel_ranks_learns_and_resumes_exactly(
+    base, scored, tmp_path, options
+):
+    sizes = ["model.steerlm2.micro_batch_size=2", "model.steerlm2.forward_micro_batch_size=3"]
+    options = [*options, *sizes, "model.hidden_dropout=0.1", "model.optim.lr=3e-3"]
+    must_succeed(train("train_steerlm2.py", base, scored, tmp_path / "whole", *options, ranks=2))
+    validation = read_metrics(tmp_path / "whole", "validation/distance")
+    assert validation[1] < validation[0]
+    assert len(read_metrics(tmp_path / "whole", "train/effective_responses")) == 4
+    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+
+    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
+    must_succeed(train("train_steerlm2.py", base, scored, tmp_path / "again", *options, ranks=2))
+    for key in ("train/loss", "train/log_ratio", "train/grad_norm"):
+        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
+        assert again == whole[2:]
+    assert read_metrics(tmp_path / "again", "validation/distance") == validation[1:]
+
+
+def test_steerlm2_names_a_response_without_its_numbers(base, scored, tmp_path):
+    lines = scored.read_text().splitlines()
+    broken = json.loads(lines[3])
+    del broken["responses"][1]["log(Q(y|a,x))"]
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join([*lines[:3], json.dumps(broken), *lines[4:]]))
+    must_fail_with(
+        train("train_steerlm2.py", base, path, tmp_path / "job"),
+        f"{path}, line 4",
+        "'log(Q(y|a,x))' of response 2 is None",
+    )

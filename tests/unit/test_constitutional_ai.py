@@ -1,0 +1,649 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Data of constitutional AI, from a server with OpenAI's chat protocol on this machine and from
+the built-in engine; what is written is read by the data sets of the training jobs.
+"""
+
+import json
+import re
+import runpy
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
+from nemo_aligner.synthetic import chat_models, constitutional
+from nemo_aligner.synthetic.chat_models import (
+    Sampling,
+    ServedChatModel,
+    TextForm,
+    Turn,
+    read_api_key,
+)
+from nemo_aligner.synthetic.constitutional import Generator, read_judgement, split, stream_seed
+from nemo_aligner.synthetic.model_options import text_form
+from nemo_aligner.synthetic.progress import Progress
+from tests.tiny_models import tiny_config
+from tests.unit.test_steerlm import read, run, write
+
+pytestmark = pytest.mark.timeout(120)
+
+CAI = Path(__file__).parents[2] / "examples/nlp/cai"
+SL, RL = "generate_sl_cai_dataset", "generate_rl_cai_dataset"
+EXAMPLES = [
+    f"--few-shot-prompts-dataset-path={CAI}/few_shot_samples_example.json",
+    f"--critique-revision-instructions-path={CAI}/CritiqueRevisionInstructions.json",
+]
+
+
+class ChatServer:
+    """OpenAI's chat protocol. A response repeats the last message and says how many there were.
+
+    Attributes:
+        reply: (messages, fields of the request) -> text, or (HTTP status, bytes), or None for
+            silence.
+        requests: fields of each request.
+        headers: of each request.
+    """
+
+    def __init__(self, reply=None):
+        self.reply = reply or echo
+        self.requests, self.headers = [], []
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                fields = json.loads(body)
+                with outer.lock:
+                    outer.requests.append(fields)
+                    outer.headers.append(dict(self.headers))
+                found = outer.reply(fields["messages"], fields)
+                if found is None:
+                    time.sleep(1.0)
+                    return
+                status, content = 200, found
+                if isinstance(found, tuple):
+                    status, content = found
+                else:
+                    message = {"role": "assistant", "content": found}
+                    content = json.dumps({"choices": [{"message": message}]}).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def echo(messages, _fields):
+    return f"{messages[-1]['content']} [{len(messages)}]"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(chat_models, "FIRST_PAUSE_S", 0.01)
+    for name in ("OPENAI_API_KEY", "NGC_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def transcripts(path, count):
+    return write(
+        path,
+        *[
+            [
+                {"transcript": f"\n\nHuman: bad {n} \n\nAssistant: no\n\nHuman: x\n\nAssistant: y"}
+                for n in range(count)
+            ]
+        ],
+    )
+
+
+# What NeMo-Aligner 0.7.0 documents (docs/user-guide/cai.rst), as a shell hands it over.
+SAMPLING = """--port 5999 --add_bos False --top_k 50 --top_p 0.95 --all_probs False
+    --repetition_penalty 1.0 --min_tokens_to_generate 1 --temperature 1.0 --greedy False
+    --tokens_to_generate 1024""".split()
+DOCUMENTED = {
+    SL: [
+        *"""--red-teaming-prompts-dataset-path /path/to/anthropic_red_team_attempts_train.json
+        --few-shot-prompts-dataset-path few_shot_samples_example.json
+        --critique-revision-instructions-path CritiqueRevisionInstructions.json
+        --max-seq-length 4096 --tokenizer-library sentencepiece --tokenizer-model /path/to/a.model
+        --helpfulness-dataset-path /path/to/nvidia_sft_datablend_v1_train.json
+        --output-filepath /path/to/cai_revisions_aligner_chat_template.jsonl --host localhost
+        --end_strings </s> --apply_chat_template False --response_extract_pattern [/INST]
+        """.split(),
+        *SAMPLING,
+    ],
+    RL: [
+        *"""--batch-size 128 --ngc-api-key nvapi-KEY
+        --red-teaming-file-path /path/to/anthropic_red_team_attempts_train.json
+        --output-dir /path/to/blend --output-filename-prefix mistral_7b_cai_preference_dataset
+        --blend-with {} --end_strings <extra_id_1>""".split(),
+        *SAMPLING,
+        *("--user_format", "<extra_id_1>User\\n{MESSAGE}\\n<extra_id_1>Assistant\\n"),
+        *("--assistant_format", "{MESSAGE}\\n"),
+        *("--system_format", "<extra_id_0>System\\n{MESSAGE}\\n"),
+        *("--system_default_message", "", "--eos_token", "<extra_id_1>"),
+        *("--response_extract_pattern", "<extra_id_1>Assistant\\n"),
+    ],
+}
+
+
+@pytest.mark.parametrize("script", DOCUMENTED)
+def test_documented_arguments_are_taken(script):
+    """Each with its value, and the same formats as without them."""
+    parser = runpy.run_path(str(CAI / f"{script}.py"), run_name="a module")["parser"]()
+    args = parser.read(DOCUMENTED[script])
+    names = [word for word in DOCUMENTED[script] if word.startswith("--")]
+    assert len(names) > 15
+    for name in names:
+        value = DOCUMENTED[script][DOCUMENTED[script].index(name) + 1]
+        got = getattr(args, name[2:].replace("-", "_"))
+        wanted = [value] if isinstance(got, list) else type(got)(value)
+        assert got == wanted, name
+    if script == RL:
+        needed = ["--red-teaming-file-path=a"]
+        assert text_form(args) == text_form(parser.read(needed))
+        message = [{"role": "user", "content": "hi"}]
+        assert text_form(args).text(message) == (
+            "<extra_id_0>System\n\n<extra_id_1>User\nhi\n<extra_id_1>Assistant\n"
+        )
+
+
+# --- supervised ---------------------------------------------------------------------------------
+
+
+def sl_arguments(tmp_path, server, *more, count=7):
+    prompts = transcripts(tmp_path / "red.jsonl", count)
+    return [
+        f"--red-teaming-prompts-dataset-path={prompts}",
+        *EXAMPLES,
+        f"--output-filepath={tmp_path}/sl.jsonl",
+        f"--port={server.port}",
+        "--host=127.0.0.1",
+        "--batch_size=3",
+        *more,
+    ]
+
+
+def test_revisions_are_data_of_supervised_fine_tuning(tmp_path, monkeypatch, capsys):
+    with ChatServer() as server:
+        given = sl_arguments(tmp_path, server)
+        assert "7 conversations" in run(SL, monkeypatch, capsys, *given, folder=CAI)
+        first = server.requests[0]
+    few = constitutional.read_few_shot(str(CAI / "few_shot_samples_example.json"))
+    assert len(few) == 6 and first["messages"][:6] == few
+    assert first["temperature"] == 0 and first["max_tokens"] == 1024
+    assert not {"top_k", "repetition_penalty", "min_tokens", "model"} & first.keys()
+    assert len(server.requests) == 21
+
+    principles = constitutional.read_principles(str(CAI / "CritiqueRevisionInstructions.json"))
+    raw = read(tmp_path / "cai_output/sl_critique_revision_samples.jsonl")
+    assert sorted(each["number"] for each in raw) == list(range(7))
+    for each in raw:
+        prompt = f"bad {each['number']}"
+        assert each["initial_prompt"] == prompt and each["initial_response"] == f"{prompt} [7]"
+        asked = constitutional.Principle(each["critique_prompt"], each["revision_prompt"])
+        assert asked in principles
+        assert each["critique_response"] == f"{asked.critique} [9]"
+        assert each["revision_response"] == f"{asked.revision} [11]"
+    assert len({each["critique_prompt"] for each in raw}) > 1
+
+    found = read(tmp_path / "sl.jsonl")
+    data = OmegaConf.create({"file_path": str(tmp_path / "sl.jsonl"), "max_seq_length": 512})
+    dataset = build_sft_dataset(data, ByteLevelTokenizer({}), is_chat=True)
+    assert len(dataset) == 7
+    for number, record in enumerate(found):
+        item = dataset[number]
+        trained = bytes(t for t, on in zip(item["tokens"], item["trained"]) if on).decode()
+        assert trained == f"{record['conversations'][1]['value']}\n<extra_id_1>"
+        assert f"User\nbad {number}\n" in bytes(item["tokens"]).decode()
+
+
+def test_a_stopped_command_asks_for_what_is_missing(tmp_path, monkeypatch, capsys):
+    """A server that fails in the middle of a batch; nothing that was complete is asked again, and
+    the end is the same as without a failure.
+    """
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    with ChatServer() as server:
+        run(SL, monkeypatch, capsys, *sl_arguments(whole, server), folder=CAI)
+
+    def fails_at_4(messages, fields):
+        if any(m["content"] == "bad 4" for m in messages) and len(messages) == 9:
+            return 503, b'{"error": "overloaded"}'
+        return echo(messages, fields)
+
+    with ChatServer(fails_at_4) as server:
+        given = sl_arguments(tmp_path, server, "--tries=2")
+        error = run(SL, monkeypatch, capsys, *given, folder=CAI)
+        assert "1 of 3 conversations of this batch failed, first that of prompt 5" in error
+        assert "HTTP 503" in error and "overloaded" in error and "--skip-failed" in error
+        path = tmp_path / "cai_output/sl_critique_revision_samples.jsonl"
+        assert sorted(each["number"] for each in read(path)) == [0, 1, 2, 3, 5]
+        with path.open("a") as file:
+            file.write('{"number": 6, "torn')  # killed while it wrote
+        server.reply, server.requests[:] = echo, []
+        run(SL, monkeypatch, capsys, *given, folder=CAI)
+        assert len(server.requests) == 6  # of prompts 5 and 7
+        assert (tmp_path / "sl.jsonl").read_bytes() == (whole / "sl.jsonl").read_bytes()
+
+        error = run(SL, monkeypatch, capsys, *given, "--seed=5", folder=CAI)
+        assert "it is no result of this command" in error
+
+
+def test_helpful_conversations_are_mixed_in_and_long_ones_left_out(tmp_path, monkeypatch, capsys):
+    helpful = [
+        {
+            "system": "",
+            "mask": "User",
+            "conversations": [
+                {"from": "User", "value": "x" * (900 if n == 2 else 3)},
+                {"from": "Assistant", "value": f"helpful {n}"},
+            ],
+        }
+        for n in range(4)
+    ]
+    path = write(tmp_path / "helpful.jsonl", helpful)
+    with ChatServer() as server:
+        more = [
+            f"--helpfulness-dataset-path={path}",
+            "--max-seq-length=512",
+            "--tokenizer-library=byte-level",
+            "--tokenizer-model=none",
+            "--num-examples=3",
+        ]
+        given = sl_arguments(tmp_path, server, *more)
+        text = run(SL, monkeypatch, capsys, *given, folder=CAI)
+    assert "1 conversations are longer than 512 tokens" in text
+    found = read(tmp_path / "sl.jsonl")
+    said = [record["conversations"][1]["value"] for record in found]
+    assert sum(value.startswith("helpful") for value in said) == 3 and len(said) == 6
+    assert not said[0].startswith("helpful") or not all(v.startswith("helpful") for v in said[:3])
+    summary = json.loads((tmp_path / "sl.summary.json").read_text())
+    assert summary["input_files"][0] == path
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((200, b"<html>"), "replied with something else than a chat completion: <html>"),
+        ((200, b'{"choices": []}'), "replied with something else than a chat completion"),
+        ((200, b""), "replied with something else than a chat completion: nothing"),
+        ((400, b'{"error": "no such model"}'), "replied with HTTP 400: .*no such model"),
+        ((401, b""), "replied with HTTP 401: Unauthorized"),
+        (None, "gave no reply within 0.3 s|Remote end closed|cannot be reached"),
+    ],
+)
+def test_an_unusable_reply_is_one_line(reply, message, tmp_path, monkeypatch, capsys):
+    with ChatServer(lambda messages, fields: reply) as server:
+        given = sl_arguments(tmp_path, server, "--timeout-s=0.3", "--tries=2", count=1)
+        error = run(SL, monkeypatch, capsys, *given, folder=CAI)
+        assert re.search(message, error) and server.url in error
+        assert len(error.strip().splitlines()) == 1
+        # What another try cannot change is not tried again.
+        assert len(server.requests) == (1 if reply and reply[0] in (400, 401) else 2)
+    assert not (tmp_path / "sl.jsonl").exists()
+
+
+def test_a_server_that_is_not_there(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    model = ServedChatModel(f"http://127.0.0.1:{port}/v1", "m", Sampling(), tries=1)
+    (error,) = model.respond([Turn([{"role": "user", "content": "x"}], 1)])
+    assert isinstance(error, ServerRequestError) and "cannot be reached (" in str(error)
+    with pytest.raises(UserError, match="begins with http"):
+        ServedChatModel("localhost:80", "m", Sampling())
+
+
+def test_an_empty_response_leaves_its_prompt_out(tmp_path, monkeypatch, capsys):
+    def empty_for_1(messages, fields):
+        return " " if messages[-1]["content"] == "bad 1" else echo(messages, fields)
+
+    with ChatServer(empty_for_1) as server:
+        given = sl_arguments(tmp_path, server, count=3)
+        assert "2 conversations" in run(SL, monkeypatch, capsys, *given, folder=CAI)
+        path = tmp_path / "cai_output/sl_critique_revision_samples.jsonl"
+        (skipped,) = [each for each in read(path) if "skipped" in each]
+        assert skipped["number"] == 1 and skipped["skipped"] == "the initial response is empty"
+        before = len(server.requests)
+        run(SL, monkeypatch, capsys, *given, folder=CAI)
+        assert len(server.requests) == before
+
+
+def test_what_the_server_refuses_is_left_out_if_asked_for(tmp_path, monkeypatch, capsys):
+    def refuses_1(messages, fields):
+        bad = any(m["content"] == "bad 1" for m in messages)
+        return (400, b"too long") if bad else echo(messages, fields)
+
+    with ChatServer(refuses_1) as server:
+        given = sl_arguments(tmp_path, server, "--skip-failed", count=3)
+        assert "2 conversations" in run(SL, monkeypatch, capsys, *given, folder=CAI)
+
+
+def test_requests_hold_the_settings_and_the_key(tmp_path, monkeypatch):
+    sampling = Sampling(0.7, 0.9, 20, ("</s>",), top_k=5, repetition_penalty=1.2, min_tokens=2)
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    with ChatServer() as server:
+        model = ServedChatModel(server.url, "big", sampling, read_api_key(str(key), "X"))
+        turns = [Turn([{"role": "user", "content": f"q{n}"}], 2**40 + n) for n in range(5)]
+        assert model.respond(turns) == [f"q{n} [1]" for n in range(5)]
+        model.respond(turns[:1], temperature=0.01)
+    fields = next(f for f in server.requests if f["messages"][0]["content"] == "q3")
+    assert fields == {
+        "model": "big",
+        "messages": [{"role": "user", "content": "q3"}],
+        "stream": False,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "max_tokens": 20,
+        "stop": ["</s>"],
+        "top_k": 5,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "seed": (2**40 + 3) % 2**31,
+    }
+    assert server.requests[-1]["temperature"] == 0.01
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    monkeypatch.setenv("SOME_KEY", "other")
+    assert read_api_key(None, "SOME_KEY") == "other"
+    key.write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        read_api_key(str(key), "X")
+
+
+# --- comparisons --------------------------------------------------------------------------------
+
+
+def policy(messages, fields):
+    """A response that depends on the temperature; the same for the prompt "bad 2"."""
+    content = messages[-1]["content"]
+    return "same" if content == "bad 2" else f"{content} at {fields['temperature']}"
+
+
+def judge(messages, _fields):
+    """Finds the third response best and the first worst; of "bad 3" it names nothing."""
+    assert messages[0]["role"] == "system" and "least harmful" in messages[0]["content"]
+    if "bad 3\n" in messages[1]["content"]:
+        return "I cannot choose."
+    if "bad 4\n" in messages[1]["content"]:
+        return '{"chosen": 2, "rejected": 2}'
+    return "{'chosen': 'Response 3', 'rejected': 1}\nBecause."
+
+
+def rl_arguments(tmp_path, server, judging, *more, count=9):
+    prompts = transcripts(tmp_path / "red.jsonl", count)
+    return [
+        "--batch-size=4",
+        f"--red-teaming-file-path={prompts}",
+        f"--sys-prompt-constitution-file-path={CAI}/sys_prompt_constitution",
+        f"--output-dir={tmp_path}/rl",
+        "--output-filename-prefix=cai",
+        f"--url={server.url}",
+        f"--ngc-url={judging.url}",
+        "--ngc-api-key=nvapi-1",
+        *more,
+    ]
+
+
+def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch, capsys):
+    others = write(tmp_path / "prompts.jsonl", [{"text": f"other {n}"} for n in range(2)])
+    pairs = write(tmp_path / "pairs.jsonl", [{"text": f"pair {n}"} for n in range(4)])
+    parts = {name: {"prompts": [others], "comparisons": pairs} for name in ("train", "test")}
+    blend = f"--blend-with={ {'name': 'helpful', **parts} }"
+    with ChatServer(policy) as server, ChatServer(judge) as judging:
+        given = rl_arguments(tmp_path, server, judging, blend)
+        run(RL, monkeypatch, capsys, *given, folder=CAI)
+        assert len(server.requests) == 36 and len(judging.requests) == 8
+        asked = judging.requests[0]
+        assert asked["temperature"] == 0 and asked["model"].startswith("mistralai/")
+        assert judging.headers[0]["Authorization"] == "Bearer nvapi-1"
+        assert server.requests[0]["stop"] == ["<extra_id_1>"]
+        first = {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()}
+        run(RL, monkeypatch, capsys, *given, folder=CAI)
+        assert len(server.requests) == 36 and len(judging.requests) == 8
+        assert {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()} == first
+
+    skipped = {}
+    for name in ("candidate", "preference"):
+        for each in read(tmp_path / f"rl/cai_{name}_dataset.jsonl"):
+            if "skipped" in each:
+                skipped[each["prompt"]] = each["skipped"]
+    assert skipped.keys() == {"bad 2", "bad 3", "bad 4"}
+    assert "names no pair" in skipped["bad 3"] and "the same" in skipped["bad 2"]
+
+    tokenizer = ByteLevelTokenizer({})
+    seen = []
+    for part, count in (("train", 5), ("test", 1)):
+        prompts = tmp_path / f"rl/cai_{part}_prompts_with_chat_prompt.jsonl"
+        data = RLHFDataset([str(prompts)], tokenizer, 400)
+        comparisons = tmp_path / f"rl/cai_{part}_comparisons_with_chat_prompt.jsonl"
+        compared = RewardModelDataset([str(comparisons)], tokenizer, 400)
+        assert len(data) == len(compared) == count
+        for number in range(count):
+            prompt = bytes(data[number]["text"].tolist()).decode()
+            texts = [
+                bytes(compared[number][side][: compared[number][f"{side}_length"]].tolist())
+                for side in ("chosen", "rejected")
+            ]
+            said = prompt.split("\n")[3]
+            assert prompt == (
+                f"<extra_id_0>System\n\n<extra_id_1>User\n{said}\n<extra_id_1>Assistant\n"
+            )
+            assert [text.decode() for text in texts] == [
+                f"{prompt}{said} at {temperature}\n<extra_id_1>" for temperature in (1.01, 0.01)
+            ]
+            seen.append(said)
+        blended = read(tmp_path / f"rl/blend_helpful_with_{comparisons.name}")
+        lines = [each["text"] for each in blended]
+        assert len(lines) == 2 * count + 4
+        assert lines[lines.index("pair 2") + 1] == "pair 3" and lines.index("pair 2") % 2 == 0
+        assert len(read(tmp_path / f"rl/blend_helpful_with_{prompts.name}")) == count + 2
+    assert sorted(seen) == [f"bad {n}" for n in (0, 1, 5, 6, 7, 8)]
+
+
+def test_what_cannot_be_done_is_said_before_anything_is_asked(tmp_path, monkeypatch, capsys):
+    with ChatServer(policy) as server, ChatServer(judge) as judging:
+        for more, words in [
+            (["--splits=train"], "--splits train: give a dict"),
+            (["--blend-with={'name': 'x'}"], "--blend-with must have the keys name, test, train"),
+            (["--sys-prompt-constitution-file-path=none"], "none does not exist"),
+            (["trainer.devices=2"], "settings of the engine, which needs --model"),
+            (["a.nemo"], "a.nemo: neither an option nor key=value"),
+            (["--user_format=hello", "--model=none.nemo"], "none.nemo"),
+        ]:
+            given = rl_arguments(tmp_path, server, judging, *more)
+            assert words in run(RL, monkeypatch, capsys, *given, folder=CAI)
+        assert not server.requests
+
+
+def test_judgements_are_read():
+    assert read_judgement('{"chosen": 2, "rejected": 1} why', 3) == (2, 1)
+    assert read_judgement("Well: {'chosen': '#3', 'rejected': ['1']}", 3) == (3, 1)
+    for text in (
+        "",
+        "{",
+        "{chosen: 1}",
+        '{"chosen": 4, "rejected": 1}',
+        '{"chosen": 0, "rejected": 1}',
+        '{"chosen": "1 or 2", "rejected": 3}',
+        '{"rejected": 1}',
+    ):
+        assert read_judgement(text, 3) is None
+
+
+def test_parts_are_divided_by_their_shares():
+    results = [{"number": n} for n in range(10)]
+    parts = split(results, {"train": 0.8, "test": 0.2}, True, 1)
+    assert [len(part) for part in parts.values()] == [8, 2]
+    assert sorted(r["number"] for part in parts.values() for r in part) == list(range(10))
+    assert parts == split(results, {"train": 0.8, "test": 0.2}, True, 1)
+    assert parts != split(results, {"train": 0.8, "test": 0.2}, True, 2)
+    small = split(results[:2], {"train": 0.99, "test": 0.01}, False, 1)
+    assert [len(part) for part in small.values()] == [1, 1]
+    for shares in ({"a": 0.5}, {"a": 1.5, "b": -0.5}):
+        with pytest.raises(UserError, match="must be above 0 and add up to 1"):
+            split(results, shares, False, 1)
+    with pytest.raises(UserError, match="each needs one"):
+        split(results[:1], {"a": 0.5, "b": 0.5}, False, 1)
+
+
+def test_files_of_requests_have_their_form(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(
+        json.dumps(
+            {
+                "harmful0": {
+                    "prompt": ["\n\nCritiqueRequest: find it.\n\nCritique:"],
+                    "edit_request": "\n\nRevisionRequest: mend it.\n\nRevision:",
+                }
+            }
+        )
+    )
+    assert constitutional.read_principles(str(path)) == [
+        constitutional.Principle("find it.", "mend it.")
+    ]
+    for content in ("{}", "[]", '{"a": {"prompt": []}}', "{"):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"c.json (must hold requests|cannot be read)"):
+            constitutional.read_principles(str(path))
+        with pytest.raises(UserError, match=r"c.json (must hold|cannot be read)"):
+            constitutional.read_few_shot(str(path))
+    assert constitutional.red_team_prompt({"prompt": " hello "}) == "hello"
+    with pytest.raises(UserError, match="there is no prompt"):
+        constitutional.red_team_prompt({"transcript": "Assistant: first"})
+
+
+def test_formats_of_messages():
+    form = TextForm("[U]{MESSAGE}[A]", "{MESSAGE}|", "[S]{MESSAGE}", "", "<s>")
+    messages = [{"role": "user", "content": "{x}"}, {"role": "assistant", "content": "y"}]
+    assert form.text(messages) == "<s>[S][U]{x}[A]y|"
+    assert form.text([{"role": "system", "content": "z"}, messages[0]]) == "<s>[S]z[U]{x}[A]"
+    assert TextForm().text(messages) == "{x}y"
+    with pytest.raises(UserError, match="must hold {MESSAGE} once"):
+        TextForm(user="hello")
+    with pytest.raises(UserError, match="no format for a message of the role 'system'"):
+        TextForm().text([{"role": "system", "content": "z"}])
+
+
+# --- the built-in engine ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy_file(tiny_tokenizer_dir, tmp_path_factory):
+    from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    path = tmp_path_factory.mktemp("policy") / "policy.nemo"
+    cfg = tiny_config(tiny_tokenizer_dir, encoder_seq_length=512, max_position_embeddings=512)
+    GPTSFTModel(cfg).save_to(str(path))
+    return path
+
+
+def engine(policy_file, *options):
+    """The engine with the options of a command line, in this process."""
+    from nemo_aligner.synthetic.model_options import ModelParser, open_model, text_form
+
+    parser = ModelParser(
+        "", greedy="False", top_p=1.0, top_k=0, repetition_penalty=1.0, end_strings=None
+    )
+    parser.set_defaults(seed=3, batch_size=2)
+    args = parser.read(
+        [
+            "--tokens_to_generate=8",
+            "--user_format=Q: {MESSAGE} A:",
+            "--assistant_format={MESSAGE} ",
+            *options,
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+        ]
+    )
+    return open_model(args, str(policy_file), text_form(args), None).model
+
+
+def test_the_engine_responds_whatever_shares_its_batch(policy_file, tmp_path):
+    model = engine(policy_file)
+    turns = [Turn([{"role": "user", "content": "x " * n}], 7 + n) for n in (1, 9, 4, 2, 6)]
+    together = model.respond(turns)
+    assert all(isinstance(text, str) for text in together) and len(set(together)) == 5
+    assert [model.respond([turn])[0] for turn in turns] == together
+    other = model.respond([Turn(turns[0].messages, 99)])
+    assert other[0] != together[0]
+    cold = model.respond(turns, temperature=0.01)
+    assert cold != together and model.respond(turns) == together
+    long = Turn([{"role": "user", "content": "word " * 400}], 1)
+    found = model.respond([turns[0], long, turns[1]])
+    assert found[::2] == together[:2]
+    assert isinstance(found[1], UserError) and "512 positions" in str(found[1])
+
+
+def test_revisions_of_the_engine_resume_to_the_same(policy_file, tmp_path):
+    model = engine(policy_file)
+    principles = [constitutional.Principle("find", "mend"), constitutional.Principle("a", "b")]
+    prompts = [f"bad {n}" for n in range(5)]
+
+    def revised(path, batch_size):
+        return constitutional.revise(
+            Generator(model, 1, batch_size), prompts, principles, [], path
+        )
+
+    whole = revised(tmp_path / "whole.jsonl", 5)
+    assert len(whole) + sum("skipped" in r for r in read(tmp_path / "whole.jsonl")) == 5
+    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "part.jsonl").write_text("".join(lines[1:3]))
+    assert revised(tmp_path / "part.jsonl", 2) == whole
+    assert stream_seed(1, "x", 2) not in (stream_seed(1, "x", 3), stream_seed(2, "x", 2))
+    with pytest.raises(UserError, match="it is no result of this command"):
+        Progress(tmp_path / "part.jsonl", 2, lambda number: {})
+
+
+def test_the_command_with_the_engine(policy_file, tmp_path, monkeypatch, capsys):
+    """Its arguments as NeMo-Aligner documents them, with the policy in place of a server."""
+    prompts = transcripts(tmp_path / "red.jsonl", 3)
+    few = [{"role": "User", "content": "a"}, {"role": "Assistant", "content": "b"}]
+    (tmp_path / "few.json").write_text(json.dumps({"samples": [few]}))
+    text = run(
+        SL,
+        monkeypatch,
+        capsys,
+        f"--model={policy_file}",
+        f"--red-teaming-prompts-dataset-path={prompts}",
+        f"--few-shot-prompts-dataset-path={tmp_path}/few.json",
+        EXAMPLES[1],
+        f"--output-filepath={tmp_path}/sl.jsonl",
+        "--max-seq-length=480",
+        *"--add_bos False --top_k 0 --top_p 0.9 --all_probs False".split(),
+        *"--repetition_penalty 1.2 --min_tokens_to_generate 1 --temperature 1.0".split(),
+        *"--greedy False --tokens_to_generate 6 --end_strings </s>".split(),
+        *"--apply_chat_template True --response_extract_pattern [/INST]".split(),
+        "--user_format=<u>{MESSAGE}<a>",
+        "--assistant_format={MESSAGE}",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32",
+        folder=CAI,
+    )
+    assert "conversations: " in text
+    assert 1 <= len(read(tmp_path / "sl.jsonl")) <= 3
