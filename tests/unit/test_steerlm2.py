@@ -210,6 +210,36 @@ def test_a_prompt_whose_response_is_too_long_is_left_out(tmp_path):
         data_of(path, max_seq_length=10)
 
 
+class JoinsNewlines(ByteLevelTokenizer):
+    """Two newlines are one token, as those of GPT-2 and Llama 3 have it."""
+
+    def text_to_ids(self, text):
+        joined = []
+        for token in super().text_to_ids(text):
+            if joined and joined[-1] == token == ord("\n"):
+                joined[-1] = 2 * token
+            else:
+                joined.append(token)
+        return joined
+
+
+def test_a_response_that_the_tokenizer_joins_with_its_prompt_is_refused(tmp_path):
+    """Behind a label no token ends the prompt then."""
+    for text in ("a\nb", "\na joy"):
+        path = write(tmp_path / "d.jsonl", record(responses=[response(text, -1, -5, -5)]))
+        cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
+
+        def data(cfg=cfg):
+            return build_steerlm2_dataset(cfg, JoinsNewlines({}), special_tokens=MARKS)
+
+        if text.startswith("\n"):
+            with pytest.raises(UserError, match=r"line 1: the tokenizer joins .*'\\na joy'"):
+                data()
+        else:
+            (answer,) = data()[0]["responses"]
+            assert sum(answer.is_response) == len(f"{text}\n\x11")
+
+
 BAD = [
     ({"responses": []}, "field 'responses' must be a list that is not empty"),
     ({"prompt_turns": "hello"}, "field 'prompt_turns' must be a list"),

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts with attributes and several responses to each, for SteerLM 2.0 (`core/steerlm.py`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,12 @@ class SteerLM2Dataset(FileDataset):
         return max(len(response.tokens) for response in responses), len(responses)
 
     def _encoded(self, record: Record) -> list[Encoded]:
-        """Each response behind its prompt, with the mask of that last turn alone."""
+        """Each response behind its prompt, with the mask of that last turn alone.
+
+        Raises:
+            UserError: as `NeMoChat.encode`, or the tokenizer joins the end of a prompt with the
+                response, whose log-probs then are not those of the response.
+        """
         turns, label, responses = _fields(record)
         speaker = responses[0]["from"]
         others = tuple(dict.fromkeys(t.speaker for t in turns if t.speaker != speaker))
@@ -105,17 +110,28 @@ class SteerLM2Dataset(FileDataset):
         for response in responses:
             last = Turn(speaker, response["value"], label)
             source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
-            tokens, is_response = self.form.encode(source)
-            start = len(tokens)
-            while start and is_response[start - 1]:
-                start -= 1
+            tokens, _is_response = self.form.encode(source)
+            # Not by the mask of the chat format, which looks for the token of `end_of_name` behind
+            # the label: a tokenizer may join that with a newline that the response begins with.
+            opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
+            opening = opening.removesuffix(self.marks.end_of_turn)
+            prompt = self.tokenizer.text_to_ids(self._prompt_text(source, turns) + opening)
+            start = len(prompt)
+            if list(tokens[:start]) != list(prompt):
+                raise UserError(
+                    f"the tokenizer joins the end of the prompt with the start of the response "
+                    f"{response['value'][:40]!r}. Leave the response out."
+                )
             found.append(Encoded(tokens, [place >= start for place in range(len(tokens))]))
         return found
 
     def get_prompt(self, system_turn: str, prompt_turns: Sequence[Mapping[str, str]]) -> str:
         """The text of a prompt, up to where the responding turn begins."""
-        turns = (Turn(turn["from"], turn["value"]) for turn in prompt_turns)
-        head = header_text(Source(system_turn, ()), self.marks)
+        turns = [Turn(turn["from"], turn["value"]) for turn in prompt_turns]
+        return self._prompt_text(Source(system_turn, ()), turns)
+
+    def _prompt_text(self, source: Source, turns: Iterable[Turn]) -> str:
+        head = header_text(source, self.marks)
         return head + "".join(turn_text(turn, None, self.marks) for turn in turns)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
