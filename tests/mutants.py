@@ -278,6 +278,55 @@ MUTANTS = [
         "        if True:\n            if writer is not None:\n                for",
         ("tests/distributed/test_reference_log_probs.py",),
     ),
+    # --- a student that responds itself
+    Mutant(
+        "labels of a student's own responses are the tokens themselves",
+        "algorithms/on_policy_distillation.py",
+        "tokens.roll(-1, 1)",
+        "tokens",
+        _unit("test_on_policy_distillation.py", "test_own_responses_take_the_place_of_the_datas"),
+    ),
+    Mutant(
+        "a student's own responses to empty slots count",
+        "algorithms/on_policy_distillation.py",
+        '    counts &= batch["loss_mask"].ne(0).any(-1, keepdim=True)\n',
+        "",
+        _unit("test_on_policy_distillation.py", "test_own_responses_take_the_place_of_the_datas"),
+    ),
+    Mutant(
+        "the prompts of a student's own responses count",
+        "algorithms/on_policy_distillation.py",
+        "(label >= prompts[:, None]) & ",
+        "",
+        _unit("test_on_policy_distillation.py", "test_own_responses_take_the_place_of_the_datas"),
+    ),
+    Mutant(
+        "a student repeats its responses in every step",
+        "algorithms/on_policy_distillation.py",
+        'sample_seeds(self.seed, self.step, batch["idx"])',
+        'sample_seeds(self.seed, 0, batch["idx"])',
+        _unit(
+            "test_on_policy_distillation.py",
+            "test_loss_and_gradient_on_own_responses_are_those_of_gkd",
+        ),
+    ),
+    Mutant(
+        "every update learns from the student's own responses",
+        "algorithms/on_policy_distillation.py",
+        "2**63 < self.fraction",
+        "2**63 < 1",
+        _unit(
+            "test_on_policy_distillation.py",
+            "test_updates_are_on_policy_with_the_asked_probability",
+        ),
+    ),
+    Mutant(
+        "a teacher's logits that are not numbers are learned",
+        "servers/validation.py",
+        "    bad = np.argwhere(~np.isfinite(array))\n",
+        "    bad = np.argwhere(np.zeros(0))\n",
+        _unit("test_on_policy_distillation.py", "test_replies_that_cannot_be_used"),
+    ),
     # --- a student and its teacher
     Mutant(
         "forward and backward KL to a teacher are exchanged",

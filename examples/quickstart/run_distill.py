@@ -7,7 +7,8 @@ a few minutes on two cores.
     student -> reviews by the teacher, with its logits -> distillation -> responses -> verdict
 
 The student has half the teacher's width and depth, and sees no pair and no score, only what the
-teacher finds probable. Then student and teacher respond to held-out prompts. Every phase
+teacher finds probable. With `--on-policy` it learns that of its own responses, from the served
+teacher. Then student and teacher respond to held-out prompts. Every phase
 after the first is one of the project's own commands in its own process; see `RUN_DIR/<job>.log`.
 
 Exit code: 0 if the student's gold score rose clearly (`outcome.py` says what is clear) to nearly
@@ -36,9 +37,11 @@ from jobs import Job
 from narrator import Phase
 from outcome import read_jsonl
 from preferences import responses_job
-from reviews import BATCH_SIZE, GOLD, SEQ_LENGTH
+from reviews import BATCH_SIZE, GOLD, MAX_RESPONSE, SEQ_LENGTH
 from run_dpo import dpo_job
-from walkthrough import Ending, Steps, Walk
+from walkthrough import Ending, Steps, Switch, Walk
+
+from nemo_aligner.servers.ports import find_free_port
 
 SMALL = {**reviews.ARCHITECTURE, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 128}
 REVIEWS = 1000  # by the teacher
@@ -51,8 +54,13 @@ STEPS = (
 )
 
 
+SWITCHES = (
+    Switch("--on-policy", "the student learns from its own responses; the teacher is served"),
+)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = walkthrough.parse_args(argv, __doc__, "distill", STEPS)
+    args = walkthrough.parse_args(argv, __doc__, "distill", STEPS, switches=SWITCHES)
     args.rm_steps = 1  # of a phase that this walk-through does not have
     phases = {name: phase for name, phase in reviews.phases(args).items() if name != "rm"}
     pairs = {"train/loss": "loss", "train/acc": "accuracy", "train/margin": "margin"}
@@ -69,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         "after": Phase("Responses of the student after", 1, 8),
         "teacher": Phase("Responses of the teacher", 1, 8),
     }
+    if args.on_policy:
+        del phases["logits"]  # the server gives them
     return walkthrough.run(args, phases, story, lambda: ending(args.run_dir))
 
 
@@ -87,8 +97,18 @@ def story(walk: Walk) -> None:
     lines = (run_dir / "data" / "prompts_train.jsonl").read_text(encoding="utf-8").splitlines(True)
     prompts.write_text("".join(lines[:REVIEWS]), encoding="utf-8")
     walk.follow("written", responses_job(run_dir, "written", "dpo", args.seed, prompts))
-    walk.follow("logits", logits_job(run_dir))
-    walk.follow("distilled", distillation_job(run_dir, args.seed, args.steps))
+    if args.on_policy:
+        port = find_free_port()
+        walk.follow(
+            "distilled",
+            distillation_job(run_dir, args.seed, args.steps, on_policy(run_dir, port)),
+            servers=(teacher_job(run_dir, port),),
+            detail=f"starting the teacher's server on port {port} and the student",
+        )
+    else:
+        walk.follow("logits", logits_job(run_dir))
+        data = {"model.data.data_prefix": [str(run_dir / "logits" / "reviews.jsonl")]}
+        walk.follow("distilled", distillation_job(run_dir, args.seed, args.steps, data))
     for phase, policy in (("before", "student"), ("after", "distilled"), ("teacher", "dpo")):
         walk.follow(phase, responses_job(run_dir, phase, policy, args.seed))
     walk.findings["teacher_gold"] = ("Gold score of the teacher", mean_gold(run_dir / "teacher"))
@@ -142,8 +162,33 @@ def logits_job(run_dir: Path) -> Job:
     return script_job("Logits", script, folder, overrides)
 
 
-def distillation_job(run_dir: Path, seed: int, steps: int) -> Job:
-    """The student learns what the teacher finds probable."""
+def teacher_job(run_dir: Path, port: int) -> Job:
+    """The server of the teacher."""
+    overrides = {
+        **on_cpu(),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "dpo"),
+        "inference.host": "127.0.0.1",
+        "inference.port": port,
+        "inference.top_k": TOP_K,
+        "model.micro_batch_size": BATCH_SIZE,
+    }
+    return script_job("Teacher server", "serve_teacher.py", run_dir / "teacher_server", overrides)
+
+
+def on_policy(run_dir: Path, port: int) -> dict:
+    """The student's settings for its own responses, to the prompts of the teacher's reviews."""
+    own = "model.knowledge_distillation.on_policy"
+    return {
+        f"{own}.fraction": 1.0,
+        f"{own}.length_params.max_length": MAX_RESPONSE,
+        "remote_teacher.port": port,
+        "remote_teacher.init_timeout_s": 120,
+        "model.data.data_prefix": [str(run_dir / "written" / "responses.jsonl")],
+    }
+
+
+def distillation_job(run_dir: Path, seed: int, steps: int, data: dict) -> Job:
+    """The student learns what the teacher finds probable of `data`."""
     folder = run_dir / "distilled"
     overrides = {
         **training(folder, seed, SEQ_LENGTH),
@@ -153,7 +198,7 @@ def distillation_job(run_dir: Path, seed: int, steps: int) -> Job:
         "model.knowledge_distillation.outside_top_k": "bucket",
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
-        "model.data.data_prefix": [str(run_dir / "logits" / "reviews.jsonl")],
+        **data,
         "model.data.splits_string": "95,5,0",
         "model.data.validation_drop_last": False,
         **schedule("trainer.knowledge_distillation", steps, steps),

@@ -9,7 +9,7 @@ request, n that of one data-parallel rank's share, S the padded token length.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class RewardModelServer:
             read.
     """
 
+    NAME: ClassVar[str] = "reward server"
+
     infer_fn: Callable[..., Tensor | Array]
     tokenize_func: Callable[[list[str]], tuple[Any, Any]]
     model_name: str
@@ -114,18 +116,10 @@ class RewardModelServer:
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
         self._loop = ServerLoop(
-            name="reward server",
+            name=self.NAME,
             host=self.host,
             port=int(self.port),
-            endpoints=[
-                (
-                    dataclasses.replace(
-                        schema.reward_model_endpoint(self.per_token, self.attributes),
-                        name=self.model_name,
-                    ),
-                    self.infer,
-                )
-            ],
+            endpoints=[(dataclasses.replace(self.endpoint(), name=self.model_name), self.infer)],
             operations={ServerSignal.FORWARD: self._scorer.forward},
             after_failure=lambda signal_: None,  # the model stays prepared for inference
             batcher=batcher_options(
@@ -136,6 +130,10 @@ class RewardModelServer:
             frontend=self._frontend,
         )
         self._loop.run()
+
+    def endpoint(self) -> schema.Endpoint:
+        """What it serves, by its default name."""
+        return schema.reward_model_endpoint(self.per_token, self.attributes)
 
     def run_subscriber_loop(self) -> None:
         """Follow rank 0 until the job ends: `run_server`, as ranks above 0 may call it."""

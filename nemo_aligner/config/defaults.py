@@ -42,6 +42,7 @@ LANGUAGE_MODEL_JOBS = (
     "gpt_spin",
     "generate",
     "compute_topk_logits",
+    "inference_teacher",
 )
 
 # Keys for which null has no meaning of its own and reads as "the default".

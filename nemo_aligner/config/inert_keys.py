@@ -408,6 +408,9 @@ for _name in ("gpt_sft", "gpt_knowledge_distillation"):
     INERT[_name].pop("name")  # there it names the experiment
 INERT["inference_rm"].pop("inference")  # there it is the server
 INERT |= {name: {} for name in COMMAND_NAMES}
+INERT["inference_teacher"] = _INERT_COMMON | _inert(
+    "model", "global_batch_size optim data", "a server trains nothing", ...
+)
 INERT["compute_topk_logits"] = (
     _INERT_COMMON
     | _inert("data", "sample num_workers dataloader_type", "examples keep their order", ...)

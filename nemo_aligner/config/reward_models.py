@@ -79,6 +79,15 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
     return specs
 
 
+def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:
+    """The served teacher that `cfg`, the section called `setting`, names.
+
+    Raises:
+        ConfigError: naming the key, its value and what it should be.
+    """
+    return _read_one({"name": cfg["name"]}, setting, ip=cfg["host"], port=cfg["port"])
+
+
 def _check_member(setting: str, name: str, member: Mapping) -> None:
     """Check a member's name and keys; a key that is misspelt would leave its default in force."""
     if not str(name).isidentifier() or name == "with_kl":

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.reward_models import read_reward_models
+from nemo_aligner.config.reward_models import read_reward_models, read_teacher
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
@@ -47,11 +47,53 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
         v.get(f"{section}batch_iterator.use_flask"),
         v.whole("model.expert_model_parallel_size", 1) or 1,
     )
+    _check_remote(v, remote)
+    read_reward_models(v.get(remote), remote)
+
+
+def check_on_policy(v: Values) -> None:
+    """Check how a student responds itself (`model.knowledge_distillation.on_policy`), if it does,
+    and its served teacher.
+    """
+    section, remote = "model.knowledge_distillation.on_policy.", "remote_teacher"
+    v.number(section + "fraction", 0, 1)
+    check_generation(v, section)
+    if v.get(section + "fraction") is None:
+        return
+    _check_remote(v, remote)
+    read_teacher(v.get(remote), remote)
+    if v.get("model.data.top_k") is not None:
+        raise ConfigError(
+            f"model.data.top_k={v.get('model.data.top_k')} chooses among the logits of data "
+            f"files, but with {section}fraction={v.get(section + 'fraction')} a served teacher "
+            "gives them; set inference.top_k of its server, and leave it null."
+        )
+    if v.get(section + "fraction") > 0:
+        _check_loss_of_own_responses(v, "model.knowledge_distillation.", section)
+
+
+def _check_loss_of_own_responses(v: Values, loss: str, section: str) -> None:
+    """Check that a student can unlearn what it does by itself."""
+    own = f"with {section}fraction={v.get(section + 'fraction')} a student"
+    outside, weight = v.get(loss + "outside_top_k"), v.get(loss + "sft_loss_weight")
+    if outside != "bucket":
+        raise ConfigError(
+            f"{own} goes wrong by tokens outside the teacher's top k, and "
+            f"{loss}outside_top_k={outside} leaves them out of the loss; set it to bucket."
+        )
+    if weight:
+        raise ConfigError(
+            f"{own} would make its own responses more likely, whatever they are, by "
+            f"{loss}sft_loss_weight={weight}; set it to 0."
+        )
+
+
+def _check_remote(v: Values, remote: str) -> None:
+    """Check what all sections of servers that a job talks to have."""
     v.number(f"{remote}.init_timeout_s", 0, above=True)
     v.number(f"{remote}.inference_timeout_s", 0, above=True)
     read_token(v.get(f"{remote}.token_file"), remote)
     client_tls(v.get(f"{remote}.tls_ca_file"), remote)
-    read_reward_models(v.get(remote), remote)
 
 
 def _check_environment(v: Values, kind: str, remote: str) -> None:

@@ -42,7 +42,12 @@ from nemo_aligner.config.parallel_rules import (
 )
 from nemo_aligner.config.peft_rules import check_peft, trains_adapters
 from nemo_aligner.config.ppo_rules import check_ppo_actor
-from nemo_aligner.config.rollout_rules import check_reinforce_actor, check_rs_actor, check_spin
+from nemo_aligner.config.rollout_rules import (
+    check_on_policy,
+    check_reinforce_actor,
+    check_rs_actor,
+    check_spin,
+)
 from nemo_aligner.config.schema import (
     ARCHITECTURE_KEYS,
     COMMAND_NAMES,
@@ -51,7 +56,11 @@ from nemo_aligner.config.schema import (
     NULLABLE_FLAGS,
     REQUIRED,
 )
-from nemo_aligner.config.server_rules import check_critic_server, check_reward_server
+from nemo_aligner.config.server_rules import (
+    check_critic_server,
+    check_reward_server,
+    check_teacher_server,
+)
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import (
@@ -160,6 +169,9 @@ def check_values(
         return
     if config_name == "compute_topk_logits":
         check_topk_logits(values, dp | virtual_pipeline_group(values))
+        return
+    if config_name == "inference_teacher":
+        check_teacher_server(values)
         return
     if config_name in COMMAND_NAMES:
         check_generation_command(values)
@@ -546,6 +558,7 @@ def _check_distillation(values: Values) -> None:
             f"{own}outside_top_k=bucket needs {own}target_logits_scale=1, not {scale}: what the "
             "teacher gives other tokens is known at this scale only; set renormalize or 1."
         )
+    check_on_policy(values)
     values.whole("model.data.top_k", 1)
     values.number("trainer.knowledge_distillation.alarms.teacher_mass", 0, 1)
     data_impl = str(values.get("model.data.data_impl"))

@@ -35,6 +35,7 @@ COMMAND_PAGES = {
     "generate": "generate_evaluate",
     "evaluate": "generate_evaluate",
     "compute_topk_logits": "distillation",
+    "inference_teacher": "distillation",
 }
 COMMAND_NAMES = tuple(COMMAND_PAGES)
 
@@ -206,14 +207,18 @@ _REINFORCE = (
     | dotted("model.reinforce", f"{_POLICY} trt_llm.enable trt_llm.reshard")
 )
 _FRONT = dotted("server", "frontend tls_certificate tls_key")
+_ENDPOINT = _FRONT | dotted(
+    "inference",
+    """host port token_file max_request_mb model_name max_queue_delay_microseconds
+    inference_micro_batch_size strip_sequence_length_to_multiple""",
+)
 _REWARD_SERVER = (
     {"rm_model_file"}
-    | _FRONT
+    | _ENDPOINT
     | dotted(
         "inference",
-        """host port token_file max_request_mb model_name max_queue_delay_microseconds
-    inference_micro_batch_size micro_batch_size strip_sequence_length_to_multiple reward_fn
-    reward_fn_workers reward_fn_timeout_s reward_fn_fallback rewards_per step_end""",
+        """micro_batch_size reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback
+        rewards_per step_end""",
     )
 )
 _CRITIC = (
@@ -259,10 +264,14 @@ _DISTILLATION = (
         outside_top_k cross_tokenizer""",
     )
     | dotted(
-        "model.data",
-        """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
-        index_mapping_dir columns top_k n_chunks""",
+        "model.knowledge_distillation.on_policy",
+        f"fraction {_SAMPLING} length_params.max_length length_params.min_length",
     )
+    | dotted(
+        "remote_teacher",
+        "init_timeout_s inference_timeout_s token_file tls_ca_file name host port",
+    )
+    | dotted("model.data", "top_k n_chunks")
     | {"name", "model.loss_reduction"}
 )
 _KTO = dotted(
@@ -355,6 +364,16 @@ _TOP_K = (
     )
 )
 
+_TEACHER = (
+    _TRAINER
+    | _ARCHITECTURE
+    | _PARALLEL
+    | (_MODEL - {"model.global_batch_size"})
+    | _CHECKPOINT
+    | _ENDPOINT
+    | {"inference.top_k"}
+)
+
 LIVE = {
     "gpt_ppo_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _ACTOR,
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
@@ -381,12 +400,18 @@ LIVE = {
     | _REWARD_SERVER,
     "gpt_sft": _COMMON | _PEFT | _GENERATES | _SFT,
     "gpt_dpo": _COMMON | _CHECKPOINT | _DATA | _PEFT | _DPO,
-    "gpt_knowledge_distillation": _COMMON | _CHECKPOINT | _PEFT | _DISTILLATION,
+    "gpt_knowledge_distillation": _COMMON
+    | _CHECKPOINT
+    | _DATA
+    | _PEFT
+    | _GENERATES
+    | _DISTILLATION,
     "gpt_kto": _COMMON | _CHECKPOINT | _DATA | _PEFT | _KTO,
     "gpt_spin": _COMMON | _CHECKPOINT | _PEFT | _GENERATES | _SPIN,
     "generate": _GENERATE,
     "evaluate": _GENERATE | _EVALUATE,
     "compute_topk_logits": _TOP_K,
+    "inference_teacher": _TEACHER,
 }
 
 FREE = (
@@ -473,6 +498,7 @@ FLAGS = (
         peft.merge_for_generation ppo.offload_adam_states
         dpo.preference_average_log_probs dpo.sft_average_log_probs
         knowledge_distillation.cross_tokenizer
+        knowledge_distillation.on_policy.sampling_params.use_greedy
         kto.preference_average_log_probs kto.sft_average_log_probs
         ppo.train_on_truncated ppo.sampling_params.use_greedy ppo.trt_llm.enable
         ppo.trt_llm.reshard rs.offload_adam_states rs.sampling_params.use_greedy
@@ -572,8 +598,12 @@ REQUIRED = {
     | dotted(
         "model.knowledge_distillation",
         """target_logits_scale logits_scale kd_loss_weight sft_loss_weight kd_loss jsd_beta
-        outside_top_k""",
-    ),
+        outside_top_k on_policy.sampling_params.use_greedy on_policy.sampling_params.temperature
+        on_policy.sampling_params.top_k on_policy.sampling_params.top_p
+        on_policy.sampling_params.repetition_penalty on_policy.length_params.max_length
+        on_policy.length_params.min_length""",
+    )
+    | dotted("remote_teacher", "init_timeout_s inference_timeout_s name host port"),
     "gpt_kto": _REQUIRED_TRAINING
     | dotted("trainer.kto", "max_steps val_check_interval save_interval")
     | dotted("model", "data.num_workers data.seq_length")
@@ -605,4 +635,10 @@ REQUIRED = {
     "compute_topk_logits": dotted("trainer", "num_nodes devices accelerator")
     | dotted("model", "micro_batch_size global_batch_size seed")
     | {"top_k", "output_path"},
+    "inference_teacher": dotted("trainer", "num_nodes devices accelerator")
+    | dotted("model", "micro_batch_size seed")
+    | dotted(
+        "inference",
+        """host port model_name max_queue_delay_microseconds inference_micro_batch_size top_k""",
+    ),
 }

@@ -20,6 +20,7 @@ SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `serv
 def check_critic_server(values: Values) -> None:
     """Check the configuration of a critic server."""
     _check_serving(values, "trainer.ppo")
+    check_reward_standardization(values.get("model"))
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
     values.number("model.loss_clip_val", 0)
     if values.get("model.save_hf") is True:
@@ -33,6 +34,7 @@ def check_reward_server(values: Values, ranks: int) -> None:
     """Check the configuration of a server of rewards with this number of `ranks`."""
     v = values
     _check_serving(v, "inference")
+    check_reward_standardization(v.get("model"))
     workers = v.whole("inference.reward_fn_workers", 1)
     v.number("inference.reward_fn_timeout_s", 0, above=True)
     v.number("inference.reward_fn_fallback")
@@ -51,6 +53,12 @@ def check_reward_server(values: Values, ranks: int) -> None:
             f"inference.reward_fn_workers={workers} workers, but the job has {ranks} ranks; set "
             "trainer.devices=1, and more workers if they are needed."
         )
+
+
+def check_teacher_server(values: Values) -> None:
+    """Check the configuration of a server of a teacher."""
+    _check_serving(values, "inference")
+    values.whole("inference.top_k", 1)
 
 
 def read_frontend(
@@ -219,7 +227,6 @@ def _check_serving(values: Values, section: str) -> None:
     read_frontend(*(values.get(f"server.{key}") for key in SERVER_KEYS))
     values.number(f"{section}.max_queue_delay_microseconds", 0)
     values.whole(f"{section}.strip_sequence_length_to_multiple", 1)
-    check_reward_standardization(values.get("model"))
     sizes = values.get(f"{section}.inference_micro_batch_size")
     for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

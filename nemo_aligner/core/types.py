@@ -247,6 +247,14 @@ class DistillationBatch(_Examples):
     log_sum_exp_logits: Tensor  # float32 [B, S]: of all logits, less the largest
 
 
+class ResponseBatch(_Examples):
+    """Prompts with responses."""
+
+    lengths: Tensor  # int64 [B]: prompt + response
+    prompt_lengths: Tensor  # int64 [B]
+    idx: Tensor  # int64 [B]: the sample's number in the data set
+
+
 class SFTBatch(_Examples, total=False):
     """Prompt-response examples for supervised fine-tuning."""
 

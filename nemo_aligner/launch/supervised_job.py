@@ -183,7 +183,7 @@ def train_supervised(
     job: Job,
     model: MegatronGPTModel,
     loaders: Loaders,
-    trainer_class: type[SupervisedTrainer] = SupervisedTrainer,
+    trainer_class: Callable[..., SupervisedTrainer] = SupervisedTrainer,
 ) -> SupervisedTrainer:
     """Train `model` from where the last checkpoint stands to the end; all ranks call it.
 

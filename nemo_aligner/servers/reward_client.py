@@ -9,7 +9,7 @@ calls the same methods; only the source rank of each model-parallel group talks 
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.reward_models import read_reward_models
+from nemo_aligner.config.reward_models import RewardModelSpec, read_reward_models
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.rewards import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.types import Rollout, Scores
@@ -35,7 +35,11 @@ from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
 
 # The YAML file (conf/) that holds the defaults of a section.
-_JOB_OF_SECTION = {"remote_rm": "gpt_rs_actor", "remote_critic_rm": "gpt_ppo_actor"}
+_JOB_OF_SECTION = {
+    "remote_rm": "gpt_rs_actor",
+    "remote_critic_rm": "gpt_ppo_actor",
+    "remote_teacher": "gpt_knowledge_distillation",
+}
 
 
 class RMFutureResult(FutureResult[Scores]):
@@ -133,6 +137,43 @@ class _Connecting:
         return None
 
 
+def connect(
+    specs: Sequence[RewardModelSpec], endpoint: schema.Endpoint, communicator: HTTPCommunicator
+) -> dict[str, Fleet]:
+    """The fleets of served models, by name, on the source rank of each model-parallel group; {}
+    elsewhere. Every rank calls it, together.
+
+    Args:
+        endpoint: what the servers serve.
+        communicator: gives the time limits and the token; closing it closes the connections.
+
+    Raises:
+        ServerUnreachableError: on every rank of the job: no server of a model replies.
+    """
+    fleets: dict[str, Fleet] = {}
+    if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+        fleets = {
+            spec.name or spec.endpoint: Fleet(
+                spec,
+                endpoint,
+                communicator.init_timeout_s,
+                communicator.inference_timeout_s,
+                first=parallel_state.get_data_parallel_rank(),
+                token=communicator.token,
+                tls=communicator.tls,
+            )
+            for spec in specs
+        }
+    for fleet in fleets.values():
+        communicator.attach(fleet)
+    try:
+        wait_for_all([_Connecting(list(fleets.values()))] if fleets else [])
+    except ServerRequestError as error:
+        communicator.close()
+        raise ServerUnreachableError(str(error)) from None
+    return fleets
+
+
 class RewardModels:
     """The reward models that `cfg` names. Every rank constructs one, together; source ranks hold
     the connections.
@@ -150,27 +191,7 @@ class RewardModels:
     def __init__(self, cfg: DictConfig, communicator: HTTPCommunicator, setting: str):
         specs = read_reward_models(cfg, setting)
         self.weights = {spec.name: spec.weight for spec in specs if spec.name is not None} or None
-        self.fleets: dict[str, Fleet] = {}
-        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
-            self.fleets = {
-                spec.name or spec.endpoint: Fleet(
-                    spec,
-                    schema.reward_model_endpoint(),
-                    communicator.init_timeout_s,
-                    communicator.inference_timeout_s,
-                    first=parallel_state.get_data_parallel_rank(),
-                    token=communicator.token,
-                    tls=communicator.tls,
-                )
-                for spec in specs
-            }
-        for fleet in self.fleets.values():
-            communicator.attach(fleet)
-        try:
-            wait_for_all([_Connecting(list(self.fleets.values()))] if self.fleets else [])
-        except ServerRequestError as error:
-            communicator.close()
-            raise ServerUnreachableError(str(error)) from None
+        self.fleets = connect(specs, schema.reward_model_endpoint(), communicator)
 
     def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> RMFutureResult:
         """Send `make_payload()` (see `scoring_payload`) to every reward model; returns at once.

@@ -29,6 +29,7 @@ CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
 CRITIC_RESUME = "critic_resume"
 CRITIC_STATUS = "critic_status"
+TEACHER_LOGITS = "teacher_logits"  # of a teacher; `remote_teacher.name`
 
 # `actor_step` of a critic that does not know which actor step its weights belong to.
 UNKNOWN_STEP = -1
@@ -299,6 +300,30 @@ def attributes_endpoint() -> Endpoint:
     each.
     """
     return Endpoint(REWARD_MODEL, _SCORING_INPUTS[:1], (ATTRIBUTES,), batching=True)
+
+
+def teacher_endpoint() -> Endpoint:
+    """The K largest logits [N, S, K] of a teacher behind each token; K is the server's."""
+    return Endpoint(
+        TEACHER_LOGITS,
+        (*_SCORING_INPUTS[1:], _TOKENIZER),
+        (
+            TensorSpec(
+                "topk_logits",
+                np.float32,
+                (-1, -1),
+                meaning="largest logits behind each token, less the largest [N, S, K]",
+            ),
+            TensorSpec("topk_token_ids", np.int32, (-1, -1), meaning="their tokens [N, S, K]"),
+            TensorSpec(
+                "log_sum_exp_logits",
+                np.float32,
+                (-1,),
+                meaning="log-sum-exp of all logits less the largest [N, S]",
+            ),
+        ),
+        batching=True,
+    )
 
 
 def triton_tensors(specs: Iterable[TensorSpec]) -> list["Tensor"]:

@@ -106,9 +106,9 @@ class Scorer:
 
     Args:
         score_rows: (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on
-            this rank's device, -> {"rewards": [n, 1], "values": [n, S]} or one of them, or with
-            "token_rewards": [n, S]. Every rank calls it with its share. A row that only fills up
-            the batch has length 1 and prompt length 0.
+            this rank's device, -> {"rewards": [n, 1], "values": [n, S]} or one of them, or others
+            with a column for each token, [n, S, ...]. Every rank calls it with its share. A row
+            that only fills up the batch has length 1 and prompt length 0.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         micro_batch_size: samples of one forward pass per data-parallel rank.
         strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
@@ -238,10 +238,11 @@ class Scorer:
 
         def finish(outputs: Arrays) -> Arrays:
             finished = {name: array[:samples] for name, array in outputs.items()}
-            for name, filler in (("values", 0.0), ("token_rewards", np.nan)):
-                if name in finished:
-                    more = [(0, 0), (0, width - finished[name].shape[1])]
-                    finished[name] = np.pad(finished[name], more, constant_values=filler)
+            for name in finished.keys() - {"rewards"}:  # those with a column for each token
+                more = [(0, 0)] * finished[name].ndim
+                more[1] = (0, width - finished[name].shape[1])
+                filler = np.nan if name == "token_rewards" else 0
+                finished[name] = np.pad(finished[name], more, constant_values=filler)
             return finished
 
         return arrays, finish

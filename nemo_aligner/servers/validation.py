@@ -14,6 +14,7 @@ import numpy as np
 from nemo_aligner.servers.schema import (
     ATTRIBUTES,
     CRITIC_INFER,
+    TEACHER_LOGITS,
     Arrays,
     Endpoint,
     ReplyError,
@@ -253,7 +254,7 @@ def validate_reply(
                 f"the reply has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
                 + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else _other_server(endpoint))
             )
-        if array.dtype.kind != "f":
+        if array.dtype.kind != np.dtype(spec.dtype).kind:
             raise ReplyError(
                 f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. "
                 + _other_server(endpoint)
@@ -262,10 +263,29 @@ def validate_reply(
             _validate_attributes(endpoint, array, samples)
         elif spec.name == "rewards":
             _validate_rewards(endpoint, array, samples)
+        elif endpoint.name == TEACHER_LOGITS:
+            _validate_logits(endpoint, spec, array, samples)
         else:
             _validate_values(endpoint, array, samples, used)
     if "token_rewards" in reply and endpoint.name != CRITIC_INFER:
         _validate_token_rewards(reply["token_rewards"], samples)
+
+
+def _validate_logits(
+    endpoint: Endpoint, spec: TensorSpec, array: np.ndarray, samples: int
+) -> None:
+    if array.ndim != 1 + len(spec.shape) or array.shape[0] != samples:
+        raise ReplyError(
+            f"'{spec.name}' has shape {list(array.shape)} for {samples} sample(s) sent; "
+            f"{spec.meaning} is needed. {_other_server(endpoint)}"
+        )
+    bad = np.argwhere(~np.isfinite(array))
+    if len(bad):
+        raise ReplyError(
+            f"'{spec.name}' is {array[tuple(bad[0])]} in sample {bad[0][0]}, token {bad[0][1]}. "
+            "Training on it would destroy the student: look for NaN in the weights of the "
+            "teacher (a diverged training, a damaged checkpoint) and restart its server."
+        )
 
 
 def _other_server(endpoint: Endpoint) -> str:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Knowledge distillation as a user does it: a teacher's logits, stopped and continued; a student
-on two ranks, resumed; and bad input.
+on two ranks, resumed; one that learns from a served teacher and its own responses; and bad input.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.data.nlp.topk_logits import from_record
+from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import ScriptJob, must_fail_with, must_succeed, read_metrics
 from tests.functional.test_sft_rm_scripts import common, resume_from, sft
 
@@ -179,3 +180,88 @@ def test_a_file_of_another_data_set_is_not_continued(data, teacher, logits):
         "it holds the logits of another data set or command (rows=6)",
     )
     assert logits["validation"].read_bytes() == before
+
+
+# --- on-policy
+
+
+def served(teacher, log, port, *overrides, **kwargs) -> ScriptJob:
+    return ScriptJob(
+        "serve_teacher.py",
+        log,
+        [
+            "trainer.accelerator=cpu",
+            "trainer.precision=32",
+            f"pretrained_checkpoint.restore_from_path={teacher}",
+            f"inference.port={port}",
+            "inference.top_k=300",
+            "server.frontend=asgi",
+            *overrides,
+        ],
+        **kwargs,
+    )
+
+
+def on_policy(data, student, log_dir, port, *overrides, **kwargs) -> ScriptJob:
+    files = {name: data / f"sft_{name}.jsonl" for name in EXAMPLES}
+    return distil(
+        files,
+        student,
+        log_dir,
+        "model.knowledge_distillation.on_policy.fraction=0.5",
+        "model.knowledge_distillation.on_policy.length_params.max_length=8",
+        "model.knowledge_distillation.outside_top_k=bucket",
+        "model.data.columns={prompt: input, response: output}",
+        f"remote_teacher.port={port}",
+        "remote_teacher.init_timeout_s=60",
+        *overrides,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def port(data, teacher):
+    """Of a server of the teacher on two tensor-parallel ranks."""
+    port = find_free_port()
+    split = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
+    with served(teacher, data / "served.log", port, *split, ranks=2):
+        yield port
+
+
+def test_a_student_learns_from_its_own_responses_and_resumes_exactly(
+    data, student, port, tmp_path
+):
+    must_succeed(on_policy(data, student, tmp_path / "whole", port, ranks=2))
+    assert sorted(read_metrics(tmp_path / "whole", "train/on_policy")) == [0, 0, 1, 1]
+    validation = read_metrics(tmp_path / "whole", "validation/kd_loss")
+    assert 0 < validation[1] < validation[0]
+    assert read_metrics(tmp_path / "whole", "train/teacher_mass")[0] == pytest.approx(1)
+
+    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
+    must_succeed(on_policy(data, student, tmp_path / "again", port, ranks=2))
+    for key in ("train/loss", "train/response_length", "train/grad_norm"):
+        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
+        assert again == whole[2:]
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(data, teacher, port, tmp_path):
+    options = ["model.knowledge_distillation.on_policy.fraction=1", *LORA]
+    options += ["++model.hidden_dropout=0.0", "model.knowledge_distillation.kd_loss=bwd_kl"]
+    must_succeed(on_policy(data, teacher, tmp_path / "same", port, *options))
+    assert read_metrics(tmp_path / "same", "train/kd_loss")[0] == pytest.approx(0, abs=1e-6)
+    assert read_metrics(tmp_path / "same", "train/on_policy") == [1] * 4
+
+
+def test_a_teacher_with_another_tokenizer_or_none_at_all(
+    data, port, reversed_tokenizer_dir, tmp_path
+):
+    small = ["model.num_layers=1", "trainer.sft.max_steps=1", "trainer.sft.val_check_interval=1"]
+    must_succeed(sft(data, reversed_tokenizer_dir, tmp_path / "other", *small))
+    other = tmp_path / "other" / "checkpoints" / "megatron_gpt_sft.nemo"
+    job = on_policy(data, other, tmp_path / "kd", port)
+    with job:
+        assert job.wait() == 1 and "tokenizer" in job.log.splitlines()[-1]
+    nobody = find_free_port()
+    job = on_policy(data, other, tmp_path / "no", nobody, "remote_teacher.init_timeout_s=1")
+    with job:
+        assert job.wait() and "start the server job first" in job.log.lower()

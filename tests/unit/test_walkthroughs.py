@@ -409,7 +409,7 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
     jobs.
     """
     critic, reward = 5556, 5555
-    walk = WALKS[name]
+    walk = run_distill if name == "run_distill" else WALKS[name]
     if name == "run_arithmetic":
         return [
             (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
@@ -451,6 +451,13 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
             (walk.spin_job(run_dir, 0, steps), "gpt_spin"),
         ]
+    if name == "run_distill":
+        own = walk.on_policy(run_dir, reward)
+        return [
+            (walk.student_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.teacher_job(run_dir, reward), "inference_teacher"),
+            (walk.distillation_job(run_dir, 0, steps, own), "gpt_knowledge_distillation"),
+        ]
     if name == "run_rs":
         server, actor = (
             walk.reward_server_job(run_dir, reward),
@@ -465,13 +472,13 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize("steps", [1, 50, 200])
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", [*WALKS, "run_distill"])
 def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, name, steps):
     from hydra import compose, initialize_config_dir
 
     from nemo_aligner.config.checks import check_config
 
-    for trained in ("sft", "rm"):  # by the jobs before
+    for trained in ("sft", "rm", "dpo", "student"):  # by the jobs before
         checkpoint = tmp_path / "it's a run" / trained / "checkpoints" / f"{trained}.nemo"
         checkpoint.parent.mkdir(parents=True)
         checkpoint.write_text("weights")

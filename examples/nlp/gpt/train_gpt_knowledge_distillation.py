@@ -9,9 +9,11 @@ at each token of the responses.
         pretrained_checkpoint.restore_from_path=student.nemo \
         "model.data.data_prefix={train: [train.jsonl], validation: [validation.jsonl]}"
 
-The first command writes the logits (docs/distillation.md). One process per device: with
-`trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
-command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
+The first command writes the logits (docs/distillation.md). With
+`model.knowledge_distillation.on_policy.fraction` they come from a served teacher
+(serve_teacher.py) instead, also for responses that the student gives itself. One process per
+device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
+The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
 conf/gpt_knowledge_distillation.yaml, docs/config.md.
 """
 
@@ -40,6 +42,7 @@ def train(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.data.nlp.builders import (
             build_train_valid_test_knowledge_distillation_datasets,
+            build_train_valid_test_response_datasets,
         )
         from nemo_aligner.launch.experiment import start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
@@ -57,10 +60,29 @@ def train(cfg: DictConfig) -> None:
     )
     model.init_peft(cfg.model.peft)
 
+    fraction = cfg.model.knowledge_distillation.on_policy.fraction
     build_datasets = partial(
-        build_train_valid_test_knowledge_distillation_datasets, n_chunks=cfg.model.data.n_chunks
+        build_train_valid_test_knowledge_distillation_datasets
+        if fraction is None
+        else build_train_valid_test_response_datasets,
+        n_chunks=cfg.model.data.n_chunks,
     )
-    train_supervised(cfg, job, model, build_dataloaders(cfg, build_datasets, model.tokenizer))
+    loaders = build_dataloaders(cfg, build_datasets, model.tokenizer)
+    if fraction is None:
+        train_supervised(cfg, job, model, loaders)
+        return
+
+    from nemo_aligner.algorithms.on_policy_distillation import OnPolicyDistillationTrainer
+    from nemo_aligner.servers.teacher_client import RemoteTeacherClient
+
+    teacher = RemoteTeacherClient(
+        cfg.remote_teacher, model.tokenizer, cfg.model.encoder_seq_length
+    )
+    try:
+        trainer_class = partial(OnPolicyDistillationTrainer, teacher=teacher, fraction=fraction)
+        train_supervised(cfg, job, model, loaders, trainer_class)
+    finally:
+        teacher.close()
 
 
 if __name__ == "__main__":

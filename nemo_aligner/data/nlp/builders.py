@@ -45,6 +45,7 @@ from nemo_aligner.data.nlp.prompts import (
     identity_collate,
     single_validation_set,
 )
+from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.data.nlp.samplers import (
     BatchSampler,
     MegatronPretrainingBatchSampler,
@@ -68,6 +69,7 @@ __all__ = [
     "build_train_valid_test_knowledge_distillation_datasets",
     "build_train_valid_test_kto_datasets",
     "build_train_valid_test_labelled_pair_datasets",
+    "build_train_valid_test_response_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_regression_rm_datasets",
     "build_train_valid_test_rlhf_datasets",
@@ -136,6 +138,12 @@ def _make_distillation_dataset(
     paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> KnowledgeDistillationDataset:
     return KnowledgeDistillationDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+
+
+def _make_response_dataset(
+    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+) -> ResponseDataset:
+    return ResponseDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
 
 
 def _make_kto_dataset(
@@ -207,7 +215,7 @@ def build_train_valid_test_datasets(
     check_data_impl(data_impl)
     if cls in (_make_regression_rm_dataset, _make_labelled_pair_dataset):
         check_labels_can_be_read(data_impl)
-    if cls in (_make_dpo_dataset, _make_kto_dataset):
+    if cls in (_make_dpo_dataset, _make_kto_dataset, _make_response_dataset):
         check_prompts_can_be_read(data_impl)
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
@@ -320,6 +328,7 @@ def build_train_valid_test_knowledge_distillation_datasets(
     data_prefix: Mapping[str, Any] | Sequence[str] | str,
     data_impl: str,
     *args: Any,
+    make: MakeDataset = _make_distillation_dataset,
     n_chunks: int | Mapping[str, int] | None = None,
     n_examples_per_chunk: int | Mapping[str, int] | None = None,
     **kwargs: Any,
@@ -329,6 +338,7 @@ def build_train_valid_test_knowledge_distillation_datasets(
 
     Args:
         data_impl: also NeMo-Aligner's chunked_jsonl, the same as jsonl: data are read from disk.
+        make: another kind of dataset.
         n_chunks: files of a name with CHUNK_ID; one number, or that of each part.
         n_examples_per_chunk: not used: the files say it.
     """
@@ -359,13 +369,18 @@ def build_train_valid_test_knowledge_distillation_datasets(
         names = [data_prefix] if isinstance(data_prefix, str) else data_prefix
         data_prefix = chunks(names, "train")
     return build_train_valid_test_datasets(
-        _make_distillation_dataset,
+        make,
         cfg,
         data_prefix,
         "jsonl" if data_impl == "chunked_jsonl" else data_impl,
         *args,
         **kwargs,
     )
+
+
+build_train_valid_test_response_datasets = partial(
+    build_train_valid_test_knowledge_distillation_datasets, make=_make_response_dataset
+)
 
 
 def build_configured_datasets(

@@ -14,6 +14,8 @@ from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.core.types import DistillationBatch
+from nemo_aligner.data.nlp.chat import chat_end_strings
+from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -24,7 +26,8 @@ from nemo_aligner.training.megatron_steps import Batch, forward_backward
 
 
 class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
-    """Student of a teacher whose largest logits stand beside the data.
+    """Student of a teacher whose largest logits stand beside the data, or are served
+    (`algorithms/on_policy_distillation.py`).
 
     Args:
         cfg: section `model` of `gpt_knowledge_distillation.yaml` (docs/config.md).
@@ -33,6 +36,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
     Attributes:
         loss_settings: arguments of `core.distillation.distillation_loss`.
         logits_scale: factor of the student's logits.
+        generation_params: of its own responses.
         outside_top_k: one of `core.estimators.OUTSIDE_TOP_K`.
     """
 
@@ -42,6 +46,13 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         super().__init__(cfg, trainer=trainer)
         distillation = self.cfg.knowledge_distillation
         self.loss_reduction: str = self.cfg.loss_reduction
+        self.generator = MegatronGenerator(
+            self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
+        )
+        own = distillation.on_policy
+        self.generation_params = GenerationParams.from_config(
+            own.length_params, own.sampling_params
+        ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
         self.logits_scale: float = distillation.logits_scale
         self.outside_top_k: str = distillation.outside_top_k
         self.loss_settings: dict[str, Any] = {
@@ -54,6 +65,21 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
                 "sft_loss_weight",
             )
         }
+
+    @torch.no_grad()
+    def respond(self, prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
+        """The student's responses to prompts, without dropout; all ranks call it.
+
+        Args:
+            prompts: int64 `[B, W]`, this data-parallel rank's, padded on the right.
+            lengths: int64 `[B]`.
+            seeds: int64 `[B]`, of the samples' random streams.
+        """
+        self.set_eval()
+        with self.adapters_for_generation():
+            generated = self.generator.generate(prompts, lengths, seeds, self.generation_params)
+        self.set_train()
+        return generated
 
     def get_loss_and_metrics(
         self, batch: DistillationBatch, forward_only: bool = False

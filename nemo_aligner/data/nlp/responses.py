@@ -1,0 +1,68 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with responses, for a student that also responds itself (on-policy distillation)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
+from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
+from nemo_aligner.data.nlp.records import open_records
+
+
+class ResponseDataset(FileDataset):
+    """Lines `{"prompt": ..., "response": ...}`: texts that follow each other as they stand, or
+    conversations, as for `DPOModelDataset`. A sample longer than `seq_length` is left out; a
+    warning at start counts them.
+
+    Args:
+        paths: the files.
+        tokenizer: NeMo tokenizer.
+        seq_length: S.
+        data_cfg: `model.data`, as for `RLHFDataset`.
+        name: "train", ...; for messages.
+
+    Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
+    t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty
+    slot); `lengths` and `prompt_lengths` (scalars); `idx`.
+
+    Raises:
+        UserError: a line without prompt or response.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.name = name
+        self.seq_length = seq_length
+        self.pad_id = tokenizer.eos_id
+        settings = self.encoder.settings("responses", seq_length)
+        self.lines = open_records(paths, data_cfg, self._inspect, settings)
+        self.documents = documents_within(
+            self.lines.notes, seq_length, name, "samples", "are longer"
+        )
+
+    def _inspect(self, record: Record) -> int:
+        return self.encoder.response_length(record, self.seq_length)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self.encoder.with_response(self.lines[int(self.documents[max(index, 0)])])
+        counts = [int(x and index >= 0) for x in sample.is_response[1:]]
+        return {
+            "tokens": pad(sample.tokens, self.seq_length, self.pad_id),
+            "labels": pad(sample.tokens[1:], self.seq_length, self.pad_id),
+            "loss_mask": pad(counts, self.seq_length, 0).float(),
+            "lengths": torch.tensor(len(sample.tokens)),
+            "prompt_lengths": torch.tensor(sample.is_response.index(True)),
+            "idx": torch.tensor(index),
+        }

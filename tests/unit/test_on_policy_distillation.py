@@ -1,0 +1,281 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""On-policy distillation without a server: the batches that are made of the student's responses,
+the draw of the updates, what a teacher serves, and the loss against trl's and a naive loop.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from nemo_aligner.algorithms.on_policy_distillation import (
+    OnPolicyDistillationTrainer,
+    response_batch,
+)
+from nemo_aligner.algorithms.teacher_server import TeacherServer, no_sentences
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.data.nlp.responses import ResponseDataset
+from nemo_aligner.generation import GenerationOutput
+from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+    GPTKnowledgeDistillationModel,
+)
+from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+from nemo_aligner.servers import schema
+from nemo_aligner.servers.schema import ReplyError, RequestError
+from nemo_aligner.servers.teacher_client import TeacherLogits
+from nemo_aligner.servers.validation import validate_reply
+from tests.tiny_models import tiny_config
+from tests.unit.test_config_checks import check
+
+WIDTH, VOCAB = 24, 300
+RECORDS = [
+    {"prompt": "the film", "response": " was a joy"},
+    {"prompt": "a", "response": " is dull, and far too long"},
+    {"prompt": "the play", "response": " bad"},
+]
+
+
+@pytest.fixture
+def data(tiny_tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return ResponseDataset([str(path)], tiny_tokenizer, WIDTH)
+
+
+def test_items_have_the_tokens_of_the_responses_as_labels(data, tiny_tokenizer):
+    for item, record in zip(data, RECORDS, strict=True):
+        prompt = tiny_tokenizer.text_to_ids(record["prompt"])
+        response = tiny_tokenizer.text_to_ids(record["prompt"] + record["response"])[len(prompt) :]
+        assert item["tokens"].tolist()[: int(item["lengths"])] == prompt + response
+        assert item["prompt_lengths"] == len(prompt)
+        assert item["labels"][item["loss_mask"] == 1].tolist() == response
+    assert not data[-1]["loss_mask"].any() and data[-1]["idx"] == -1
+
+
+def test_own_responses_take_the_place_of_the_datas(data):
+    batch = default_collate([data[0], data[-1], data[2]])
+    prompts = batch["prompt_lengths"].tolist()
+    width = max(prompts) + 4
+    tokens = torch.arange(3 * width).view(3, width)
+    ends = torch.tensor([prompts[0] + 4, prompts[1] + 2, prompts[2] + 1])
+    found = response_batch(batch, GenerationOutput(tokens, ends, torch.ones(3).bool()))
+    for row in range(3):
+        counts = [t for t in range(width) if found["loss_mask"][row, t]]
+        wanted = range(prompts[row] - 1, int(ends[row]) - 1)
+        assert counts == ([] if row == 1 else list(wanted))  # an empty slot stays empty
+        for column in counts:
+            assert found["labels"][row, column] == tokens[row, column + 1]
+    assert found["lengths"].tolist() == ends.tolist() and found["tokens"].equal(tokens)
+    assert found["idx"].tolist() == [0, -1, 2]
+
+
+def trainer_of(model, fraction=1.0, teacher=None, step=0):
+    trainer = OnPolicyDistillationTrainer.__new__(OnPolicyDistillationTrainer)
+    trainer.model, trainer.fraction, trainer.teacher = model, fraction, teacher
+    trainer.seed, trainer.step = 7, step
+    return trainer
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_updates_are_on_policy_with_the_asked_probability(fraction):
+    trainer = trainer_of(None, fraction)
+    draws = [trainer.is_on_policy(step) for step in range(4000)]
+    assert sum(draws) / 4000 == pytest.approx(fraction, abs=0.03 if 0 < fraction < 1 else 0)
+    assert draws == [trainer.is_on_policy(step) for step in range(4000)]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_tokenizer_dir):
+    """A student and a teacher."""
+    distillation = {"on_policy": {"length_params": {"max_length": 6}}, "outside_top_k": "bucket"}
+    cfg = tiny_config(tiny_tokenizer_dir, knowledge_distillation=distillation)
+    student = GPTKnowledgeDistillationModel(cfg)
+    student.setup_megatron_optimization(10)
+    teacher = TopKTeacherModel(tiny_config(tiny_tokenizer_dir, seed=8))
+    for model in (student, teacher):
+        model.set_eval()
+    return student, teacher
+
+
+def server_of(teacher, top_k=VOCAB, **options):
+    return TeacherServer(
+        infer_fn=lambda samples: teacher.top_logits(*samples, top_k),
+        tokenize_func=no_sentences,
+        model_name="teacher_logits",
+        port=1,
+        inference_micro_batch_size=4,
+        model_forward_micro_batch_size=2,
+        tokenizer=teacher.tokenizer,
+        **options,
+    )
+
+
+class Served:
+    """A teacher that is asked without a network, in place of `RemoteTeacherClient`."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def logits(self, tokens, lengths):
+        reply = self.server.infer(
+            tokens=tokens.numpy(), sequence_lengths=lengths.view(-1, 1).numpy()
+        )
+        validate_reply(schema.teacher_endpoint(), reply, len(tokens))
+        arrays = [torch.from_numpy(reply[name]) for name in TeacherLogits._fields]
+        return TeacherLogits(arrays[0], arrays[1].long(), arrays[2])
+
+
+@pytest.mark.slow
+def test_a_reply_has_the_largest_logits_behind_each_token(models, data):
+    _, teacher = models
+    batch = default_collate([data[i] for i in range(3)])
+    tokens, lengths = batch["tokens"], batch["lengths"]
+    whole, some = (
+        Served(server_of(teacher, k, strip_sequence_length_to_multiple=8)).logits(tokens, lengths)
+        for k in (VOCAB, 5)
+    )
+    assert some.topk_logits.shape == (3, WIDTH, 5) and some.log_sum_exp_logits.shape == (3, WIDTH)
+    for row, length in enumerate(lengths.tolist()):
+        alone = teacher.top_logits(tokens[row : row + 1, :length], lengths[row : row + 1], 5)
+        torch.testing.assert_close(some.topk_logits[row, :length], alone.logits[0])
+        assert some.topk_token_ids[row, :length].equal(alone.token_ids[0])
+        probabilities = whole.topk_logits[row, :length].exp().sum(-1).log()
+        torch.testing.assert_close(probabilities, whole.log_sum_exp_logits[row, :length])
+
+
+def generalized_jsd(student, teacher, mask, beta):
+    """trl's `GKDTrainer.generalized_jsd_loss` by its formula, in a loop: beta KL(teacher || M) +
+    (1 - beta) KL(student || M) with M = beta teacher + (1 - beta) student, whose limits are the
+    KLs; mean over the tokens that count.
+    """
+    total = 0.0
+    for row, column in mask.nonzero().tolist():
+        p, q = teacher[row, column].softmax(-1), student[row, column].softmax(-1)
+        if beta == 0:
+            total = total + (p * (p / q).log()).sum()
+        elif beta == 1:
+            total = total + (q * (q / p).log()).sum()
+        else:
+            m = beta * p + (1 - beta) * q
+            total = total + beta * (p * (p / m).log()).sum()
+            total = total + (1 - beta) * (q * (q / m).log()).sum()
+    return total / mask.sum()
+
+
+def plain_logits(model, tokens):
+    (module,) = model.unwrapped()
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
+    return module(tokens, positions, None)[..., :VOCAB].float()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kd_loss", "beta"), [("fwd_kl", 0), ("bwd_kl", 1), ("jsd", 0.5), ("jsd", 0.1)]
+)
+def test_loss_and_gradient_on_own_responses_are_those_of_gkd(models, data, kd_loss, beta):
+    student, teacher = models
+    student.loss_settings |= {"kd_loss": kd_loss, "jsd_beta": beta or 0.5}
+    trainer = trainer_of(student, teacher=Served(server_of(teacher)))
+    batch = default_collate([data[i] for i in range(3)])
+    own, ended = trainer.with_own_responses(batch)
+    assert ended.shape == (3,) and own["loss_mask"].sum() > 3
+    again, _ = trainer_of(student, step=1).with_own_responses(batch)
+    assert not own["tokens"].equal(again["tokens"])  # another step, other responses
+    full = trainer.with_logits(own)
+
+    student.set_eval()
+    with torch.no_grad():
+        target = plain_logits(teacher, full["tokens"])
+    expected = generalized_jsd(
+        plain_logits(student, full["tokens"]), target, full["loss_mask"], beta
+    )
+    parameters = [p for module in student.unwrapped() for p in module.parameters()]
+    wanted = torch.autograd.grad(expected, parameters)
+    student.prepare_for_training_step()
+    loss, metrics = student.get_loss_and_metrics(full)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert metrics["teacher_mass"] == pytest.approx(1, abs=1e-5)
+    norm = torch.cat([gradient.flatten() for gradient in wanted]).norm()
+    for parameter, gradient in zip(parameters, wanted, strict=True):
+        assert (parameter.main_grad - gradient).norm() < 1e-4 * norm
+
+
+@pytest.mark.slow
+def test_a_student_that_is_its_teacher_is_at_distance_0(models, data):
+    _, teacher = models
+    student, _ = models
+    state = [module.state_dict() for module in student.unwrapped()]
+    before = [{k: v.clone() for k, v in s.items() if v is not None} for s in state]
+    for mine, theirs in zip(student.unwrapped(), teacher.unwrapped(), strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    trainer = trainer_of(student, teacher=Served(server_of(teacher, 20)))
+    own, _ = trainer.with_own_responses(default_collate([data[0], data[1]]))
+    student.set_eval()
+    _, metrics = student.get_loss_and_metrics(trainer.with_logits(own), forward_only=True)
+    for mine, old in zip(student.unwrapped(), before, strict=True):
+        mine.load_state_dict(old, strict=False)
+    assert metrics["kd_loss"] == pytest.approx(0, abs=1e-6)
+
+
+# --- bad input
+
+
+def test_what_a_teacher_refuses(models):
+    _, teacher = models
+    server = server_of(teacher, 5, vocab_size=VOCAB, max_length=48)
+    tokens, lengths = np.zeros((1, 3), np.int64), np.array([[3]])
+    with pytest.raises(RequestError, match="a teacher gives logits of tokens"):
+        server.infer(sentences=np.array([[b"text"]]))
+    with pytest.raises(UserError, match="tokenizer"):
+        server.infer(tokens=tokens, sequence_lengths=lengths, tokenizer=np.array([[b"other"]]))
+    with pytest.raises(UserError, match="300"):
+        server.infer(tokens=tokens + VOCAB, sequence_lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.pop("topk_token_ids"), "has no tensor 'topk_token_ids'"),
+        (lambda r: r.update(topk_logits=r["topk_logits"][:1]), r"shape \[1, 3, 5\] for 2 sample"),
+        (lambda r: r["topk_logits"].__setitem__((1, 2, 0), np.nan), "nan in sample 1, token 2"),
+        (lambda r: r.update(topk_token_ids=r["topk_logits"]), "came as float32, not"),
+    ],
+)
+def test_replies_that_cannot_be_used(change, message):
+    reply = {
+        "topk_logits": np.zeros((2, 3, 5), np.float32),
+        "topk_token_ids": np.zeros((2, 3, 5), np.int32),
+        "log_sum_exp_logits": np.zeros((2, 3), np.float32),
+    }
+    validate_reply(schema.teacher_endpoint(), reply, 2)
+    change(reply)
+    with pytest.raises(ReplyError, match=message):
+        validate_reply(schema.teacher_endpoint(), reply, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("gpt_knowledge_distillation", ["{own}fraction=1.5"], "fraction=1.5"),
+        ("gpt_knowledge_distillation", ["{own}fraction=1", "model.data.top_k=5"], "top_k=5"),
+        ("gpt_knowledge_distillation", ["{own}fraction=1", "remote_teacher.port=0"], "port=0"),
+        ("gpt_knowledge_distillation", ["{own}length_params.max_length=0"], "max_length=0"),
+        ("gpt_knowledge_distillation", ["{own}fraction=0.1"], "outside_top_k=renormalize leaves"),
+        (
+            "gpt_knowledge_distillation",
+            ["{own}fraction=1", "{loss}outside_top_k=bucket", "{loss}sft_loss_weight=0.1"],
+            "sft_loss_weight=0.1; set it to 0",
+        ),
+        ("inference_teacher", ["inference.top_k=0"], "top_k=0 must be at least 1"),
+        ("inference_teacher", ["inference.host=0.0.0.0"], "needs a token"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(tmp_path, name, overrides, message):
+    own = "model.knowledge_distillation.on_policy."
+    assert check(name, tmp_path) == []
+    with pytest.raises(ConfigError, match=message):
+        loss = "model.knowledge_distillation."
+        check(name, tmp_path, *(text.format(own=own, loss=loss) for text in overrides))
