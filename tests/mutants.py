@@ -615,11 +615,11 @@ MUTANTS = [
         _unit("test_spin_model.py", SPIN_RESUMES),
     ),
     Mutant(
-        "a resumed job takes the policy for the reference of the iteration",
-        "checkpoint/checkpointing.py",
-        "            self.model.load_sharded_reference(loaded[REFERENCE])\n",
-        "            pass\n",
-        _unit("test_spin_model.py", SPIN_RESUMES),
+        "the reference of SPIN moves within an iteration",
+        "algorithms/spin.py",
+        "if self.objective_age == 0:\n            self.model.set_reference_policy()",
+        "self.model.set_reference_policy()",
+        _unit("test_spin_model.py", SPIN_ITERATIONS),
     ),
     Mutant(
         "the policy generates in place of its reference",
