@@ -243,13 +243,22 @@ class RewardFunction:
             worker = self._processes.start()
             ready.set_result(None)
             while (chunk := self._chunks.get()) is not None:
-                worker = self._work_off(worker, *chunk)
+                worker = self._work_off(worker, *chunk) or self._start_ahead()
         except BaseException as error:
             if ready.done():
                 raise
             ready.set_exception(error)
         finally:
             self._processes.end(worker)
+
+    def _start_ahead(self) -> WorkerProcess | None:
+        """Start a worker before there are samples for it, so that they do not wait for its start;
+        None if it does not start: `_work_off` tries again, and its request gets the error.
+        """
+        try:
+            return self._processes.start()
+        except Exception:
+            return None
 
     def _work_off(
         self, worker: WorkerProcess | None, request: "_Request", samples: range

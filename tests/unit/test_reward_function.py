@@ -301,6 +301,12 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
     assert len(family()) <= 4  # two keepers, two workers
 
 
+def test_a_worker_that_was_ended_is_replaced_before_the_next_request(naughty):
+    with pytest.raises(RewardFunctionError, match="exit code 7"):
+        score_words(naughty, ["die"])
+    assert wait_until(lambda: len(family()) == 4), family()  # two keepers, two workers
+
+
 def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     words = [str(number) for number in range(60)]
     bad = {
