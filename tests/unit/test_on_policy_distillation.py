@@ -55,6 +55,13 @@ def test_items_have_the_tokens_of_the_responses_as_labels(data, tiny_tokenizer):
     assert not data[-1]["loss_mask"].any() and data[-1]["idx"] == -1
 
 
+def test_an_empty_prompt_is_found_when_the_data_are_read(tiny_tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(RECORDS[0]) + '\n{"prompt": " ", "response": "x"}\n')
+    with pytest.raises(UserError, match="data.jsonl, line 2: field 'prompt' is empty"):
+        ResponseDataset([str(path)], tiny_tokenizer, WIDTH)
+
+
 def test_own_responses_take_the_place_of_the_datas(data):
     batch = default_collate([data[0], data[-1], data[2]])
     prompts = batch["prompt_lengths"].tolist()

@@ -407,6 +407,16 @@ def test_weights_of_responses_are_computed_without_dropout(
     assert all(chunk.training for chunk in model.model)
 
 
+def test_responses_that_make_no_whole_micro_batches_are_refused(tiny_tokenizer_dir):
+    cfg = tiny_config(tiny_tokenizer_dir, global_batch_size=4, steerlm2={"micro_batch_size": 3})
+    model = GPTSteerLMModel(cfg)
+    model.check_responses(6)
+    with pytest.raises(ConfigError, match="micro_batch_size=3: the 4 prompts x 2 responses of"):
+        model.check_responses(2)
+    model.micro_batch_tokens = 64  # as many responses as have so many tokens
+    model.check_responses(2)
+
+
 def test_updates_bring_the_policy_to_the_target(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
     optim = {"lr": 2e-4, "sched": {"warmup_steps": 0}}
     model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, tmp_path, optim=optim)

@@ -53,6 +53,7 @@ def train(cfg: DictConfig) -> None:
         build_steerlm2_dataset(section, model.tokenizer, special_tokens=data.chat_prompt_tokens)
         for section in (data.train_ds, data.validation_ds)
     )
+    model.check_responses(train_ds.num_responses)
     train_supervised(cfg, job, model, build_sft_loaders(cfg, train_ds, validation_ds))
 
 

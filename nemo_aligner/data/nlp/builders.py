@@ -122,34 +122,22 @@ def _make_rlhf_dataset(
     return RLHFDataset(paths, tokenizer, limit, cfg.get("data"), name, limit_text=text)
 
 
-def _make_rm_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> RewardModelDataset:
-    return RewardModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+def _maker(dataset: Callable[..., FileDataset]) -> MakeDataset:
+    """What makes datasets of a class that is made of files, tokenizer, length and `model.data`."""
+
+    def make(
+        paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
+    ) -> FileDataset:
+        return dataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+
+    return make
 
 
-def _make_dpo_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> DPOModelDataset:
-    return DPOModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
-
-
-def _make_distillation_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> KnowledgeDistillationDataset:
-    return KnowledgeDistillationDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
-
-
-def _make_response_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> ResponseDataset:
-    return ResponseDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
-
-
-def _make_kto_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> KTOModelDataset:
-    return KTOModelDataset(paths, tokenizer, seq_length, cfg.get("data"), name)
+_make_rm_dataset = _maker(RewardModelDataset)
+_make_dpo_dataset = _maker(DPOModelDataset)
+_make_kto_dataset = _maker(KTOModelDataset)
+_make_response_dataset = _maker(ResponseDataset)
+_make_distillation_dataset = _maker(KnowledgeDistillationDataset)
 
 
 def _make_regression_rm_dataset(

@@ -13,10 +13,9 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
+from nemo_aligner.data.nlp.file_dataset import pad
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import open_records
+from nemo_aligner.data.nlp.responses import ResponseDataset
 
 # Value of the field `preference` -> desirable
 PREFERENCES = {"chosen": True, "rejected": False}
@@ -26,7 +25,7 @@ PARTNER = 0.381966
 
 
 @accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
-class KTOModelDataset(FileDataset):
+class KTOModelDataset(ResponseDataset):
     """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`; true and
     false are accepted as preferences too.
 
@@ -54,6 +53,8 @@ class KTOModelDataset(FileDataset):
             two documents.
     """
 
+    _what = "labelled responses"
+
     def __init__(
         self,
         paths: Sequence[Any],
@@ -62,16 +63,8 @@ class KTOModelDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
         self.encode = self.encoder.encode_text
-        self.name = name
-        self.seq_length = seq_length
-        self.pad_id = tokenizer.eos_id
-        settings = self.encoder.settings("labelled responses", seq_length)
-        self.lines = open_records(paths, data_cfg, self._inspect, settings)
-        self.documents = documents_within(
-            self.lines.notes, seq_length, name, "samples", "are longer"
-        )
         if len(self.documents) < 2:
             raise UserError(
                 f"{name} data: KTO needs at least two samples, each with another's response to "

@@ -11,7 +11,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import open_records
+from nemo_aligner.data.nlp.records import check_text, open_records
 
 
 class ResponseDataset(FileDataset):
@@ -31,8 +31,10 @@ class ResponseDataset(FileDataset):
     slot); `lengths` and `prompt_lengths` (scalars); `idx`.
 
     Raises:
-        UserError: a line without prompt or response.
+        UserError: a line without prompt or response, or with an empty prompt.
     """
+
+    _what = "responses"
 
     def __init__(
         self,
@@ -46,13 +48,16 @@ class ResponseDataset(FileDataset):
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
-        settings = self.encoder.settings("responses", seq_length)
+        settings = self.encoder.settings(self._what, seq_length)
         self.lines = open_records(paths, data_cfg, self._inspect, settings)
         self.documents = documents_within(
             self.lines.notes, seq_length, name, "samples", "are longer"
         )
 
-    def _inspect(self, record: Record) -> int:
+    def _inspect(self, record: Record) -> int | tuple[int, float]:
+        """Length of a sample; a subclass adds a number of it."""
+        if self.encoder.form is None:
+            check_text(record, "prompt")  # the student cannot respond to none
         return self.encoder.response_length(record, self.seq_length)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:

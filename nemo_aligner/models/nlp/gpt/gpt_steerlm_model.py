@@ -9,11 +9,13 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.losses import loss_weights, sft_loss
 from nemo_aligner.core.masks import counted_lengths, masked_mean, masked_sum
 from nemo_aligner.core.steerlm import prompt_weights
 from nemo_aligner.data.nlp.steerlm2 import LOG_Q
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
@@ -32,6 +34,26 @@ class GPTSteerLMModel(GPTSFTModel):
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
         self.forward_micro_batch_size: int = self.cfg.steerlm2.forward_micro_batch_size
+
+    def check_responses(self, num_responses: int) -> None:
+        """Raise `ConfigError` unless the responses of an update make whole micro-batches.
+
+        Args:
+            num_responses: n of the training data.
+        """
+        if self.micro_batch_tokens is not None:
+            return
+        prompts = self.cfg.global_batch_size // parallel_state.get_data_parallel_world_size()
+        size = self.cfg.steerlm2.micro_batch_size
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        group = stages if len(self.model) > 1 else 1  # virtual pipelining takes so many at a time
+        if prompts * num_responses % (size * group):
+            unit = f"groups of {group} micro-batches" if group > 1 else "micro-batches"
+            raise ConfigError(
+                f"model.steerlm2.micro_batch_size={size}: the {prompts} prompts x {num_responses} "
+                f"responses of an update on a data-parallel rank make no whole {unit}. Change it "
+                "or model.global_batch_size, or set model.dynamic_micro_batch_tokens."
+            )
 
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
         self, batch: Batch, forward_only: bool = False
