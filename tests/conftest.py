@@ -4,6 +4,7 @@
 a test.
 """
 
+import gc
 import io
 import json
 import os
@@ -28,6 +29,13 @@ CORPUS = [
     "I loved the music; the story is warm and bright.",
     "Review: the film was bad. Answer: a sad film.",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays out of collections, as in jobs (`launch.start_up.long_imports`):
+    Megatron Core collects garbage in every save, which took most of its time.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

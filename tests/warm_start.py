@@ -15,6 +15,7 @@ as they are with `Popen`. What they cannot show is a missing import, and what is
 
 import atexit
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -143,6 +144,7 @@ def _first_process(
     command: list[str], environment: dict, folder: str, log: str, ranks: int
 ) -> None:
     """Body of a `WarmProcess`."""
+    gc.freeze()  # as `long_imports` does
     os.setsid()
     _end_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)

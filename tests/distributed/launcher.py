@@ -19,6 +19,7 @@ otherwise.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import re
@@ -213,6 +214,7 @@ def _end_with_the_test_run() -> None:
 def _rank_main(fn, rank: int, world_size: int, folder: Path, environment: dict, args) -> None:
     """Body of one rank: join the group, run, leave the result or the traceback in `folder`."""
     global _progress_file
+    gc.freeze()  # as jobs do, see `launch.start_up.long_imports`
     os.setsid()
     threading.Thread(target=_end_with_the_test_run, daemon=True).start()
     with open(folder / f"rank{rank}.stacks", "w") as stacks:

@@ -76,19 +76,21 @@ class Split:
         model: keys of the model configuration.
         architectures: that run at it.
         slim: part of `make test`.
+        slim_roles: of "llama" that run at it in `make test`, beside `SLIM_ROLES`.
     """
 
     ranks: int
     model: dict = field(default_factory=dict)
     architectures: tuple[str, ...] = ("gpt2", "llama", "lora")
     slim: bool = False
+    slim_roles: tuple[str, ...] = ()
 
     @property
     def precision(self):
         return self.model.get("precision", 32)
 
     def cases(self, slim: bool = False) -> list[tuple[str, str]]:
-        """(architecture, role) that run at it; the pairs of `SLIM_ROLES` if `slim`."""
+        """(architecture, role) that run at it; those of `make test` if `slim`."""
         cases = [
             (architecture, role)
             for architecture in self.architectures
@@ -97,7 +99,8 @@ class Split:
         if not slim:
             return cases
         roles = SLIM_ROLES if self.precision == 32 else SLIM_ROLES_BF16
-        return [case for case in cases if case[1] in roles.get(case[0], ())]
+        more = {("llama", role) for role in self.slim_roles}
+        return [case for case in cases if case in more or case[1] in roles.get(case[0], ())]
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -126,11 +129,23 @@ SPLITS = {
     "TP2": Split(
         2, _sizes(tp=2)
     ),  # with experts Megatron Core wants sequence parallelism beside it
-    "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, slim=True),
+    "TP2+SP": Split(
+        2,
+        _sizes(tp=2, sp=True),
+        ALL,
+        slim=True,
+        slim_roles=("regression", "rs", "distillation"),
+    ),
     "PP2": Split(2, _sizes(pp=2), ALL),
-    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True),
+    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True, slim_roles=("reinforce", "spin")),
     "CP2": Split(2, _sizes(cp=2), ALL),  # test_context_parallel.py has it in `make test`
-    "DP2": Split(2, _sizes(), ALL, slim=True),
+    "DP2": Split(
+        2,
+        _sizes(),
+        ALL,
+        slim=True,
+        slim_roles=("critic of a language model", "kto", "steerlm2"),
+    ),
     "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
     "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
     "EP2 adamw": Split(2, _sizes(expert_model_parallel_size=2, optim=ADAMW), ("moe",)),
@@ -212,11 +227,11 @@ ROLES_OF_ARCHITECTURES = {
     "moe": ("actor", "sft"),
     "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce", "spin"),
 }
-# What runs in `make test`: every role with one architecture, and the others with two roles;
-# test_experts.py has the experts.
+# What runs at each slim split in `make test`. Each other role runs at one of them, where it is
+# most likely to be wrong (`Split.slim_roles`); test_experts.py has the experts.
 SLIM_ROLES = {
     "gpt2": ("actor", "critic"),
-    "llama": tuple(ROLES),
+    "llama": ("actor", "critic", "reward model", "sft", "dpo"),
     "lora": ("actor", "critic"),
 }
 SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}
@@ -503,6 +518,7 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "outside_top_k": "bucket",
             "logits_scale": 0.8,
             "sft_loss_weight": 0.2,
+            "on_policy": {"length_params": {"max_length": 14}},
         },
         spin={
             **{key: PPO[key] for key in ("offload_adam_states", "length_params")},
@@ -629,31 +645,33 @@ def reference_logprobs(model, role: str) -> dict[str, torch.Tensor]:
     return {f"reference logprobs {n}": half for n, half in enumerate(halves)}
 
 
-def generated(model) -> dict[str, list]:
-    """Token ids, whether the response ended, and the sampler's log-probs, for ten ragged
-    prompts; "turns": of conversations with an environment.
+def generated(model, role: str = "actor") -> dict[str, list]:
+    """Token ids, whether the response ended, and the sampler's log-probs (of an actor), for ten
+    ragged prompts; "turns": of conversations with an environment.
     """
     generator = torch.Generator().manual_seed(5)
     prompts = torch.randint(0, 290, (10, 7), generator=generator)
-    share = my_samples()
-    arguments = (prompts, torch.randint(1, 8, (10,), generator=generator), torch.arange(10) + 50)
+    lengths = torch.randint(1, 8, (10,), generator=generator)
+    mine = [x[my_samples()] for x in (prompts, lengths, torch.arange(10) + 50)]
+    if role == "distillation":  # what it learns from with a served teacher
+        return {"student": all_samples(samples_of(model.respond(*mine)))}
     results = {}
     for name, params in {**GENERATION, "turns": GENERATION["sampled"]}.items():
         environment = ScriptedEnvironment() if name == "turns" else None
-        output = model.generator.generate(
-            *(x[share] for x in arguments), params, environment=environment
-        )
+        output = model.generator.generate(*mine, params, environment=environment)
         assert name != "turns" or output.observed.any()
-        mine = [
-            (
-                output.response_tokens[i, :length].tolist(),
-                bool(output.is_end[i]),
-                output.logprobs[i, : length - 1],
-            )
-            for i, length in enumerate(output.response_lengths.tolist())
-        ]
-        results[name] = all_samples(mine)
+        results[name] = all_samples(samples_of(output))
     return results
+
+
+def samples_of(output) -> list[tuple]:
+    """What was generated, a tuple per sample."""
+    samples = []
+    for i, length in enumerate(output.response_lengths.tolist()):
+        logprobs = () if output.logprobs is None else (output.logprobs[i, : length - 1],)
+        tokens = output.response_tokens[i, :length].tolist()
+        samples.append((tokens, bool(output.is_end[i]), *logprobs))
+    return samples
 
 
 def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int | str]]:
@@ -687,8 +705,9 @@ def compute(
     model.micro_batch_tokens = DYNAMIC_TOKENS
     numbers |= {f"{name}, dynamic": value for name, value in inferred(model, role).items()}
     model.micro_batch_tokens = None
-    if role == "actor":
-        numbers |= {f"generated {name}": samples for name, samples in generated(model).items()}
+    if role in ("actor", "distillation"):
+        found = generated(model, role)
+        numbers |= {f"generated {name}": samples for name, samples in found.items()}
     for reduction, size in variants(role, split, slim):
         name = f"{reduction} {size}"
         numbers[f"loss {name}"] = loss_and_gradient(
@@ -747,7 +766,8 @@ def apart(mine, expected, is_gradient: bool = False, precision=32) -> float:
     if isinstance(expected, list):  # generated: the same tokens, and log-probs that agree
         if [sample[:2] for sample in mine] != [sample[:2] for sample in expected]:
             return float("inf")
-        return max(deviation(ours[2], other[2]) for ours, other in zip(mine, expected))
+        pairs = [pair for ours, other in zip(mine, expected) for pair in zip(ours[2:], other[2:])]
+        return max((deviation(*pair) for pair in pairs), default=0.0)
     if mine.keys() != expected.keys():
         return float("inf")
     if all(isinstance(value, torch.Tensor) for value in expected.values()):

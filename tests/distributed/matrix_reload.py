@@ -27,16 +27,30 @@ from tests.distributed.matrix import (
     gathered,
     global_batch,
     loss_and_gradient,
+    of_all_samples,
+    reference_logprobs,
 )
 
 # Architecture and role of the checkpoints: with and without biases and a head, all weights or
-# adapters and a head.
-CASES = (("gpt2", "critic"), ("llama", "actor"), ("moe", "sft"), ("lora", "critic"))
+# adapters and a head; with a reference policy that the checkpoint holds.
+CASES = (
+    ("gpt2", "critic"),
+    ("llama", "actor"),
+    ("moe", "sft"),
+    ("lora", "critic"),
+    ("gpt2", "spin"),
+    ("llama", "spin"),
+    ("lora", "spin"),
+)
+
+
+# Those of `make test`.
+SLIM_CASES = (("gpt2", "critic"), ("llama", "actor"), ("llama", "spin"), ("lora", "critic"))
 
 
 def cases(name: str, slim: bool) -> list[tuple[str, str]]:
     """Those that run at the split."""
-    return [case for case in CASES if case in SPLITS[name].cases(slim)]
+    return [case for case in (SLIM_CASES if slim else CASES) if case in SPLITS[name].cases()]
 
 
 def _callback(
@@ -61,6 +75,8 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
     """The first step of all cases at a split, and a checkpoint after it."""
     for architecture, role in cases(name, slim):
         training = build(tokenizer_dir, folder, architecture, role, SPLITS[name].model)
+        if role == "spin":
+            training[0].set_reference_policy()
         step(*training, role)
         _callback(folder, name, architecture, role, *training).custom_save(
             {}, trainer_state={"step": 1}
@@ -89,6 +105,9 @@ def load(
             state = saved.load_latest(complete_checkpoints(saved.root)[-1][0])
             assert state == {"step": 1}
             loaded = gathered(training[0])
+            reference = {}
+            if role == "spin":  # that from before the first step
+                reference = of_all_samples(reference_logprobs(training[0], role))
             metrics = step(*training, role)
             weights = gathered(training[0])
             progress(f"loaded {source} at {name}: {architecture} {role}")
@@ -99,6 +118,7 @@ def load(
                     "loaded weights": apart(loaded, same),
                     "step 2": apart(metrics, expected["step 2"], precision=split.precision),
                     "weights 2": apart(weights, expected["weights 2"], precision=split.precision),
+                    **{key: apart(found, expected[key]) for key, found in reference.items()},
                 }
     return report
 

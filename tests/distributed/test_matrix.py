@@ -178,11 +178,14 @@ def test_checkpoints_load_at_every_split(full_reloads):
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize(
     "architecture, role",
-    [
-        case
-        for case in SPLITS["DP2"].cases(slim=True)
-        if ROLES[case[1]].reductions == matrix.REDUCTIONS
-    ],
+    sorted(
+        {
+            case
+            for name in SLIM
+            for case in SPLITS[name].cases(slim=True)
+            if SPLITS[name].precision == 32 and ROLES[case[1]].reductions == matrix.REDUCTIONS
+        }
+    ),
 )
 def test_what_one_rank_computes(slim, architecture, role):
     """Micro-batches change nothing but the reduction that is named after them; no counting slot,

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.servers import lease
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
 from tests.functional.critic_job import NAP, CriticJob
@@ -301,11 +302,12 @@ def actor(job):
 
 
 def test_others_have_their_turn_while_many_samples_are_scored(job):
-    """Six requests of half a second each, of which the client makes one; a second client need not
-    wait for all.
+    """Six requests of which each takes a second, and the client makes one; a second client need
+    not wait for all.
     """
     client = actor(job)
-    tokens = torch.full((6 * 512, 8), NAP)
+    tokens = torch.ones(6 * 512, 8, dtype=torch.int64)
+    tokens[::512] = NAP
     lengths = torch.full((6 * 512,), 8)
     began = time.monotonic()
     many = client.infer_rm_critic({"response_tokens": tokens, "response_lengths": lengths})
@@ -333,8 +335,9 @@ SAVE = InferRequest(
 )
 
 
-def test_strangers_neither_train_nor_save(job):
+def test_strangers_neither_train_nor_save(job, monkeypatch):
     """They have the token, and no lease; not before the actor comes, beside it, or after it."""
+    monkeypatch.setattr(lease, "LEASE_S", 0.0)  # a second actor waits less for the first to end
     checkpoint = job.directory / "checkpoint.json"
 
     def refused():
@@ -355,8 +358,8 @@ def test_strangers_neither_train_nor_save(job):
     assert json.loads(checkpoint.read_text())["actor_step"] == 7
     client = actor(job)  # the next one need not wait
     assert client.status()["actor_step"] == 7
-    lease = {"NeMo-Aligner-Lease": client.communicator.connections["critic_train"]._lease.id}
-    holder = Exchange("127.0.0.1", job.port, {**token_header(TOKEN), **lease})
+    mine = {"NeMo-Aligner-Lease": client.communicator.connections["critic_train"]._lease.id}
+    holder = Exchange("127.0.0.1", job.port, {**token_header(TOKEN), **mine})
     for request, words in (
         (train_request(b"x" * 10**6), "65536|64 ASCII"),
         (train_request(returns=1e18), "'returns' is 9.99.*e\\+17"),

@@ -104,7 +104,7 @@ def triton(tmp_path):
 def quick(monkeypatch):
     """Silence is noticed in tenths of seconds."""
     monkeypatch.setattr(connection_module, "RETRY_PAUSES_S", (0.05, 0.05, 0.05))
-    monkeypatch.setattr(exchange, "SILENCE_S", patience(0.6))
+    monkeypatch.setattr(exchange, "SILENCE_S", min(patience(0.6), 4.0))
     for module in (front, asgi_host):
         monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
 
