@@ -40,7 +40,13 @@ class Turn:
 
 
 class ChatModel(Protocol):
-    """Continues conversations."""
+    """Continues conversations.
+
+    Attributes:
+        settings: what a response depends on beside its conversation and its seed.
+    """
+
+    settings: dict[str, Any]
 
     def respond(
         self, turns: Sequence[Turn], temperature: float | None = None
@@ -109,6 +115,7 @@ class ServedChatModel:
                 f"{url} is no address of a server: it begins with http:// or https://."
             )
         self.url, self.model, self.sampling = url, model, sampling
+        self.settings = {"model": model, **sampling.fields()}
         self.timeout_s, self.tries, self.at_once = timeout_s, tries, at_once
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if api_key is not None:
@@ -261,6 +268,12 @@ class EngineChatModel:
         self.form = form
         ends = () if self.template is None else self.template.end_strings
         self.policy = policy.with_end_strings(ends)
+        self.settings = {
+            "model": str(policy.path),
+            "params": dataclasses.asdict(self.policy.params),
+            "add_bos": policy.add_bos,
+            "form": None if form is None else dataclasses.asdict(form),
+        }
 
     def respond(
         self, turns: Sequence[Turn], temperature: float | None = None

@@ -191,6 +191,13 @@ class Generator:
                 logging.warning(f"prompt {number + 1} is left out: {work.result[SKIPPED]}")
         return found
 
+    def fingerprint(self, *asked: Any) -> dict[str, str]:
+        """The field `settings` of a result, a digest of what it depends on: the model, its
+        settings, the seed, and what is `asked`.
+        """
+        text = json.dumps([self.model.settings, self.seed, *asked], sort_keys=True)
+        return {"settings": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
     def _is_final(self, error: Exception) -> bool:
         return self.skips_failed or isinstance(error, UserError)
 
@@ -250,12 +257,15 @@ def revise(
         `revision_prompt` and `revision_response` of each prompt for which all are there.
     """
 
+    settings = generator.fingerprint(list(few_shot))
+
     def principle(number: int) -> Principle:
         return principles[stream_seed(generator.seed, "principle", number) % len(principles)]
 
     def begin(number: int) -> Result:
         chosen = principle(number)
         return {
+            **settings,
             "initial_prompt": prompts[number],
             "critique_prompt": chosen.critique,
             "revision_prompt": chosen.revision,
@@ -302,8 +312,13 @@ def candidates(generator: Generator, prompts: Sequence[str], path: Path) -> list
         two different ones.
     """
 
+    settings = generator.fingerprint(TEMPERATURES)
+
+    def begin(number: int) -> Result:
+        return {**settings, "prompt": prompts[number]}
+
     def work_on(numbers: list[int]) -> list[_Work]:
-        works = [_Work({NUMBER: n, "prompt": prompts[n], "responses": {}}) for n in numbers]
+        works = [_Work({NUMBER: n, **begin(n), "responses": {}}) for n in numbers]
         for work in works:
             work.say("user", work.result["prompt"])
         for temperature in TEMPERATURES:
@@ -317,7 +332,7 @@ def candidates(generator: Generator, prompts: Sequence[str], path: Path) -> list
                 work.result[SKIPPED] = "all responses are the same"
         return works
 
-    progress = Progress(path, len(prompts), lambda number: {"prompt": prompts[number]})
+    progress = Progress(path, len(prompts), begin)
     generator.run(progress, work_on)
     return progress.results()
 
@@ -336,10 +351,14 @@ def compare(
         the judge named two different responses.
     """
 
+    def begin(number: int) -> Result:
+        settings = judge.fingerprint(constitution, judge_request(found[number]))
+        return {**settings, "prompt": found[number]["prompt"]}
+
     def work_on(numbers: list[int]) -> list[_Work]:
         works = []
         for number in numbers:
-            work = _Work({NUMBER: number, "prompt": found[number]["prompt"]})
+            work = _Work({NUMBER: number, **begin(number)})
             work.say("system", constitution)
             work.say("user", judge_request(found[number]))
             works.append(work)
@@ -349,7 +368,7 @@ def compare(
                 _judge(work.result, found[work.result[NUMBER]]["responses"], texts)
         return works
 
-    progress = Progress(path, len(found), lambda number: {"prompt": found[number]["prompt"]})
+    progress = Progress(path, len(found), begin)
     judge.run(progress, work_on)
     return progress.results()
 

@@ -51,8 +51,8 @@ class Progress:
             if not same:
                 raise UserError(
                     f"{self.path}, line {line + 1}: it is no result of this command: the prompts, "
-                    "the seed or another setting were different. Give another output, or remove "
-                    "the file to start afresh."
+                    "the model, the seed or another setting were different. Give another output, "
+                    "or remove the file to start afresh."
                 )
             found[number] = result
 

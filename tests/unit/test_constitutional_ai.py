@@ -251,8 +251,12 @@ def test_a_stopped_command_asks_for_what_is_missing(tmp_path, monkeypatch, capsy
         assert len(server.requests) == 6  # of prompts 5 and 7
         assert (tmp_path / "sl.jsonl").read_bytes() == (whole / "sl.jsonl").read_bytes()
 
-        error = run(SL, monkeypatch, capsys, *given, "--seed=5", folder=CAI)
-        assert "it is no result of this command" in error
+        few = write(tmp_path / "few.json", [{"samples": []}])
+        others = ("--seed=5", "--top_p=0.5", "--served-model=other")
+        for other in (*others, f"--few-shot-prompts-dataset-path={few}"):
+            error = run(SL, monkeypatch, capsys, *given, other, folder=CAI)
+            assert "it is no result of this command" in error
+        assert len(server.requests) == 6
 
 
 def test_helpful_conversations_are_mixed_in_and_long_ones_left_out(tmp_path, monkeypatch, capsys):
@@ -426,6 +430,23 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
         first = {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()}
         run(RL, monkeypatch, capsys, *given, folder=CAI)
         assert len(server.requests) == 36 and len(judging.requests) == 8
+        assert {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()} == first
+        # Another judge, another constitution, and other responses to the same prompts.
+        constitution = tmp_path / "constitution"
+        constitution.write_text("Say which is least harmful.")
+        for other in (
+            "--ngc-model=other",
+            f"--sys-prompt-constitution-file-path={constitution}",
+        ):
+            error = run(RL, monkeypatch, capsys, *given, other, folder=CAI)
+            assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
+        (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
+        error = run(RL, monkeypatch, capsys, *given, "--seed=2", folder=CAI)
+        assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
+        assert len(judging.requests) == 8
+        (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
+        (tmp_path / "rl/cai_preference_dataset.jsonl").unlink()
+        run(RL, monkeypatch, capsys, *given, folder=CAI)
         assert {p.name: p.read_bytes() for p in (tmp_path / "rl").iterdir()} == first
 
     skipped = {}
