@@ -471,7 +471,7 @@ MUTANTS = [
         "earlier responses of a prompt count in the loss of SteerLM 2",
         "data/nlp/steerlm2.py",
         "[place >= start for place in range(len(tokens))]",
-        "is_response",
+        "list(_is_response)",
         _unit("test_steerlm2.py", "test_texts_masks_and_weights_by_hand"),
     ),
     Mutant(
@@ -501,6 +501,33 @@ MUTANTS = [
         "round(min(max(float(value), LOWEST), HIGHEST))",
         "round(float(value))",
         _unit("test_steerlm.py", "test_labels_are_texts_and_numbers"),
+    ),
+    Mutant(
+        "comparisons of other responses are taken for those of these",
+        "synthetic/constitutional.py",
+        "judge.fingerprint(constitution, judge_request(found[number]))",
+        "judge.fingerprint(constitution)",
+        _unit(
+            "test_constitutional_ai.py",
+            "test_comparisons_are_data_of_a_reward_model_and_of_ppo",
+        ),
+    ),
+    Mutant(
+        "a rank draws the share of others from a common queue",
+        "models/nlp/gpt/megatron_gpt_policy.py",
+        "        if prompts is None:\n            return slots\n",
+        "        if prompts is None or True:\n            return slots\n",
+        _unit("test_generation.py", "test_slots_by_memory"),
+    ),
+    Mutant(
+        "a worker that was ended is replaced when a sample needs it",
+        "servers/reward_function.py",
+        "self._work_off(worker, *chunk) or self._start_ahead()",
+        "self._work_off(worker, *chunk)",
+        _unit(
+            "test_reward_function.py",
+            "test_a_worker_that_was_ended_is_replaced_before_the_next_request",
+        ),
     ),
     Mutant(
         "a resumed annotation starts afresh",

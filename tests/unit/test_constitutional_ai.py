@@ -441,9 +441,11 @@ def test_comparisons_are_data_of_a_reward_model_and_of_ppo(tmp_path, monkeypatch
             error = run(RL, monkeypatch, capsys, *given, other, folder=CAI)
             assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
         (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
-        error = run(RL, monkeypatch, capsys, *given, "--seed=2", folder=CAI)
+        server.reply = lambda messages, fields: f"{policy(messages, fields)}, too"
+        error = run(RL, monkeypatch, capsys, *given, folder=CAI)
         assert "cai_preference_dataset.jsonl, line 1: it is no result of this" in error
         assert len(judging.requests) == 8
+        server.reply = policy
         (tmp_path / "rl/cai_candidate_dataset.jsonl").unlink()
         (tmp_path / "rl/cai_preference_dataset.jsonl").unlink()
         run(RL, monkeypatch, capsys, *given, folder=CAI)
