@@ -515,9 +515,16 @@ MUTANTS = [
     Mutant(
         "a rank draws the share of others from a common queue",
         "models/nlp/gpt/megatron_gpt_policy.py",
-        "        if prompts is None:\n            return slots\n",
-        "        if prompts is None or True:\n            return slots\n",
+        "min(slots, share * size)",
+        "slots",
         _unit("test_generation.py", "test_slots_by_memory"),
+    ),
+    Mutant(
+        "what is left of a failed request ends workers that are well",
+        "servers/reward_function.py",
+        "                if request.future.done():  # it",
+        "                if False:  # it",
+        _unit("test_reward_function.py", "test_what_is_left_of_a_failed_request_ends_no_worker"),
     ),
     Mutant(
         "a worker that was ended is replaced when a sample needs it",
@@ -539,8 +546,8 @@ MUTANTS = [
     Mutant(
         "a torn last line stays in a file that grows",
         "data/nlp/growing_files.py",
-        'if not line.endswith(b"\\n"):',
-        "if not line:",
+        "file.truncate(end)",
+        "pass",
         _unit("test_steerlm.py", "test_a_stopped_annotation_goes_on_where_it_ended"),
     ),
     Mutant(

@@ -349,10 +349,12 @@ class RolloutTrainer(ABC):
         micro_batches, pending = [], []
         with self.timer("generate"):
             repeated = repeat_prompts(prompts, num_responses, self.seed, sampling_step)
-            batches = (
-                cast(InferenceBatch, {**batch, "return_logprobs": return_logprobs})
-                for batch in repeated
-            )
+            share = getattr(prompts, "num_microbatches", None)  # of our batch iterators
+            settings = {
+                "return_logprobs": return_logprobs,
+                "rank_batches": None if share is None else share * num_responses,
+            }
+            batches = (cast(InferenceBatch, {**batch, **settings}) for batch in repeated)
             for batch, rollout in self.model.infer_all(batches):
                 pending.append(self.score(rollout))  # scored while generation continues
                 micro_batches.append(with_prompt_columns(rollout, batch))

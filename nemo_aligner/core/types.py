@@ -46,6 +46,7 @@ class InferenceBatch(TypedDict, total=False):
     sample_key: Tensor  # int64 [B]: unique; in the order of index in the data set and response
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
     return_logprobs: bool  # ask for the sampler's log-probs too
+    rank_batches: int | None  # batches of this rank's share of the rollout; None: not known
 
 
 class _Responses(TypedDict):

@@ -223,6 +223,12 @@ class MegatronGenerator(TextGenerator):
         """Number of ranks that divide the samples."""
         return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, keys and values."""
+        dtype: torch.dtype = unwrap_model(self.model)[0].config.params_dtype
+        return dtype
+
     def slots_within(self, memory: float) -> int:
         """Most samples of this rank's that can be decoded together with `memory` bytes for keys
         and values on each rank, however long they become; at least one on each. All ranks that
@@ -239,7 +245,7 @@ class MegatronGenerator(TextGenerator):
         torch.distributed.all_reduce(layers, torch.distributed.ReduceOp.MAX, group=split.copy)
         groups = config.num_query_groups // split.tensor_ranks
         numbers = 2 * int(layers) * groups * config.kv_channels * self.max_sequence_length
-        slots = max(1, int(memory // (numbers * config.params_dtype.itemsize)))
+        slots = max(1, int(memory // (numbers * self.dtype.itemsize)))
         sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
         return max(1, slots * self._dividing_ranks() // sharing)
 

@@ -243,7 +243,10 @@ class RewardFunction:
             worker = self._processes.start()
             ready.set_result(None)
             while (chunk := self._chunks.get()) is not None:
-                worker = self._work_off(worker, *chunk) or self._start_ahead()
+                request, samples = chunk
+                if request.future.done():  # it has failed on another sample
+                    continue
+                worker = self._work_off(worker, request, samples) or self._start_ahead()
         except BaseException as error:
             if ready.done():
                 raise

@@ -115,7 +115,7 @@ class ServedChatModel:
                 f"{url} is no address of a server: it begins with http:// or https://."
             )
         self.url, self.model, self.sampling = url, model, sampling
-        self.settings = {"model": model, **sampling.fields()}
+        self.settings = {"model": model or url, **sampling.fields()}
         self.timeout_s, self.tries, self.at_once = timeout_s, tries, at_once
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if api_key is not None:
@@ -269,10 +269,11 @@ class EngineChatModel:
         ends = () if self.template is None else self.template.end_strings
         self.policy = policy.with_end_strings(ends)
         self.settings = {
-            "model": str(policy.path),
+            "model": str(policy.path.resolve()),
+            "precision": str(policy.generator.dtype),
+            "positions": policy.generator.max_sequence_length,
             "params": dataclasses.asdict(self.policy.params),
-            "add_bos": policy.add_bos,
-            "form": None if form is None else dataclasses.asdict(form),
+            "form": None if form is None else [dataclasses.asdict(form), policy.add_bos],
         }
 
     def respond(

@@ -42,8 +42,6 @@ CASES = (
     ("llama", "spin"),
     ("lora", "spin"),
 )
-
-
 # Those of `make test`.
 SLIM_CASES = (("gpt2", "critic"), ("llama", "actor"), ("llama", "spin"), ("lora", "critic"))
 

@@ -216,6 +216,12 @@ def test_pipeline_stages_do_not_start_with_the_same_weights(slim):
     assert slim[2]
 
 
+def test_every_role_runs_in_make_test():
+    """At a split of two ranks at least."""
+    cases = {role for name in SLIM for _, role in SPLITS[name].cases(slim=True)}
+    assert cases == set(ROLES)
+
+
 def test_virtual_stages_never_communicate_in_batches(tiny_tokenizer_dir):
     """Batched communication between virtual stages gives wrong gradients with PP=2, and no
     error.

@@ -31,7 +31,7 @@ from tests.functional.jobs import ROOT, assert_ended_well, metric_names, read_me
 from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
 from tests.patience import patience, wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "sinfo", "squeue", "scontrol", "scancel")
 PATHS = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 MISSING = [name for name in PROGRAMS if shutil.which(name, path=PATHS) is None]
 
@@ -156,7 +156,8 @@ class Slurm:
             )
 
     def __exit__(self, *_exc: object) -> None:
-        with contextlib.suppress(subprocess.SubprocessError):
+        # Where it did not come up, nobody answers.
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
             self.ask("scancel", "--full", "--user", pwd.getpwuid(os.getuid()).pw_name)
             wait_until(lambda: not self.ask("squeue", "--noheader"), 30, self.logs, 0.5)
         for daemon in reversed(self._daemons):

@@ -55,11 +55,12 @@ def test_items_have_the_tokens_of_the_responses_as_labels(data, tiny_tokenizer):
     assert not data[-1]["loss_mask"].any() and data[-1]["idx"] == -1
 
 
-def test_an_empty_prompt_is_found_when_the_data_are_read(tiny_tokenizer, tmp_path):
+def test_a_prompt_that_the_tokenizer_joins_with_its_response_is_refused(tiny_tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps(RECORDS[0]) + '\n{"prompt": " ", "response": "x"}\n')
-    with pytest.raises(UserError, match="data.jsonl, line 2: field 'prompt' is empty"):
-        ResponseDataset([str(path)], tiny_tokenizer, WIDTH)
+    path.write_text('{"prompt": "h", "response": "e x"}\n')
+    data = ResponseDataset([str(path)], tiny_tokenizer, WIDTH)
+    with pytest.raises(UserError, match="train data: the tokenizer joins a prompt.*'he x"):
+        data[0]
 
 
 def test_own_responses_take_the_place_of_the_datas(data):

@@ -307,6 +307,15 @@ def test_a_worker_that_was_ended_is_replaced_before_the_next_request(naughty):
     assert wait_until(lambda: len(family()) == 4), family()  # two keepers, two workers
 
 
+def test_what_is_left_of_a_failed_request_ends_no_worker(naughty, monkeypatch):
+    starts, start = [], naughty._processes.start
+    monkeypatch.setattr(naughty._processes, "start", lambda: starts.append(1) or start())
+    with pytest.raises(RewardFunctionError, match="no such key"):
+        score_words(naughty, ["raise"] + ["1"] * 2000)
+    assert score_words(naughty, ["2"] * 8) == [2] * 8
+    assert len(starts) <= 2  # each worker was at a chunk when the first sample failed
+
+
 def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     words = [str(number) for number in range(60)]
     bad = {

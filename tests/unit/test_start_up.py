@@ -247,6 +247,7 @@ def test_long_imports_keep_their_objects_out_of_later_collections():
         assert gc.get_freeze_count() >= frozen + len(kept)
     finally:
         gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py does
 
 
 def test_long_imports_leave_collections_as_they_were_after_an_error():
@@ -254,6 +255,7 @@ def test_long_imports_leave_collections_as_they_were_after_an_error():
         raise ImportError
     assert gc.isenabled()
     gc.unfreeze()
+    gc.freeze()
 
 
 @pytest.mark.parametrize(

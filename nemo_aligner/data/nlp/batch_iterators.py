@@ -35,6 +35,9 @@ class DefaultBatchIterator:
         num_microbatches: micro-batches of one rollout on each data-parallel rank.
         dataset: from index to item.
         collate_fn: from items to a batch.
+
+    Attributes:
+        num_microbatches: of this rank's share, however many it takes from a common queue.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class DefaultBatchIterator:
         dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
+        self.num_microbatches = num_microbatches
         self.microbatches = list(itertools.islice(sampler_iter, num_microbatches))
         self.dataset = dataset
         self.collate_fn = collate_fn

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import check_text, open_records
+from nemo_aligner.data.nlp.records import open_records
 
 
 class ResponseDataset(FileDataset):
@@ -31,10 +32,11 @@ class ResponseDataset(FileDataset):
     slot); `lengths` and `prompt_lengths` (scalars); `idx`.
 
     Raises:
-        UserError: a line without prompt or response, or with an empty prompt.
+        UserError: a line without prompt or response; an item whose prompt the tokenizer joins with
+            its response.
     """
 
-    _what = "responses"
+    _what = "responses"  # in the name of what is kept beside the files (`index_mapping_dir`)
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class ResponseDataset(FileDataset):
         name: str = "train",
     ) -> None:
         self.encoder = RecordEncoder(tokenizer, data_cfg)
-        self.name = name
+        self.tokenizer, self.name = tokenizer, name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
         settings = self.encoder.settings(self._what, seq_length)
@@ -55,19 +57,24 @@ class ResponseDataset(FileDataset):
         )
 
     def _inspect(self, record: Record) -> int | tuple[int, float]:
-        """Length of a sample; a subclass adds a number of it."""
-        if self.encoder.form is None:
-            check_text(record, "prompt")  # the student cannot respond to none
+        """Length of a sample, which a subclass may pair with another number."""
         return self.encoder.response_length(record, self.seq_length)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = self.encoder.with_response(self.lines[int(self.documents[max(index, 0)])])
+        start = sample.is_response.index(True)
+        if start == 0:
+            raise UserError(
+                f"{self.name} data: the tokenizer joins a prompt with its response "
+                f"({self.tokenizer.ids_to_text(sample.tokens)[:80]!r}), so nothing is left that a "
+                "student could respond to. Leave the sample out."
+            )
         counts = [int(x and index >= 0) for x in sample.is_response[1:]]
         return {
             "tokens": pad(sample.tokens, self.seq_length, self.pad_id),
             "labels": pad(sample.tokens[1:], self.seq_length, self.pad_id),
             "loss_mask": pad(counts, self.seq_length, 0).float(),
             "lengths": torch.tensor(len(sample.tokens)),
-            "prompt_lengths": torch.tensor(sample.is_response.index(True)),
+            "prompt_lengths": torch.tensor(start),
             "idx": torch.tensor(index),
         }

@@ -7,7 +7,6 @@ It has everything but the loss, which the actor of PPO and the policy of rejecti
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -34,7 +33,6 @@ from nemo_aligner.generation.turns import Environment
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
 from nemo_aligner.models.nlp.gpt.reference_policy import LogProbsMixin
-from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy
 
@@ -193,8 +191,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
         """`infer` for all batches as one queue: as many samples as the first batch has, or as
-        `generation.kv_cache_gb` has room for (but no more than a rank's share of a rollout), are
-        decoded together, and the next one enters when
+        `generation.kv_cache_gb` has room for, are decoded together, and the next one enters when
         a response has ended.
 
         Every rank of a TP x PP x CP group calls it with the same batches and iterates to the end.
@@ -217,7 +214,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 yield self._prompts(batch)
 
         params, size = self._params(first), len(first["length"])
-        slots = self._slots(size)
+        slots = self._slots(size, first.get("rank_batches"))
         with self.adapters_for_generation():
             stream = self.generator.stream(prompts(), params, slots, self.environment)
             for places, generated in stream:
@@ -228,19 +225,20 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                     }
                     yield group, _rollout(generated.at(part), group["length"])
 
-    def _slots(self, size: int) -> int:
-        """Samples that are decoded together where batches have `size`: a rank's share of a rollout
-        at most, so that of a common queue (`batch_iterator.use_flask`) none draws that of others.
+    def _slots(self, size: int, share: int | None) -> int:
+        """How many samples are decoded together.
+
+        Args:
+            size: samples of a batch.
+            share: batches of this rank's share of the rollout, if that is known. It bounds the
+                result: of a common queue (`batch_iterator.use_flask`) a rank does not draw at once
+                what others could begin with.
         """
         memory = self.settings.generation.kv_cache_gb
         if memory is None:
             return size
         slots = self.generator.slots_within(memory * 1e9)
-        prompts = self.settings.get("num_rollout_samples")
-        if prompts is None:
-            return slots
-        samples = prompts * self.settings.get("num_rollouts_per_prompt", 1)
-        return min(slots, math.ceil(samples / parallel_state.get_data_parallel_world_size()))
+        return slots if share is None else min(slots, share * size)
 
     def _prompts(self, batch: InferenceBatch) -> Prompts:
         seeds = batch.get("sample_seeds")
