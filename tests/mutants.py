@@ -529,8 +529,8 @@ MUTANTS = [
     Mutant(
         "a worker that was ended is replaced when a sample needs it",
         "servers/reward_function.py",
-        "self._work_off(worker, *chunk) or self._start_ahead()",
-        "self._work_off(worker, *chunk)",
+        "self._work_off(worker, request, samples) or self._start_ahead()",
+        "self._work_off(worker, request, samples)",
         _unit(
             "test_reward_function.py",
             "test_a_worker_that_was_ended_is_replaced_before_the_next_request",
