@@ -28,6 +28,12 @@ from nemo_aligner.servers.triton_environment import (
     prepare_triton_environment,
 )
 
+STARTS = 3  # of Triton, before the job gives up
+
+
+class TritonStartError(RuntimeError):
+    """Triton ended while it started."""
+
 
 class TritonHost:
     """Triton with its workspace, and the removal of everything it leaves on the machine.
@@ -61,11 +67,28 @@ class TritonHost:
             batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
             should_stop: called a few times a second; True ends the start early.
 
+        On a busy machine Triton sometimes ends by itself in its start: it gets `STARTS` of them.
+
         Raises:
             UserError: the port is taken, or this Python cannot run Triton.
-            RuntimeError: Triton ended while it started.
+            TritonStartError: Triton ended while it started, each time.
         """
         prepare_triton_environment()
+        for number in range(1, STARTS + 1):
+            try:
+                return self._start(endpoints, batcher, should_stop)
+            except TritonStartError as error:
+                if number == STARTS:
+                    raise
+                self.stop()
+                logging.warning(f"{error}; starting it again ({number + 1} of {STARTS})")
+
+    def _start(
+        self,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        batcher: Mapping[str, Any],
+        should_stop: Callable[[], bool],
+    ) -> None:
         self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
         self._memory_prefix = shared_memory_prefix()
         from nemo_aligner.servers.socket_triton import SocketTriton
@@ -116,7 +139,7 @@ class TritonHost:
             if should_stop():
                 return
             if self._triton.has_ended():
-                raise RuntimeError("Triton ended while it started")
+                raise TritonStartError("Triton ended while it started")
             time.sleep(0.1)
         # Triton lets every user read the shared memory in which it hands requests on.
         for path in self._shared_memory():

@@ -794,11 +794,35 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
             client.close()
 
 
+def kill_starting_triton(job, times):
+    """Kill Triton in each of so many starts of it."""
+    killed = set()
+    for _ in range(times):
+
+        def starting():
+            new = [p for p in job.children_named("tritonserver") if p.pid not in killed]
+            return job.children_named("triton_python") and new
+
+        wait_until(starting, 120, job.log, 0.05)
+        job.look_around()
+        (process,) = starting()
+        killed.add(process.pid)
+        process.kill()
+
+
+def test_a_triton_that_ends_while_it_starts_is_started_again():
+    with CriticJob() as job:
+        kill_starting_triton(job, 1)
+        job.wait_until_serving()
+        assert "Triton ended while it started; starting it again (2 of 3)" in job.log()
+        job.signal_rank(0)
+        job.must_exit_with(0)
+        job.assert_nothing_left()
+
+
 def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
     with CriticJob(ranks=2) as job:
-        wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.05)
-        job.look_around()
-        job.children_named("tritonserver")[0].kill()
+        kill_starting_triton(job, 3)
         codes = job.wait_for_exit(30)  # PyTriton alone would wait for two minutes
         assert all(codes), codes
         assert "Triton ended while it started" in job.log()
