@@ -520,6 +520,23 @@ MUTANTS = [
         _unit("test_generation.py", "test_slots_by_memory"),
     ),
     Mutant(
+        "Lightning ends a job before its error is printed",
+        "launch/endings.py",
+        "        processes.clear()\n",
+        "        pass\n",
+        _unit("test_start_up.py", "test_lightning_no_longer_watches_what_a_job_ends_itself"),
+    ),
+    Mutant(
+        "a server that lost the tensors of an endpoint stays up",
+        "servers/triton_host.py",
+        "[process, *stores]",
+        "[process]",
+        (
+            "tests/functional/test_critic_server.py::"
+            "test_a_job_whose_triton_is_killed_ends_with_one_message",
+        ),
+    ),
+    Mutant(
         "what is left of a failed request ends workers that are well",
         "servers/reward_function.py",
         "                if request.future.done():  # it",

@@ -33,6 +33,8 @@ R = TypeVar("R")
 
 # Processes of this node that were started from this one (`processes.launch_processes`).
 started_processes: list[subprocess.Popen] = []
+# The lists of them that Lightning's launcher watches.
+_watched: list[list[subprocess.Popen]] = []
 # In the environment of such a process: who has started it.
 STARTED_BY = "NEMO_ALIGNER_STARTED_BY"
 
@@ -92,6 +94,12 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     return result
 
 
+def adopt(processes: list[subprocess.Popen]) -> None:
+    """Have `processes`, which Lightning's launcher has started and watches, end with this one."""
+    started_processes.extend(processes)
+    _watched.append(processes)
+
+
 def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     """End this process, which cannot do it in order, and with it the job; any thread calls it.
 
@@ -146,6 +154,10 @@ def _end_started_processes(grace_s: float) -> bool:
     """Wait `grace_s` for the started processes, then kill what is left; True if all of them ended
     well by themselves.
     """
+    for processes in _watched:
+        # Lightning kills this process once it sees that another one has not ended well, before
+        # the error of this one is printed.
+        processes.clear()
     deadline = time.monotonic() + grace_s
     for process in started_processes:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -178,7 +178,7 @@ def launch_processes(trainer: Trainer | None) -> None:
         finally:
             for name in others:
                 del os.environ[name]
-        endings.started_processes.extend(getattr(strategy.launcher, "procs", []))
+        endings.adopt(getattr(strategy.launcher, "procs", []))
     if isinstance(strategy, DDPStrategy):
         _join_on_loopback(strategy)
     strategy.setup_environment()  # joins the other ranks unless this process has

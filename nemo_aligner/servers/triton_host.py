@@ -52,7 +52,8 @@ class TritonHost:
         self._directory: str | None = None
         self._memory_prefix: str | None = None
         self._lock = threading.Lock()
-        self._stubs: dict[str, psutil.Process] = {}  # by endpoint: Triton's own processes
+        # By endpoint: Triton's own process, and the one that holds tensors for it.
+        self._stubs: dict[str, list[psutil.Process]] = {}
 
     def start(
         self,
@@ -157,14 +158,16 @@ class TritonHost:
             return connection.getresponse().status == 200
         return False
 
-    def _find_stubs(self) -> dict[str, psutil.Process]:
+    def _find_stubs(self) -> dict[str, list[psutil.Process]]:
         """The processes that hand the requests of the endpoints to this one."""
         found = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                 words = process.cmdline()
                 if "triton_python_backend_stub" in words[0]:
-                    found[Path(words[1]).parts[-3]] = process  # ENDPOINT/1/model.py
+                    children = process.children(recursive=True)
+                    stores = [p for p in children if "multiprocessing.spawn" in str(p.cmdline())]
+                    found[Path(words[1]).parts[-3]] = [process, *stores]  # ENDPOINT/1/model.py
         return found
 
     def what_has_ended(self) -> str | None:
@@ -174,11 +177,9 @@ class TritonHost:
         """
         if self._triton is None or not self._triton.is_alive():
             return "Triton"
-        for endpoint, process in self._stubs.items():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    continue
-            return f"Triton's process for {endpoint}"
+        for endpoint, processes in self._stubs.items():
+            if not all(map(_is_alive, processes)):
+                return f"Triton's process for {endpoint}"
         return None
 
     @lock_method("self._lock")
@@ -228,3 +229,9 @@ class TritonHost:
         """Files of the shared memory of Triton, its stubs and PyTriton."""
         prefix = self._memory_prefix
         return [] if prefix is None else glob.glob(f"{SHARED_MEMORY}/{prefix}*")
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -407,14 +407,16 @@ class CriticJob:
         return [child.pid for child in in_order[: self.ranks]]
 
     def children_named(self, name: str) -> list:
-        """Processes that rank 0 has started, however far down, with `name` in their names."""
+        """Processes that rank 0 has started, however far down, with `name` in their names or, if
+        it is a function that Python runs, in their commands.
+        """
         import psutil
 
         root = psutil.Process(self.rank_pids()[0])
         found = []
         for process in root.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
-                if name in process.name():
+                if name in process.name() or f"import {name};" in " ".join(process.cmdline()):
                     found.append(process)
         return found
 

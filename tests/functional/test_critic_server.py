@@ -831,7 +831,11 @@ def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
 
 @pytest.mark.parametrize(
     "process, named",
-    [("triton_python", "Triton's process for critic_"), ("tritonserver", "Triton ended")],
+    [
+        ("triton_python", "Triton's process for critic_"),
+        ("tritonserver", "Triton ended"),
+        ("spawn_main", "Triton's process for critic_"),  # it holds the tensors of an endpoint
+    ],
 )
 def test_a_job_whose_triton_is_killed_ends_with_one_message(process, named):
     """A Triton that has lost one of its own processes says that it is ready."""

@@ -176,6 +176,17 @@ def test_the_started_processes_decide_too(code, ends_well, monkeypatch):
             main()
 
 
+def test_lightning_no_longer_watches_what_a_job_ends_itself(monkeypatch):
+    """It would kill this process as well, before the error is printed."""
+    monkeypatch.setattr(endings, "started_processes", [])
+    monkeypatch.setattr(endings, "_watched", [])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    watched = [process]
+    endings.adopt(watched)
+    assert not endings._end_started_processes(0.0)
+    assert watched == [] and process.returncode == -signal.SIGKILL
+
+
 def test_a_failure_ends_the_started_processes(monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     monkeypatch.setattr(endings, "started_processes", [process])
