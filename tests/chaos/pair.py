@@ -112,6 +112,7 @@ class Pair:
         job = test_ppo_job if self.kind == "ppo" else test_rs_job
         extra = [
             f"trainer.{section}.max_steps={self.steps}",
+            f"trainer.{section}.max_epochs={self.steps}",  # an epoch has a few steps
             f"trainer.{section}.val_check_interval={self.interval}",
             f"trainer.{section}.save_interval={self.interval}",
             f"model.{section}.rollout_micro_batch_size=2",

@@ -63,5 +63,6 @@ def test_a_long_run_holds_what_a_short_one_does(inputs, tiny_tokenizer_dir, tmp_
 
 
 def steps_done(pair: Pair) -> int:
+    assert pair.actor.process.poll() is None, pair.story("the actor has ended")
     file = pair.folder / "actor" / "metrics.jsonl"
     return file.read_text().count('"train_rollouts/rewards"') if file.exists() else 0
