@@ -332,8 +332,8 @@ def drawn(cell: Cell, pair: Pair) -> None:
 
 def check_endings(cell: Cell, pair: Pair) -> None:
     """A stop that ends, and all that comes through the network, ends no job, but for that of a
-    stub, which Triton gives up after a second. Of what a fault ends, the log or the exit code names
-    the culprit.
+    stub, which Triton gives up after a second. Of what a fault ends, the log or the exit code
+    names the culprit.
     """
     logs = "".join(ending.log for ending in pair.endings)
     codes = [ending.code for ending in pair.endings]

@@ -46,6 +46,8 @@ pytestmark = [
 ]
 
 NODES = ("127.0.0.1", "127.0.0.2")
+# What stands for GPUs: Slurm wants devices of their own, and never opens them here.
+DEVICES = [f"/dev/{n}" for n in "null zero full random urandom tty ptmx kmsg".split()]
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -91,7 +93,7 @@ class Slurm:
         self.env = {**os.environ, "PATH": PATHS, "SLURM_CONF": str(folder / "slurm.conf")}
         for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir(mode=0o755)
-        (folder / "gres.conf").write_text("Name=gpu Count=8\n")  # there are no devices of them
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File={d}\n" for d in DEVICES))
         host = socket.gethostname().partition(".")[0]
         nodes = "\n".join(
             f"NodeName={node} NodeAddr={node} NodeHostname={host} Port={find_free_port()} CPUs=8 "
