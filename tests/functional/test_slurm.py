@@ -193,8 +193,8 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S+)", first))
 
     def release(self, number: str) -> None:
-        """Let a job that was queued again start in seconds and not after two minutes; not at once, as
-        slurmd refuses credentials of the second in which it has ended the job.
+        """Let a job that was queued again start in seconds and not after two minutes; not at once,
+        as slurmd refuses credentials of the second in which it has ended the job.
         """
         for part in ("+0", "+1"):
             self.ask("scontrol", "update", f"JobId={number}{part}", "StartTime=now+4")
