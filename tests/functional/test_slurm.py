@@ -20,6 +20,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -196,8 +197,9 @@ class Slurm:
         """Let a job that was queued again start in seconds and not after two minutes; not at once,
         as slurmd refuses credentials of the second in which it has ended the job.
         """
+        time.sleep(3)
         for part in ("+0", "+1"):
-            self.ask("scontrol", "update", f"JobId={number}{part}", "StartTime=now+4")
+            self.ask("scontrol", "update", f"JobId={number}{part}", "StartTime=now")
 
     def processes(self) -> list[psutil.Process]:
         """Those of Slurm and of its jobs that are alive."""
