@@ -529,8 +529,8 @@ MUTANTS = [
     Mutant(
         "a server that lost the tensors of an endpoint stays up",
         "servers/triton_host.py",
-        "[process, *stores]",
-        "[process]",
+        "parts.append(child)",
+        "pass",
         (
             "tests/functional/test_critic_server.py::"
             "test_a_job_whose_triton_is_killed_ends_with_one_message",

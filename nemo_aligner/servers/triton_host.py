@@ -52,7 +52,7 @@ class TritonHost:
         self._directory: str | None = None
         self._memory_prefix: str | None = None
         self._lock = threading.Lock()
-        # By endpoint: Triton's own process, and the one that holds tensors for it.
+        # By endpoint, the processes without which it cannot serve.
         self._stubs: dict[str, list[psutil.Process]] = {}
 
     def start(
@@ -77,7 +77,8 @@ class TritonHost:
         prepare_triton_environment()
         for number in range(1, STARTS + 1):
             try:
-                return self._start(endpoints, batcher, should_stop)
+                self._start(endpoints, batcher, should_stop)
+                return
             except TritonStartError as error:
                 if number == STARTS:
                     raise
@@ -159,15 +160,18 @@ class TritonHost:
         return False
 
     def _find_stubs(self) -> dict[str, list[psutil.Process]]:
-        """The processes that hand the requests of the endpoints to this one."""
-        found = {}
+        """By endpoint, the process that hands its requests to this one, and the one that holds
+        the tensors meanwhile, which it has started.
+        """
+        found: dict[str, list[psutil.Process]] = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                 words = process.cmdline()
                 if "triton_python_backend_stub" in words[0]:
-                    children = process.children(recursive=True)
-                    stores = [p for p in children if "multiprocessing.spawn" in str(p.cmdline())]
-                    found[Path(words[1]).parts[-3]] = [process, *stores]  # ENDPOINT/1/model.py
+                    parts = found[Path(words[1]).parts[-3]] = [process]  # ENDPOINT/1/model.py
+                    for child in process.children():
+                        if "multiprocessing.spawn" in " ".join(child.cmdline()):
+                            parts.append(child)
         return found
 
     def what_has_ended(self) -> str | None:

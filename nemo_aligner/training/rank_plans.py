@@ -52,7 +52,7 @@ def plan_of_rank(
     """
     config = get_model_config(model_chunks[0])
     rows, columns = tokens.shape
-    group = _micro_batch_group(model_chunks)
+    group = micro_batch_group(model_chunks)
     if training and (micro_batch_tokens is None or keep_order):
         _check_micro_batches(rows, micro_batch_size, group)
     if lengths is None:
@@ -88,7 +88,7 @@ def _padded_width(width: int, config: TransformerConfig) -> int:
     return -(-width // multiple) * multiple
 
 
-def _micro_batch_group(model_chunks: Sequence[torch.nn.Module]) -> int:
+def micro_batch_group(model_chunks: Sequence[torch.nn.Module]) -> int:
     """The number of micro-batches must be a multiple of this (above 1 with virtual pipelining)."""
     return parallel_state.get_pipeline_model_parallel_world_size() if len(model_chunks) > 1 else 1
 

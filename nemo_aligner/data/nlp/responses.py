@@ -36,7 +36,7 @@ class ResponseDataset(FileDataset):
             its response.
     """
 
-    _what = "responses"  # in the name of what is kept beside the files (`index_mapping_dir`)
+    _what = "responses"  # an index of the files that was made for other records is not used
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
 from nemo_aligner.training.megatron_steps import Batch, forward_backward, forward_collect
+from nemo_aligner.training.rank_plans import micro_batch_group
 
 
 class GPTSteerLMModel(GPTSFTModel):
@@ -45,8 +46,7 @@ class GPTSteerLMModel(GPTSFTModel):
             return
         prompts = self.cfg.global_batch_size // parallel_state.get_data_parallel_world_size()
         size = self.cfg.steerlm2.micro_batch_size
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        group = stages if len(self.model) > 1 else 1  # virtual pipelining takes so many at a time
+        group = micro_batch_group(self.model)
         if prompts * num_responses % (size * group):
             unit = f"groups of {group} micro-batches" if group > 1 else "micro-batches"
             raise ConfigError(
