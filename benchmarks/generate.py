@@ -232,7 +232,7 @@ def ranks_rows(at: countdown.Folders, repeats: int) -> list[measure.Row]:
 def main() -> None:
     parser = measure.arguments(__doc__)
     parser.add_argument(
-        "--precision", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS)
+        "--precision", nargs="+", default=measure.precisions(), choices=list(PRECISIONS)
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -209,6 +209,15 @@ def pair_row(case: str, figures: dict[str, Figures], **more: Any) -> Row:
     }
 
 
+def precisions() -> list[str]:
+    """Precisions to be measured; without instructions for bf16 it takes ten times as long as fp32
+    on either side, which nobody would choose.
+    """
+    import torch
+
+    return ["32", "bf16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ["32"]
+
+
 def cpu_model() -> str:
     """The processor's name, and what it has of matrix units for bf16."""
     fields: dict[str, str] = {}

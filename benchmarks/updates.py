@@ -122,7 +122,9 @@ def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
 
 def main() -> None:
     parser = measure.arguments(__doc__, repeats=9)
-    parser.add_argument("--precision", nargs="+", default=["32", "bf16"], choices=["32", "bf16"])
+    parser.add_argument(
+        "--precision", nargs="+", default=measure.precisions(), choices=["32", "bf16"]
+    )
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with countdown.folders() as at:

@@ -3,9 +3,11 @@
 """Matrix products on CPUs by oneDNN, where PyTorch would take a slower library or an operand in an
 order that costs more.
 
-PyTorch gives float32 products to Intel's MKL, which keeps its fast kernels for Intel's CPUs: on an
-AMD EPYC with AVX-512 oneDNN, which every PyTorch for x86 contains too, needs half the time.
-PyTorch has no setting for it.
+PyTorch gives float32 products to Intel's MKL, which keeps its AVX-512 kernels for Intel's CPUs: on
+an AMD EPYC with AVX-512 oneDNN, which every PyTorch for x86 contains too, needs half the time. On
+one without it MKL's kernels are the faster ones, and only packed weights are read faster by
+oneDNN. PyTorch has no setting for it. The kind of CPU decides and not a measurement, so that a
+resumed job computes the same bits.
 """
 
 import functools
@@ -30,17 +32,22 @@ def vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return found[1] if found else ""
 
 
+def has_avx512() -> bool:
+    """Whether PyTorch may use AVX-512 on this machine's CPU."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 @functools.cache
-def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` are faster by oneDNN's own interface on this machine's CPU:
-    float32 where MKL would run its slow kernels, bfloat16 where oneDNN has kernels for it.
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by packed weights of `dtype` faster than PyTorch by others:
+    float32 beside MKL on CPUs that are not Intel's, bfloat16 where oneDNN has kernels for it.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, _PRODUCT):
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    slow = torch.backends.mkl.is_available() and vendor() not in ("", "GenuineIntel")
-    return slow and dtype == torch.float32
+    foreign = torch.backends.mkl.is_available() and vendor() not in ("", "GenuineIntel")
+    return foreign and dtype == torch.float32
 
 
 _PRODUCT = "_linear_pointwise"
@@ -50,7 +57,7 @@ _NO_ACTIVATION: tuple = ("none", [], "")
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """`x` -> `x @ weight.T + bias` with a copy of `weight` in the order that is read fastest.
 
-    That is oneDNN's own where `onednn_takes` the dtype. MKL is given a float32 weight by its
+    That is oneDNN's own where `onednn_packs` the dtype. MKL is given a float32 weight by its
     columns, which costs less while x has few rows, and no more when it has hundreds.
 
     Without gradients; later changes of `weight` are not seen.
@@ -60,7 +67,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
         bias: `[out]` or None.
     """
     weight = weight.detach()
-    if onednn_takes(weight.dtype):
+    if onednn_packs(weight.dtype):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         product = torch.ops.mkldnn._linear_pointwise.default
         return lambda x: product(x, packed, bias, *_NO_ACTIVATION)
@@ -96,7 +103,7 @@ def take_products_from_mkl() -> torch.library.Library | None:
     Returns:
         The registration, None without one.
     """
-    if not onednn_takes(torch.float32):
+    if not (onednn_packs(torch.float32) and has_avx512()):
         return None
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():

@@ -13,13 +13,17 @@ from nemo_aligner.parallel import cpu_products
 ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
 pytestmark = pytest.mark.skipif(not ONEDNN, reason="this PyTorch has not both libraries")
 
-# In a process of its own, which takes its CPU for another maker's than Intel.
+# In a process of its own, which takes its CPU for one with AVX-512 by another maker than Intel.
 REGISTERED = """
 import sys, warnings
 import torch
 warnings.simplefilter("error")
 from nemo_aligner.parallel import cpu_products
 cpu_products.vendor = lambda: "AuthenticAMD"
+cpu_products.has_avx512 = lambda: False
+assert cpu_products.take_products_from_mkl() is None
+cpu_products.take_products_from_mkl.cache_clear()
+cpu_products.has_avx512 = lambda: True
 assert cpu_products.take_products_from_mkl() is not None
 
 def names(function):
@@ -76,7 +80,7 @@ def test_products_and_their_gradients_are_those_of_pytorch():
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_packed_weight_multiplies_as_the_weight(dtype, bound, with_bias):
-    if dtype == torch.bfloat16 and not cpu_products.onednn_takes(dtype):
+    if dtype == torch.bfloat16 and not cpu_products.onednn_packs(dtype):
         pytest.skip("this CPU has no instructions for bfloat16")
     weight, bias = torch.randn(96, 64, dtype=dtype), torch.randn(96, dtype=dtype)
     product = cpu_products.packed_linear(weight, bias if with_bias else None)
@@ -106,11 +110,11 @@ def made_by(monkeypatch):
 
     def takes(vendor, dtype):
         monkeypatch.setattr(cpu_products, "vendor", lambda: vendor)
-        cpu_products.onednn_takes.cache_clear()
-        return cpu_products.onednn_takes(dtype)
+        cpu_products.onednn_packs.cache_clear()
+        return cpu_products.onednn_packs(dtype)
 
     yield takes
-    cpu_products.onednn_takes.cache_clear()
+    cpu_products.onednn_packs.cache_clear()
 
 
 def test_intel_keeps_mkl(made_by):
