@@ -24,7 +24,7 @@ examples:
 """
 JOBS = tuple(
     """gpt_sft gpt_ppo_actor gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
-    training_rm""".split()
+    gpt_knowledge_distillation steerlm2 training_rm""".split()
 )
 
 

@@ -23,13 +23,23 @@ from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
+from nemo_aligner.data.nlp.steerlm2 import SteerLM2Dataset
+from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.inspection.jobs import InspectedJob
 from nemo_aligner.inspection.samples import Part, Sample, place, read_sample
 
 BINS = 12
 EXAMPLES = 3  # places that a finding names
 CUT, NOTHING_LEFT = 1, 2  # notes of both SFT datasets
+# They leave out what is longer than `model.data.seq_length`.
+WITH_SEQ_LENGTH = (
+    RewardModelDataset,
+    RegressionRewardModelDataset,
+    ResponseDataset,
+    KnowledgeDistillationDataset,
+)
 
 
 @dataclass
@@ -124,7 +134,7 @@ def _limit(job: InspectedJob) -> str:
     dataset = job.dataset
     if isinstance(dataset, RLHFDataset):
         return f"a prompt may have {dataset.limit_text}"
-    if isinstance(dataset, RewardModelDataset | RegressionRewardModelDataset):
+    if isinstance(dataset, WITH_SEQ_LENGTH):
         return f"a text may have model.data.seq_length={dataset.seq_length} tokens"
     limit = job.cfg.data.train_ds.max_seq_length
     return f"an example may have model.data.train_ds.max_seq_length={limit} tokens"
@@ -148,10 +158,16 @@ def _by_length(job: InspectedJob) -> Iterator[Finding]:
             "weight in the loss",
             where(long),
         )
-    elif isinstance(dataset, RewardModelDataset | RegressionRewardModelDataset):
+    elif isinstance(dataset, WITH_SEQ_LENGTH):
         yield Finding(
             f"longer than model.data.seq_length={dataset.seq_length} tokens: left out",
             where(notes > dataset.seq_length),
+        )
+    elif isinstance(dataset, SteerLM2Dataset):
+        yield Finding(
+            f"with a response longer than model.data.train_ds.max_seq_length="
+            f"{dataset.max_seq_length} tokens behind its prompt: left out",
+            where(notes > dataset.max_seq_length + 1),
         )
     else:
         limit = job.cfg.data.train_ds.max_seq_length
@@ -212,7 +228,7 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
         return pair_is_blank
     if isinstance(dataset, RLHFDataset | RewardModelDataset | RegressionRewardModelDataset):
         return lambda sample: False  # texts in which no response is told from its prompt
-    return lambda sample: trained_is_blank(sample.parts[0])
+    return lambda sample: any(map(trained_is_blank, sample.parts))
 
 
 def _written(job: InspectedJob) -> Callable[[Sample], bool]:
@@ -238,13 +254,16 @@ def _written(job: InspectedJob) -> Callable[[Sample], bool]:
 
 def _form(dataset: Any) -> ConversationForm | None:
     """The form of the dataset's conversations."""
-    holder = dataset if isinstance(dataset, SFTChatDataset) else getattr(dataset, "encoder", None)
+    own = isinstance(dataset, SFTChatDataset | SteerLM2Dataset)
+    holder = dataset if own else getattr(dataset, "encoder", None)
     return getattr(holder, "form", None)
 
 
 def _messages(record: Record, is_prompt: bool) -> list[dict[str, str]]:
     if is_prompt:
         return [] if "text" in record else prompt_messages(record)
+    if "prompt_turns" in record:  # of SteerLM 2
+        return [{"content": t["value"]} for t in (*record["prompt_turns"], *record["responses"])]
     if holds_pair(record):
         chosen, rejected = pair_messages(record)
         return [*chosen, *rejected]

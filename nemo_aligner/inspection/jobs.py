@@ -5,8 +5,9 @@ tokenizer of a model.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import (
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
 SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "gpt_kto"
-SPIN = "gpt_spin"
+SPIN, DISTILLATION = "gpt_spin", "gpt_knowledge_distillation"
+STEERLM2 = "steerlm2"  # train_steerlm2.py, whose configuration is that of SFT
+ON_POLICY = "model.knowledge_distillation.on_policy.fraction"
 REWARD_MODEL_TYPE = "model.reward_model_type"
 
 
@@ -41,7 +44,7 @@ class InspectedJob:
     """Data files as a job reads them.
 
     Attributes:
-        name: of the job's configuration, "gpt_sft" for example.
+        name: of the job's configuration, "gpt_sft" for example, or "steerlm2".
         files: the data files.
         model: whose tokenizer is used.
         cfg: section `model` of the job.
@@ -65,7 +68,7 @@ def open_job(
     Args:
         files: data files; with `data_impl=mmap` without their endings.
         model: a `.nemo`, a checkpoint or job folder, or a Hugging Face folder.
-        job: name of the job's configuration; None: what the first record looks like.
+        job: its name; None: what the first record looks like.
         settings: `key=value` words of the job's command line.
 
     Raises:
@@ -74,19 +77,20 @@ def open_job(
     settings = list(settings)
     if job is None:
         job, more = _guess(files[0])
-        if not any(REWARD_MODEL_TYPE in word for word in settings):
-            settings += more
+        given = {word.partition("=")[0].lstrip("+") for word in settings}
+        settings += [word for word in more if word.partition("=")[0] not in given]
     path = newest_weights(model, "--model")
-    cfg = compose_settings(job, settings)
-    check_keys(plain_dict(cfg), job)
-    if job in (SFT, SPIN):
+    config_name = SFT if job == STEERLM2 else job
+    cfg = compose_settings(config_name, settings)
+    check_keys(plain_dict(cfg), config_name)
+    if config_name in (SFT, SPIN):
         for part in ("train_ds", "validation_ds"):
             OmegaConf.update(cfg, f"model.data.{part}.file_path", list(files))
     else:
         OmegaConf.update(cfg, "model.data.data_prefix", {"train": list(files)}, force_add=True)
-    section = resolved(complete_config(cfg, job))["model"]
+    section = resolved(complete_config(cfg, config_name))["model"]
     model_cfg = complete_model(
-        load_and_override_model_config(path, OmegaConf.create(section)), job
+        load_and_override_model_config(path, OmegaConf.create(section)), config_name
     )
     tokenizer = build_tokenizer(model_cfg.tokenizer)
     dataset = _build(job, model_cfg, tokenizer)
@@ -96,6 +100,10 @@ def open_job(
 def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     """The training set of a job; see its script."""
     data = cfg.data
+    if job == STEERLM2:
+        return builders.build_steerlm2_dataset(
+            data.train_ds, tokenizer, special_tokens=data.chat_prompt_tokens
+        )
     if job in (SFT, SPIN):
         dataset = builders.build_sft_dataset(
             data.train_ds,
@@ -109,11 +117,18 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             assert isinstance(dataset.dataset, FileDataset)
             return dataset.dataset
         return dataset
-    build = builders.build_train_valid_test_rlhf_datasets
+    build: Callable[..., Any] = builders.build_train_valid_test_rlhf_datasets
     if job == DPO:
         build = builders.build_train_valid_test_dpo_datasets
     if job == KTO:
         build = builders.build_train_valid_test_kto_datasets
+    if job == DISTILLATION:
+        build = partial(
+            builders.build_train_valid_test_knowledge_distillation_datasets
+            if cfg.knowledge_distillation.on_policy.fraction is None
+            else builders.build_train_valid_test_response_datasets,
+            n_chunks=data.n_chunks,
+        )
     if job == RM:
         build = {
             RewardModelType.BINARY_RANKING: builders.build_train_valid_test_rm_datasets,
@@ -142,10 +157,17 @@ def _guess(file: str) -> tuple[str, list[str]]:
     """
     record = _first_record(Path(file))
     if record is not None:
+        if "prompt_turns" in record and "responses" in record:
+            return STEERLM2, []
         if "label" in record:
             return RM, [f"{REWARD_MODEL_TYPE}=regression"]
         if "preference" in record:
             return KTO, []
+        if "topk_logits" in record:
+            return DISTILLATION, []
+        if "response" in record:
+            # Whatever the share is: the data are the same.
+            return DISTILLATION, [f"{ON_POLICY}=1.0"]
         if "chosen" in record or "rejected" in record:
             return RM, []
         if "output" in record:
@@ -159,7 +181,7 @@ def _guess(file: str) -> tuple[str, list[str]]:
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
         f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, "
-        f"gpt_reinforce_actor, {DPO}, {KTO}, {SPIN} or {RM}."
+        f"gpt_reinforce_actor, {DPO}, {KTO}, {SPIN}, {DISTILLATION}, {STEERLM2} or {RM}."
     )
 
 

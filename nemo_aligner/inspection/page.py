@@ -7,7 +7,7 @@ from html import escape
 
 from nemo_aligner.inspection.findings import Finding, Findings, histogram
 from nemo_aligner.inspection.jobs import InspectedJob
-from nemo_aligner.inspection.samples import LEGEND, Piece, Sample, pieces, visible
+from nemo_aligner.inspection.samples import Piece, Sample, pieces, visible
 from nemo_aligner.inspection.terminal import length_text, summary
 from nemo_aligner.report.elements import document, folded
 
@@ -29,9 +29,8 @@ def _sample(job: InspectedJob, number: int, sample: Sample) -> str:
     body = f"<h2>Sample {number}</h2><p>{escape(sample.place + note)}</p>"
     for part in sample.parts:
         text = "".join(map(_piece, pieces(job.tokenizer, part)))
-        legend = LEGEND.get(part.name, LEGEND["chosen"])
         marked = "" if part.name == "prompt" else ' <span class="marked">so</span>'
-        facts = f"{part.name}, {len(part.tokens)} tokens; {legend}"
+        facts = f"{part.name}, {len(part.tokens)} tokens; {part.legend}"
         body += f'<p>{escape(facts)}{marked}</p><pre class="tokens">{text}</pre>'
     return body
 

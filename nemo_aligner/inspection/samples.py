@@ -6,20 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.responses import ResponseDataset
+from nemo_aligner.data.nlp.steerlm2 import SteerLM2Dataset
+from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.inspection.jobs import InspectedJob
-
-LEGEND = {
-    "prompt": "the policy continues it",
-    "example": "trained on",
-    "chosen": "the reward is read at the token",
-    "text": "the reward is read at the token",
-}
 
 
 @dataclass(frozen=True)
@@ -27,14 +25,23 @@ class Part:
     """One sequence that the model sees.
 
     Attributes:
-        name: "prompt", "example", "chosen", "rejected" or "text".
+        name: "prompt", "example", "response", "chosen", "rejected" or "text".
         tokens: its ids, without padding.
         marked: True for the tokens that are trained on, or at which a reward is read.
+        scored: the second.
     """
 
     name: str
     tokens: list[int]
     marked: list[bool]
+    scored: bool = False
+
+    @property
+    def legend(self) -> str:
+        """What the mark means; of a prompt, which has none, what becomes of it."""
+        if self.name == "prompt":
+            return "the policy continues it"
+        return "the reward is read at the token" if self.scored else "trained on"
 
 
 @dataclass(frozen=True)
@@ -117,16 +124,13 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
         return (Part("prompt", tokens, [False] * len(tokens)),)
     if isinstance(dataset, DPOModelDataset):
         return tuple(
-            Part(name, *(item[key].tolist()[:length] for key in (name, f"{name}_mask")))
+            _trained(name, item[name], item[f"{name}_mask"], int(item[f"{name}_length"]))
             for name in ("chosen", "rejected")
-            for length in (int(item[f"{name}_length"]),)
         )
     if isinstance(dataset, KTOModelDataset):
-        own = (
-            item[key].tolist()[: int(item["sample_length"])] for key in ("samples", "sample_mask")
-        )
         name = "chosen" if item["preference"] else "rejected"
-        return (Part(name, *own),)
+        length = int(item["sample_length"])
+        return (_trained(name, item["samples"], item["sample_mask"], length),)
     if isinstance(dataset, RewardModelDataset):
         return tuple(
             _scored(name, item[name].tolist(), int(item[f"{name}_length"]))
@@ -134,6 +138,16 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
         )
     if isinstance(dataset, RegressionRewardModelDataset):
         return (_scored("text", item["inputs"].tolist(), int(item["lengths"])),)
+    if isinstance(dataset, SteerLM2Dataset):
+        return tuple(
+            Part("response", list(response.tokens), list(response.is_response))
+            for response in item["responses"]
+        )
+    if isinstance(dataset, ResponseDataset | KnowledgeDistillationDataset):
+        length = int(item.get("lengths", len(item["tokens"])))
+        mask = item["loss_mask"].roll(1)  # of labels: column t stands for token t+1
+        mask[0] = 0
+        return (_trained("example", item["tokens"], mask, length),)
     batch = dataset.collate_fn([item])  # type: ignore[attr-defined]  # of both SFT datasets
     length = len(item["tokens"])
     tokens = [*batch["tokens"][0, :1].tolist(), *batch["labels"][0].tolist()][:length]
@@ -141,14 +155,21 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
     return (Part("example", tokens, marked),)
 
 
+def _trained(name: str, tokens: Tensor, mask: Tensor, length: int) -> Part:
+    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
+    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
+
+
 def _scored(name: str, tokens: Sequence[int], length: int) -> Part:
     """A sequence whose last token's output is the reward."""
-    return Part(name, list(tokens[:length]), [False] * (length - 1) + [True])
+    return Part(name, list(tokens[:length]), [False] * (length - 1) + [True], scored=True)
 
 
 def _note(dataset: FileDataset, item: dict[str, Any]) -> str:
     if "labels" in item and isinstance(dataset, RegressionRewardModelDataset):
         return f"label {item['labels'].tolist()}"
+    if isinstance(dataset, SteerLM2Dataset):
+        return "weights " + ", ".join(f"{weight:.3g}" for weight in item["ws"].tolist())
     if "margin" in item:
         return f"margin {float(item['margin']):g}"
     return ""

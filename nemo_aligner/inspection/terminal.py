@@ -8,7 +8,7 @@ import numpy as np
 
 from nemo_aligner.inspection.findings import EXAMPLES, Finding, Findings, histogram
 from nemo_aligner.inspection.jobs import InspectedJob
-from nemo_aligner.inspection.samples import LEGEND, Piece, Sample, pieces, visible
+from nemo_aligner.inspection.samples import Piece, Sample, pieces, visible
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
@@ -21,16 +21,16 @@ def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, color
         colored: what is trained on green, special tokens inverted; else in [[ ]] and as they are.
     """
     blocks = [summary(job, findings)]
-    names = {part.name for sample in samples for part in sample.parts}
-    legend = next((text for name, text in LEGEND.items() if name in names), "")
-    if names != {"prompt"} and samples:
-        blocks.append(f"{legend}: {_piece(Piece('so', True, False), colored)}")
+    shown = [part for sample in samples for part in sample.parts]
+    if any(part.name != "prompt" for part in shown):
+        blocks.append(f"{shown[0].legend}: {_piece(Piece('so', True, False), colored)}")
     for number, sample in enumerate(samples, start=1):
         head = f"--- sample {number}: {sample.place}" + (f"; {sample.note}" * bool(sample.note))
         parts = []
         for part in sample.parts:
             text = "".join(_piece(piece, colored) for piece in pieces(job.tokenizer, part))
-            marked = f", {sum(part.marked)} trained on" if part.name == "example" else ""
+            trained = f", {sum(part.marked)} {part.legend}"
+            marked = "" if part.name == "prompt" or part.scored else trained
             parts.append(f"{part.name} ({len(part.tokens)} tokens{marked})\n{text}")
         blocks.append("\n".join([head, *parts]))
     if len(findings.lengths):

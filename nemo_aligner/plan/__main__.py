@@ -22,7 +22,9 @@ from nemo_aligner.plan.jobs import (
     ACTOR,
     JOBS,
     REWARD_SERVER,
+    STUDENT,
     Job,
+    is_on_policy,
     job_config,
     read_overrides,
 )
@@ -113,14 +115,14 @@ def parser() -> argparse.ArgumentParser:
         "--critic-model",
         type=Path,
         metavar="MODEL",
-        help="reward model of critic or reward server, where it is another than MODEL",
+        help="model of the critic, reward server or teacher, where it is another than MODEL",
     )
     result.add_argument(
         "--critic",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override of the critic or reward server alone; may be repeated",
+        help="override of the critic, reward server or teacher alone; may be repeated",
     )
     result.add_argument("--gpus-per-node", type=int, default=8, help="default: 8")
     result.add_argument(
@@ -146,7 +148,10 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
     given = []
     jobs = chosen_jobs(args.job, args.overrides)
     if len(jobs) == 1 and (args.critic or args.critic_model):
-        raise UserError("--critic and --critic-model are for --job ppo and rs.")
+        raise UserError(
+            "--critic and --critic-model are for jobs with a server: --job ppo, rs and reinforce, "
+            "and distill with model.knowledge_distillation.on_policy.fraction."
+        )
     _refuse_chosen_keys([*args.overrides, *args.critic])
     for number, job in enumerate(jobs):
         path = args.critic_model if number and args.critic_model else args.model
@@ -178,7 +183,8 @@ def _refuse_chosen_keys(overrides: list[str]) -> None:
 
 
 def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
-    """The jobs that run at the same time; PPO without a critic has a reward server in its place.
+    """The jobs that run at the same time; PPO without a critic has a reward server in its place,
+    and only on-policy distillation a teacher.
 
     Raises:
         ConfigError: an override that none of the jobs knows.
@@ -188,6 +194,8 @@ def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
     if kind == "ppo" and isinstance(estimator, str) and estimator in ADVANTAGE_ESTIMATORS:
         if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
             jobs = (ACTOR, REWARD_SERVER)
+    if kind == "distill" and not is_on_policy(plain_dict(read_overrides(overrides))):
+        jobs = (STUDENT,)
     for text in overrides:
         if not any(knows(job, text) for job in jobs):
             check_keys(plain_dict(read_overrides([text])), jobs[0].config_name)

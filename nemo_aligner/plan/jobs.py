@@ -41,12 +41,20 @@ class Job:
         config_name: YAML file of its defaults.
         script: that starts it.
         head: it has a head in place of the output layer.
+        forward_key: of the samples of a forward pass without gradient.
+        rollout_keys: of those that generate together; none: as many as a rank has.
+        unit: samples that stay together, which those keys count as one.
+        trains: False for a server of a finished model.
     """
 
     name: str
     config_name: str
     script: str
     head: bool = False
+    forward_key: str = "model.forward_micro_batch_size"
+    rollout_keys: tuple[str, ...] = ()
+    unit: int = 1
+    trains: bool = True
 
     @property
     def restore_key(self) -> str:
@@ -55,20 +63,69 @@ class Job:
 
 
 SCRIPTS = "examples/nlp/gpt"
-ACTOR = Job("actor", "gpt_ppo_actor", f"{SCRIPTS}/train_gpt_ppo_actor.py")
+
+
+def _policy(config_name: str) -> Job:
+    """A policy that learns from rollouts."""
+    section = f"model.{SECTIONS[config_name]}"
+    return Job(
+        "actor",
+        config_name,
+        f"{SCRIPTS}/train_{config_name}.py",
+        forward_key=f"{section}.forward_micro_batch_size",
+        rollout_keys=(
+            f"{section}.rollout_micro_batch_size",
+            f"{section}.val_rollout_micro_batch_size",
+        ),
+    )
+
+
+def _direct(name: str, unit: int = 1, rollout_keys: tuple[str, ...] = ()) -> Job:
+    """A policy that learns from what a reference policy says of responses."""
+    return Job(
+        name.upper(),
+        f"gpt_{name}",
+        f"{SCRIPTS}/train_gpt_{name}.py",
+        forward_key=f"model.{name}.log_prob_forward_micro_batch_size",
+        rollout_keys=rollout_keys,
+        unit=unit,
+    )
+
+
+ACTOR, RS_ACTOR = _policy("gpt_ppo_actor"), _policy("gpt_rs_actor")
+REINFORCE_ACTOR = _policy("gpt_reinforce_actor")
 CRITIC = Job("critic", "gpt_ppo_critic", f"{SCRIPTS}/serve_ppo_critic.py", head=True)
-RS_ACTOR = Job("actor", "gpt_rs_actor", f"{SCRIPTS}/train_gpt_rs_actor.py")
-REINFORCE_ACTOR = Job("actor", "gpt_reinforce_actor", f"{SCRIPTS}/train_gpt_reinforce_actor.py")
-REWARD_SERVER = Job("reward server", "inference_rm", f"{SCRIPTS}/serve_reward_model.py", head=True)
+REWARD_SERVER = Job(
+    "reward server", "inference_rm", f"{SCRIPTS}/serve_reward_model.py", head=True, trains=False
+)
 SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
+STEERLM2 = Job(
+    "SteerLM 2",
+    "gpt_sft",
+    f"{SCRIPTS}/train_steerlm2.py",
+    forward_key="model.steerlm2.forward_micro_batch_size",
+)
 REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
-DPO = Job("DPO", "gpt_dpo", f"{SCRIPTS}/train_gpt_dpo.py")
-KTO = Job("KTO", "gpt_kto", f"{SCRIPTS}/train_gpt_kto.py")
-SPIN = Job("SPIN", "gpt_spin", f"{SCRIPTS}/train_gpt_spin.py")
+DPO, KTO = _direct("dpo", unit=2), _direct("kto")
+# Its forward passes are of single responses, as is its rollout; only updates are of pairs.
+SPIN = _direct("spin", rollout_keys=("model.spin.rollout_micro_batch_size",))
+STUDENT = Job(
+    "student",
+    "gpt_knowledge_distillation",
+    f"{SCRIPTS}/train_gpt_knowledge_distillation.py",
+)
+TEACHER = Job(
+    "teacher",
+    "inference_teacher",
+    f"{SCRIPTS}/serve_teacher.py",
+    forward_key="model.micro_batch_size",
+    trains=False,
+)
 # What `--job` can be: the jobs that run at the same time.
 JOBS = {"ppo": (ACTOR, CRITIC), "rs": (RS_ACTOR, REWARD_SERVER), "sft": (SFT,)}
 JOBS |= {"reinforce": (REINFORCE_ACTOR, REWARD_SERVER)}
 JOBS |= {"rm": (REWARD_MODEL,), "dpo": (DPO,), "kto": (KTO,), "spin": (SPIN,)}
+JOBS |= {"steerlm2": (STEERLM2,), "distill": (STUDENT, TEACHER)}
 
 
 def read_overrides(texts: list[str]) -> DictConfig:
@@ -157,17 +214,19 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         size = fixed if tokens is None else max(tokens // (width * together), 1)
         return int(size * together)
 
-    forward = samples(model.get("forward_micro_batch_size") or 1)
-    if job is REWARD_SERVER:
+    forward = samples(_selected(cfg, job.forward_key) or 1, job.unit)
+    if not job.trains:
         return Workload(
             trains=False,
             width=width,
             forward_samples=forward,
+            unit=job.unit,
             by_tokens=tokens is not None,
             on_gpu=on_gpu,
         )
     together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
-    own = samples(model["micro_batch_size"], together)
+    size = model["steerlm2"]["micro_batch_size"] if job is STEERLM2 else model["micro_batch_size"]
+    own = samples(size, together)
     optimizer = OPTIMIZERS[model["optim"]["name"]]
     if optimizer.kind == "sgd":
         state_bytes = 4 if model["optim"].get("momentum") else 0
@@ -175,6 +234,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         state_bytes = 8
     common: dict[str, Any] = dict(
         width=width,
+        unit=job.unit,
         samples=own,
         by_tokens=tokens is not None,
         micro_batches=max(model["global_batch_size"] * together // (own * split.dp), 1),
@@ -190,11 +250,10 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         settings = model[kind]
         kl = trainer[kind].get("initial_policy_kl_penalty", 0)
         with_logprobs = job is ACTOR or kl > 0
-        rollout = settings["rollout_micro_batch_size"], settings["val_rollout_micro_batch_size"]
         return Workload(
             **common,
-            forward_samples=samples(settings["forward_micro_batch_size"]) if with_logprobs else 0,
-            rollout_samples=max(rollout),
+            forward_samples=forward if with_logprobs else 0,
+            rollout_samples=max(_selected(cfg, key) for key in job.rollout_keys),
             reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
             **_generation(cfg, settings, split),
         )
@@ -202,7 +261,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         settings = model["spin"]
         return Workload(
             **common,
-            forward_samples=samples(settings["log_prob_forward_micro_batch_size"]),
+            forward_samples=forward,
             rollout_samples=settings["rollout_micro_batch_size"],
             reference=True,
             **_generation(cfg, settings, split),
@@ -215,11 +274,38 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             offloads=bool(model["offload_adam_states"]),
         )
     if job in (DPO, KTO):
-        settings = model["dpo" if job is DPO else "kto"]
-        forward = samples(settings["log_prob_forward_micro_batch_size"], together)
-        kept = settings["ref_log_probs_dir"] is not None
+        kept = model["dpo" if job is DPO else "kto"]["ref_log_probs_dir"] is not None
         return Workload(**common, forward_samples=forward, reference=not kept)
+    if job is STEERLM2:
+        return Workload(**common, forward_samples=forward)
+    if job is STUDENT and is_on_policy(cfg):
+        settings = model["knowledge_distillation"]["on_policy"]
+        return Workload(
+            **common,
+            rollout_samples=max(model["global_batch_size"] // split.dp, 1),
+            response=settings["length_params"]["max_length"],
+            merges=_merges(cfg),
+        )
     return Workload(**common)
+
+
+def is_on_policy(cfg: Mapping[str, Any]) -> bool:
+    """Whether a student learns from its own responses, with a served teacher."""
+    fraction = _selected(cfg, "model.knowledge_distillation.on_policy.fraction")
+    return fraction is not None
+
+
+def _selected(cfg: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None if there is none."""
+    value: Any = cfg
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _merges(cfg: Mapping[str, Any]) -> bool:
+    """Whether adapters are merged into a copy of their weights for generation."""
+    return trains_adapters(cfg) and bool(cfg["model"]["peft"]["merge_for_generation"])
 
 
 def _generation(
@@ -229,7 +315,7 @@ def _generation(
     return {
         "cache_memory": (settings["generation"]["kv_cache_gb"] or 0) * 1e9,
         "response": settings["length_params"]["max_length"],
-        "merges": trains_adapters(cfg) and bool(cfg["model"]["peft"]["merge_for_generation"]),
+        "merges": _merges(cfg),
         "generation": generation_sizes(asked_reshard(settings), split.tp, split.pp),
         "offloads": bool(settings["offload_adam_states"]),
     }
@@ -237,6 +323,6 @@ def _generation(
 
 def _width(job: Job, model: Mapping[str, Any]) -> int:
     """The longest sample of a job in tokens."""
-    if job is SFT:
+    if job in (SFT, STEERLM2):
         return int(model["data"]["train_ds"]["max_seq_length"] or model["encoder_seq_length"])
     return int(model["encoder_seq_length"])

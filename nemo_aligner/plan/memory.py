@@ -46,7 +46,8 @@ class Workload:
         samples: of a micro-batch in training.
         micro_batches: of an update, per rank.
         forward_samples: of a forward pass without gradient; 0: there is none.
-        by_tokens: both follow from `model.dynamic_micro_batch_tokens`.
+        unit: samples of a forward pass that stay together.
+        by_tokens: both numbers of samples follow from `model.dynamic_micro_batch_tokens`.
         rollout_samples: that generate together; 0: the job does not generate.
         cache_memory: bytes of a rank that decide their number instead; 0: they do not.
         response: most tokens that are generated.
@@ -69,6 +70,7 @@ class Workload:
     samples: int = 1
     micro_batches: int = 1
     forward_samples: int = 0
+    unit: int = 1
     by_tokens: bool = False
     rollout_samples: int = 0
     cache_memory: float = 0

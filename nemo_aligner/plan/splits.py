@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
-from nemo_aligner.config.rules import SECTIONS, check_values
+from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.plan.jobs import REWARD_SERVER, SPIN, Job, head_outputs, read_workload
+from nemo_aligner.plan.jobs import Job, head_outputs, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
 from nemo_aligner.plan.parameters import Architecture, Split, read_architecture
 
@@ -185,8 +185,12 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
     return cost
 
 
-def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
-    """The workload with as many samples per pass without gradient, and per generation, as fit."""
+def fit_passes(
+    a: Architecture, split: Split, w: Workload, limit: float, rollout_is_free: bool = True
+) -> Workload:
+    """The workload with as many samples per pass without gradient as fit, and as many that
+    generate together if a key says their number.
+    """
 
     def fits(phase: str, changed: Workload) -> bool:
         return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
@@ -200,26 +204,23 @@ def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Work
     forward, rollout = w.forward_samples, w.rollout_samples
     if forward:
         phase = "scores" if a.head_outputs else "log-probs"
-        forward = halved_until(lambda n: fits(phase, with_forward(n)), forward) or 1
-    if rollout:
+        units = forward // w.unit
+        units = halved_until(lambda n: fits(phase, with_forward(n * w.unit)), units) or 1
+        forward = units * w.unit
+    if rollout and rollout_is_free:
         rollout = halved_until(lambda n: fits("generation", with_rollout(n)), rollout) or 1
     return replace(w, forward_samples=forward, rollout_samples=rollout)
 
 
 def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
     """The keys of the passes that were made smaller."""
-    is_policy = job.config_name.endswith("_actor") or job is SPIN
-    section = f"model.{SECTIONS[job.config_name]}." if is_policy else "model."
-    forward = "log_prob_forward_micro_batch_size" if job is SPIN else "forward_micro_batch_size"
     keys: dict[str, Any] = {}
     if w.forward_samples != given.forward_samples and w.by_tokens:
         keys["model.dynamic_micro_batch_tokens"] = w.forward_samples * w.width
     elif w.forward_samples != given.forward_samples:
-        keys[section + forward] = w.forward_samples
+        keys[job.forward_key] = w.forward_samples // w.unit
     if w.rollout_samples != given.rollout_samples:
-        keys[section + "rollout_micro_batch_size"] = w.rollout_samples
-        if job is not SPIN:  # whose validation generates nothing
-            keys[section + "val_rollout_micro_batch_size"] = w.rollout_samples
+        keys |= dict.fromkeys(job.rollout_keys, w.rollout_samples)
     return keys
 
 
@@ -247,7 +248,7 @@ def candidate(
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
         keys |= {f"++model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
-    workload = fit_passes(a, split, given, limit)
+    workload = fit_passes(a, split, given, limit, bool(job.rollout_keys))
     ranks_on_node = min(split.ranks, machine.gpus_per_node)
     stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]
     return Candidate(
@@ -289,7 +290,7 @@ def find_candidates(
         if forbidden:
             continue
         # Recomputation that the user or the checkpoint asks for stays.
-        for recompute in (own,) if own or job is REWARD_SERVER else (None, "full"):
+        for recompute in (own,) if own or not job.trains else (None, "full"):
             found.append(candidate(job, with_sizes, vocab_size, split, machine, recompute, limit))
     found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
     return found, reason

@@ -15,10 +15,11 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
 from nemo_aligner.generate.settings import is_setting
 from nemo_aligner.inspection.command import main
 from nemo_aligner.inspection.findings import histogram, look
-from nemo_aligner.inspection.jobs import open_job
+from nemo_aligner.inspection.jobs import ON_POLICY, open_job
 from nemo_aligner.inspection.samples import Part, pieces, read_samples
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.chat_forms import FAMILIES, write_tokenizer
@@ -49,6 +50,11 @@ def model(tmp_path_factory) -> str:
     }
     OmegaConf.save(OmegaConf.create(cfg), folder / "model_config.yaml")
     return str(folder)
+
+
+def tokenizer_of(model: str):
+    cfg = {"library": "huggingface", "type": str(Path(model) / "tokenizer")}
+    return build_tokenizer(OmegaConf.create(cfg))
 
 
 def chat(*texts):
@@ -170,6 +176,60 @@ def test_nemos_chat_format(model, write, capsys):
     assert "␀System⏎\nBe kind.⏎\n␑User⏎\nhello⏎\n␑Assistant⏎\n[[a joy⏎\n␑]]" in out
 
 
+def test_labelled_responses(model, write, capsys):
+    path = write(
+        {"prompt": "the film ", "response": "was a joy", "preference": "chosen"},
+        {"prompt": "the film ", "response": "was " * 60, "preference": "rejected"},
+        {"prompt": "a plot ", "response": "was a joy", "preference": "rejected"},
+    )
+    out = shown(capsys, path, "--model", model, "model.data.seq_length=40")
+    assert "gpt_kto reads" in out and "trained on: [[so]]" in out
+    assert re.search(r"chosen \(\d tokens, 3 trained on\)\nthe film\[\[ was a joy\]\]", out)
+    assert re.search(r"1 longer than model.data.seq_length=40 tokens: left out:\n.*record 2", out)
+
+
+def test_responses_for_on_policy_distillation(model, write, capsys):
+    path = write({"prompt": "the film ", "response": "was a joy"})
+    out = shown(capsys, path, "--model", model)
+    assert "gpt_knowledge_distillation reads" in out and "3 trained on" in out
+    assert "the film[[ was a joy]]" in out and "Nothing to report." in out
+    prompt, response = ([message] for message in chat("hello", "a joy"))
+    chats = write({"prompt": prompt, "response": response}, name="chats")
+    settings = ["--job", "gpt_knowledge_distillation", TEMPLATE, f"{ON_POLICY}=0.5"]
+    out = shown(capsys, chats, "--model", model, *settings)
+    assert "<|im_start|>assistant⏎\n[[a joy]][[<|im_end|>]]" in out
+
+
+def test_examples_with_logits_of_a_teacher(model, tmp_path, capsys):
+    ids = tokenizer_of(model).text_to_ids("the film was a joy")
+    mask = np.array([0] * (len(ids) - 2) + [1, 0], dtype=np.float32)
+    example = TopKExample(
+        np.array(ids),
+        np.array([*ids[1:], 0]),
+        mask,
+        np.zeros((1, 2), np.float32),
+        np.array([[1, 2]]),
+        np.ones(1, np.float32),
+    )
+    path = tmp_path / "logits.jsonl"
+    path.write_text(to_line(example, 0, 1, None))
+    out = shown(capsys, str(path), "--model", model)
+    assert f"example ({len(ids)} tokens, 1 trained on)" in out and "the film was a[[ joy]]" in out
+
+
+def test_responses_with_weights(model, write, capsys):
+    numbers = {"log(P(a|x,y))": -1.0, "log(P(y|x))": -5.0, "log(Q(y|a,x))": -4.0}
+    responses = [{"from": "Assistant", "value": text} | numbers for text in ("a joy", "a plot")]
+    turns = [{"from": "User", "value": "hello"}]
+    record = {"system": "", "prompt_turns": turns, "label": "quality:4", "responses": responses}
+    long = [{**response, "value": "the film " * 60} for response in responses]
+    path = write(record, {**record, "responses": long})
+    out = shown(capsys, path, "--model", model, "model.data.train_ds.max_seq_length=60")
+    assert "steerlm2 reads" in out and "record 1; weights 0.5, 0.5" in out
+    assert out.count("response (") == 2 and "quality:4⏎\n[[a plot⏎\n" in out
+    assert re.search(r"1 with a response longer than .*max_seq_length=60 tokens.*: left out", out)
+
+
 def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     path = write({"messages": chat("hello", "a joy")}, {"messages": []})
     error = error_of(capsys, "inspect", path, "--model", model, TEMPLATE)
@@ -203,8 +263,7 @@ def test_limit_and_histogram(model, write):
 
 
 def test_pieces_join_to_the_text_of_all_tokens(model):
-    cfg = {"library": "huggingface", "type": str(Path(model) / "tokenizer")}
-    job_tokenizer = build_tokenizer(OmegaConf.create(cfg))
+    job_tokenizer = tokenizer_of(model)
     text = "<|im_start|>user\na dull  plot<|im_end|> the film"
     tokens = job_tokenizer.text_to_ids(text)
     marked = [number % 5 < 2 for number in range(len(tokens))]

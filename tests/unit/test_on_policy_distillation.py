@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms.on_policy_distillation import (
@@ -16,9 +17,11 @@ from nemo_aligner.algorithms.on_policy_distillation import (
     response_batch,
 )
 from nemo_aligner.algorithms.teacher_server import TeacherServer, no_sentences
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.generation import GenerationOutput
+from nemo_aligner.launch.model_loading import complete_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
 )
@@ -28,7 +31,7 @@ from nemo_aligner.servers.schema import ReplyError, RequestError
 from nemo_aligner.servers.teacher_client import TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
 from tests.tiny_models import tiny_config
-from tests.unit.test_config_checks import check
+from tests.unit.test_config_checks import check, load
 
 WIDTH, VOCAB = 24, 300
 RECORDS = [
@@ -287,3 +290,13 @@ def test_what_cannot_work_is_refused_at_start(tmp_path, name, overrides, message
     with pytest.raises(ConfigError, match=message):
         loss = "model.knowledge_distillation."
         check(name, tmp_path, *(text.format(own=own, loss=loss) for text in overrides))
+
+
+def test_a_served_teacher_takes_samples_as_long_as_its_checkpoint(tiny_tokenizer_dir, tmp_path):
+    folder = tmp_path / "teacher.nemo"
+    folder.mkdir()
+    cfg = tiny_config(tiny_tokenizer_dir, encoder_seq_length=WIDTH)
+    OmegaConf.save(cfg, folder / "model_config.yaml")
+    own = complete_config(load("inference_teacher", tmp_path), "inference_teacher")
+    model = complete_model_config(folder, own.model, "inference_teacher")
+    assert model.encoder_seq_length == WIDTH

@@ -588,6 +588,44 @@ def test_the_text_names_what_counts(model_file, capsys):
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ("dpo", "model.dpo.log_prob_forward_micro_batch_size"),
+        ("kto", "model.kto.log_prob_forward_micro_batch_size"),
+        ("steerlm2", "model.steerlm2.forward_micro_batch_size"),
+    ],
+)
+def test_smaller_passes_have_the_key_of_the_job(model_file, capsys, job, key):
+    arguments = model_file(), f"{key}=256", "--gpus", "8", "--memory", "46GB", "--job", job
+    (planned,) = plan(capsys, *arguments)["jobs"]
+    changes = planned["recommended"]["changes"]
+    assert set(changes) == {key} and 1 <= changes[key] < 256
+    given = f"{key}={changes[key] * 2}"
+    most = plan(capsys, arguments[0], given, *arguments[2:])["jobs"][0]["candidates"]
+    chosen = planned["recommended"]
+    (twice,) = (c for c in most if all(c[k] == chosen[k] for k in ("tp", "pp", "cp", "recompute")))
+    assert twice["changes"] == {key: changes[key]}  # twice as many do not fit
+
+
+def test_distillation_has_a_teacher_if_the_student_responds(model_file, capsys):
+    own = "model.knowledge_distillation.on_policy.fraction=0.5"
+    bucket = "model.knowledge_distillation.outside_top_k=bucket"
+    arguments = model_file(), "--gpus", "16", "--memory", "80GB", "--job", "distill"
+    (alone,) = plan(capsys, *arguments)["jobs"]
+    assert set(alone["recommended"]["phases"]) == {"update"}
+    student, teacher = plan(
+        capsys, *arguments, own, bucket, "--critic", "model.micro_batch_size=2"
+    )["jobs"]
+    assert student["script"].endswith("train_gpt_knowledge_distillation.py")
+    assert teacher["script"].endswith("serve_teacher.py")
+    assert set(student["recommended"]["phases"]) == {"generation", "update"}
+    assert set(teacher["recommended"]["phases"]) == {"log-probs"}
+    assert teacher["recommended"]["host"] == {}
+    assert main([*arguments, "--critic", "model.micro_batch_size=2"]) == 2
+    assert "on_policy.fraction" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("job", ["dpo", "kto"])
 def test_log_probs_that_are_kept_leave_no_reference_in_host_memory(model_file, capsys, job):
     arguments = model_file(), "--gpus", "8", "--memory", "80GB", "--job", job
