@@ -168,12 +168,16 @@ def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
         connection.send((time.process_time() - cpu, time.perf_counter() - wall))
 
 
-def in_turns(sides: Mapping[str, Side | Ranks], case: str, repeats: int) -> dict[str, Figures]:
-    """Figures of a case for each side; the first round does not count."""
+def in_turns(
+    sides: Mapping[str, Side | Ranks], case: str | Mapping[str, str], repeats: int
+) -> dict[str, Figures]:
+    """Figures of a case, or of the one that `case` names for each side; the first round does not
+    count.
+    """
     figures = {name: Figures() for name in sides}
     for repeat in range(repeats + 1):
         for name, side in sides.items():
-            cpu, wall, others = side.run(case)
+            cpu, wall, others = side.run(case if isinstance(case, str) else case[name])
             if repeat:
                 figures[name].cpu.append(cpu)
                 figures[name].wall.append(wall)

@@ -121,7 +121,7 @@ def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, repeats=9)
+    parser = measure.arguments(__doc__)
     parser.add_argument(
         "--precision", nargs="+", default=measure.precisions(), choices=["32", "bf16"]
     )
