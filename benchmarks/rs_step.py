@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """A whole step of rejection sampling against a loop written with Hugging Face's parts: 4 responses
-to each of 16 prompts, their rewards, and one update on the best response to each.
+to each of 8 prompts, their rewards, and one update on the best response to each.
 
     OMP_NUM_THREADS=1 python benchmarks/rs_step.py
 
@@ -21,7 +21,7 @@ import torch
 from ppo_step import LR, MICRO_BATCH, PROMPT, Prompts, Ready, Silent, collate, write_reward_model
 from torch import Tensor
 
-PROMPTS, COPIES = 16, 4
+PROMPTS, COPIES = 8, 4
 LENGTHS = {
     "32 + 128 tokens": countdown.fixed_lengths(PROMPTS),
     "skewed lengths": countdown.skewed_lengths(PROMPTS),

@@ -470,7 +470,7 @@ def rank_rows(
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, repeats=2)
+    parser = measure.arguments(__doc__, repeats=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = measure_one_rank(args.repeats)
