@@ -206,45 +206,16 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         on_gpu: with Transformer Engine.
     """
     model, trainer = cfg["model"], cfg["trainer"]
-    width = _width(job, model)
-    tokens = model.get("dynamic_micro_batch_tokens")
-
-    def samples(fixed: int, together: int = 1) -> int:
-        """Of a micro-batch of the longest ones, of which so many stay together."""
-        size = fixed if tokens is None else max(tokens // (width * together), 1)
-        return int(size * together)
-
-    forward = samples(_selected(cfg, job.forward_key) or 1, job.unit)
-    if not job.trains:
-        return Workload(
-            trains=False,
-            width=width,
-            forward_samples=forward,
-            unit=job.unit,
-            by_tokens=tokens is not None,
-            on_gpu=on_gpu,
-        )
-    together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
-    size = model["steerlm2"]["micro_batch_size"] if job is STEERLM2 else model["micro_batch_size"]
-    own = samples(size, together)
-    optimizer = OPTIMIZERS[model["optim"]["name"]]
-    if optimizer.kind == "sgd":
-        state_bytes = 4 if model["optim"].get("momentum") else 0
-    else:
-        state_bytes = 8
+    forward = _samples(job, cfg, _selected(cfg, job.forward_key) or 1, job.unit)
     common: dict[str, Any] = dict(
-        width=width,
+        width=_width(job, model),
         unit=job.unit,
-        samples=own,
-        by_tokens=tokens is not None,
-        micro_batches=max(model["global_batch_size"] * together // (own * split.dp), 1),
-        recompute=model["activations_checkpoint_granularity"],
-        recompute_layers=model["activations_checkpoint_num_layers"] or 1,
-        block=model["activations_checkpoint_method"] == "block",
-        distributed_optimizer=optimizer.distributed,
-        state_bytes=state_bytes,
+        by_tokens=model.get("dynamic_micro_batch_tokens") is not None,
         on_gpu=on_gpu,
     )
+    if not job.trains:
+        return Workload(**common, trains=False, forward_samples=forward)
+    common |= _training(job, cfg, split)
     if job in (ACTOR, RS_ACTOR, REINFORCE_ACTOR):
         kind = SECTIONS[job.config_name]
         settings = model[kind]
@@ -287,6 +258,38 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             merges=_merges(cfg),
         )
     return Workload(**common)
+
+
+def _samples(job: Job, cfg: Mapping[str, Any], size: int, together: int) -> int:
+    """Of a micro-batch of the longest samples: `size`, or what its tokens allow, times how many of
+    them stay together.
+    """
+    tokens = cfg["model"].get("dynamic_micro_batch_tokens")
+    if tokens is not None:
+        size = max(tokens // (_width(job, cfg["model"]) * together), 1)
+    return int(size * together)
+
+
+def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
+    """What the updates of a job need."""
+    model = cfg["model"]
+    together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
+    size = (model["steerlm2"] if job is STEERLM2 else model)["micro_batch_size"]
+    own = _samples(job, cfg, size, together)
+    optimizer = OPTIMIZERS[model["optim"]["name"]]
+    if optimizer.kind == "sgd":
+        state_bytes = 4 if model["optim"].get("momentum") else 0
+    else:
+        state_bytes = 8
+    return {
+        "samples": own,
+        "micro_batches": max(model["global_batch_size"] * together // (own * split.dp), 1),
+        "recompute": model["activations_checkpoint_granularity"],
+        "recompute_layers": model["activations_checkpoint_num_layers"] or 1,
+        "block": model["activations_checkpoint_method"] == "block",
+        "distributed_optimizer": optimizer.distributed,
+        "state_bytes": state_bytes,
+    }
 
 
 def is_on_policy(cfg: Mapping[str, Any]) -> bool:
