@@ -41,7 +41,7 @@ class Job:
         config_name: YAML file of its defaults.
         script: that starts it.
         head: it has a head in place of the output layer.
-        forward_key: of the samples of a forward pass without gradient.
+        forward_key: of the samples of a forward pass without gradient; empty: there is none.
         rollout_keys: of those that generate together; none: as many as a rank has.
         unit: samples that stay together, which those keys count as one.
         trains: False for a server of a finished model.
@@ -51,7 +51,7 @@ class Job:
     config_name: str
     script: str
     head: bool = False
-    forward_key: str = "model.forward_micro_batch_size"
+    forward_key: str = ""
     rollout_keys: tuple[str, ...] = ()
     unit: int = 1
     trains: bool = True
@@ -94,9 +94,20 @@ def _direct(name: str, unit: int = 1, rollout_keys: tuple[str, ...] = ()) -> Job
 
 ACTOR, RS_ACTOR = _policy("gpt_ppo_actor"), _policy("gpt_rs_actor")
 REINFORCE_ACTOR = _policy("gpt_reinforce_actor")
-CRITIC = Job("critic", "gpt_ppo_critic", f"{SCRIPTS}/serve_ppo_critic.py", head=True)
+CRITIC = Job(
+    "critic",
+    "gpt_ppo_critic",
+    f"{SCRIPTS}/serve_ppo_critic.py",
+    head=True,
+    forward_key="model.forward_micro_batch_size",
+)
 REWARD_SERVER = Job(
-    "reward server", "inference_rm", f"{SCRIPTS}/serve_reward_model.py", head=True, trains=False
+    "reward server",
+    "inference_rm",
+    f"{SCRIPTS}/serve_reward_model.py",
+    head=True,
+    forward_key="model.forward_micro_batch_size",
+    trains=False,
 )
 SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
 STEERLM2 = Job(

@@ -27,7 +27,7 @@ from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main, read_memory
-from nemo_aligner.plan.jobs import ACTOR
+from nemo_aligner.plan.jobs import ACTOR, JOBS
 from nemo_aligner.plan.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -606,6 +606,14 @@ def test_smaller_passes_have_the_key_of_the_job(model_file, capsys, job, key):
     chosen = planned["recommended"]
     (twice,) = (c for c in most if all(c[k] == chosen[k] for k in ("tp", "pp", "cp", "recompute")))
     assert twice["changes"] == {key: changes[key]}  # twice as many do not fit
+
+
+def test_jobs_have_the_keys_of_their_passes():
+    for job in {job for jobs in JOBS.values() for job in jobs}:
+        with initialize_config_dir(str(CONF), version_base=None):
+            cfg = compose(job.config_name)
+        for key in filter(None, (job.forward_key, *job.rollout_keys)):
+            assert OmegaConf.select(cfg, key) is not None, (job.name, key)
 
 
 def test_distillation_has_a_teacher_if_the_student_responds(model_file, capsys):
