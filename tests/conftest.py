@@ -18,6 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402  (the environment comes first)
 
 from tests.patience import patience  # noqa: E402
+from tests.traces import Traces  # noqa: E402
 
 # The limit of a test ends the whole run, so it strikes after those of the ranks and jobs in it.
 LAST = 4
@@ -29,6 +30,13 @@ CORPUS = [
     "I loved the music; the story is warm and bright.",
     "Review: the film was bad. Answer: a sad film.",
 ]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """The process that reads the command line, not those that run a part of the tests for it."""
+    if not hasattr(config, "workerinput"):
+        config.add_cleanup(Traces().remove)
 
 
 def pytest_collection_finish() -> None:

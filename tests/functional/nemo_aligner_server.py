@@ -14,21 +14,15 @@ reward of a sample is a number per token id, that of its last token.
 
 import ctypes
 import json
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
-from nemo_aligner.servers.ports import find_free_port
-from tests.patience import Deadline
+from tests.functional.triton_process import TritonProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCAB, WIDTH, RATE = 32, 8, 0.1
 RAISE = 30  # a token id that makes training fail
 
@@ -166,76 +160,7 @@ def serve(port: int, combined: bool, gbs: int, record: Path) -> None:
             return
 
 
-class ServerProcess:
-    """A Python process with a Triton server of its own, on a port of its own. Leaving the `with`
-    block kills it with all its children.
-
-    Args:
-        model: the endpoint that is served last.
-    """
-
-    def __init__(self, model: str):
-        self.directory = Path(tempfile.mkdtemp(prefix="srv_", dir="/tmp"))
-        self.port, self.model = find_free_port(), model
-        self.process = None
-
-    def start(self, *command: str) -> None:
-        """Run `python command`, with Triton's libraries in its path."""
-        from nemo_aligner.servers.triton_environment import find_libpython
-
-        libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(self.directory),
-            "PYTRITON_HOME": str(self.directory),  # of servers without a workspace of their own
-            "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
-        }
-        with (self.directory / "log.txt").open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_until_ready(self, limit_s: float = 60.0) -> None:
-        """Return once the last endpoint is served."""
-        from nemo_aligner.servers.exchange import http_status
-
-        deadline = Deadline(limit_s)
-        path = f"/v2/models/{self.model}/ready"
-        while http_status("127.0.0.1", self.port, path, 2.0) != 200:
-            if self.process.poll() is not None or deadline.passed():
-                raise AssertionError(
-                    f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}"
-                )
-            time.sleep(0.1)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        import psutil
-
-        family = []
-        if self.process.poll() is None:
-            root = psutil.Process(self.process.pid)
-            family = [*root.children(recursive=True), root]
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
-        self.process.wait(10)
-        for leftover in Path("/dev/shm").glob(f"pytrtion{self.process.pid}-*"):  # its spelling
-            leftover.unlink()
-        shutil.rmtree(self.directory)
-
-
-class NeMoAlignerCritic(ServerProcess):
+class NeMoAlignerCritic(TritonProcess):
     """The critic server of this file.
 
     Args:

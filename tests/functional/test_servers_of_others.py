@@ -24,21 +24,20 @@ from tests.functional.jobs import assert_ended_well, read_metrics
 from tests.functional.nemo_aligner_server import (
     RAISE,
     RATE,
-    ROOT,
     VOCAB,
     NeMoAlignerCritic,
-    ServerProcess,
     initial_weights,
 )
 from tests.functional.test_critic_server import client_config, make_training_data
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
+from tests.functional.triton_process import ROOT, TritonProcess
 from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(600)
 COUNTED = 42  # the token that the server of the docs counts
 
 
-class DocumentedRewardServer(ServerProcess):
+class DocumentedRewardServer(TritonProcess):
     """The server of docs/rewards.md, on a port of its own."""
 
     def __init__(self):

@@ -9,23 +9,16 @@ with one of the ids below makes it fail on purpose.
 """
 
 import ctypes
-import glob
-import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 
-from nemo_aligner.servers.ports import find_free_port
-from tests.patience import Deadline
+from tests.functional.triton_process import TritonProcess
 
 RAISE, NAN, WRONG_SHAPE, STOPPING, SLEEP = 901, 902, 903, 904, 905
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def expected_rewards(tokens, lengths, prompts=None, scale=1.0):
@@ -101,7 +94,7 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
             return
 
 
-class ToyRewardServer:
+class ToyRewardServer(TritonProcess):
     """A server on a port of its own that can be killed and started again. Leaving the `with` block
     ends it.
 
@@ -118,21 +111,12 @@ class ToyRewardServer:
         endpoint: str = "reward_model",
         start: bool = True,
     ):
-        self.directory = Path(tempfile.mkdtemp(prefix="toy_", dir="/tmp"))
-        self.port = find_free_port()
-        self.scale, self.delay_s, self.endpoint = scale, delay_s, endpoint
+        super().__init__(endpoint)
+        self.scale, self.delay_s = scale, delay_s
         self.count_file = self.directory / "count.txt"
         self.count_file.touch()
-        self.process = None
         if start:
             self.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.kill()
-        shutil.rmtree(self.directory)
 
     @property
     def address(self) -> str:
@@ -140,71 +124,8 @@ class ToyRewardServer:
 
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
-        from nemo_aligner.servers.triton_environment import find_libpython
-
-        libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(self.directory),
-            "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
-        }
-        arguments = [self.port, self.scale, self.delay_s, self.count_file, self.endpoint]
-        with open(self.directory / "log.txt", "a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, *map(str, arguments)],
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def is_ready(self) -> bool:
-        from nemo_aligner.servers.exchange import http_status
-
-        return http_status("127.0.0.1", self.port, f"/v2/models/{self.endpoint}/ready", 2.0) == 200
-
-    def wait_until_ready(self, limit_s: float = 60.0) -> "ToyRewardServer":
-        """Return this server once the model is served."""
-        deadline = Deadline(limit_s)
-        while not self.is_ready():
-            if self.process.poll() is not None or deadline.passed():
-                raise AssertionError(
-                    f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}"
-                )
-            time.sleep(0.05)
-        return self
-
-    def family(self) -> list:
-        """Its processes: Python, then Triton with its stubs."""
-        import psutil
-
-        if self.process is None or self.process.poll() is not None:
-            return []
-        root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
-
-    def signal_all(self, number: int) -> None:
-        """Send a signal to all of its processes, Triton first."""
-        import psutil
-
-        for member in reversed(self.family()):
-            try:
-                member.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-
-    def kill(self) -> None:
-        """Send SIGKILL to all of its processes: to clients, the loss of its machine."""
-        if self.process is None:
-            return
-        self.signal_all(signal.SIGKILL)
-        self.process.wait(10)
-        for leftover in glob.glob(
-            f"/dev/shm/pytrtion{self.process.pid}-*"
-        ):  # PyTriton's own spelling
-            os.unlink(leftover)
+        arguments = [self.port, self.scale, self.delay_s, self.count_file, self.model]
+        super().start(__file__, *map(str, arguments))
 
     def kill_python(self) -> list:
         """SIGKILL to the Python process alone; returns the others, which hold the port for some

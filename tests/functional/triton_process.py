@@ -1,0 +1,122 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Triton server of another project as a child process of a test, with nothing left behind."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from nemo_aligner.servers.ports import find_free_port
+from tests.patience import Deadline, patience
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TritonProcess:
+    """A Python process with a Triton server of its own, on a port of its own. Leaving the `with`
+    block ends it.
+
+    Args:
+        model: the endpoint that is served last.
+    """
+
+    def __init__(self, model: str):
+        self.directory = Path(tempfile.mkdtemp(prefix="srv_", dir="/tmp"))
+        self.port, self.model = find_free_port(), model
+        self.process: subprocess.Popen | None = None
+
+    def start(self, *command: str) -> None:
+        """Run `python command`, with Triton's libraries in its path, without waiting until it is
+        ready.
+        """
+        from nemo_aligner.servers.triton_environment import find_libpython
+
+        libraries = [find_libpython(), os.environ.get("LD_LIBRARY_PATH", "")]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.directory),
+            "PYTRITON_HOME": str(self.directory),  # of servers without a workspace of their own
+            "LD_LIBRARY_PATH": ":".join(path for path in libraries if path),
+        }
+        with (self.directory / "log.txt").open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        from nemo_aligner.servers.exchange import http_status
+
+        return http_status("127.0.0.1", self.port, f"/v2/models/{self.model}/ready", 2.0) == 200
+
+    def wait_until_ready(self, limit_s: float = 60.0) -> None:
+        """Return once the last endpoint is served."""
+        deadline = Deadline(limit_s)
+        while not self.is_ready():
+            if self.process.poll() is not None or deadline.passed():
+                raise AssertionError(
+                    f"the server did not come up:\n{(self.directory / 'log.txt').read_text()}"
+                )
+            time.sleep(0.05)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process is not None and self.process.poll() is None:
+            # Of all that it leaves when it is killed, only Triton itself knows one empty folder.
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience(10))
+        self.kill()
+        shutil.rmtree(self.directory)
+
+    def family(self) -> list[psutil.Process]:
+        """Its processes: Python, then Triton with its stubs."""
+        if self.process is None or self.process.poll() is not None:
+            return []
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to all of its processes, Triton first."""
+        for member in reversed(self.family()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to all of its processes: to clients, the loss of its machine."""
+        if self.process is None:
+            return
+        files = self._files_elsewhere()
+        self.signal_all(signal.SIGKILL)
+        self.process.wait(10)
+        for file in files:
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
+
+    def _files_elsewhere(self) -> set[Path]:
+        """What its processes have in shared memory, and the copies of models that Triton makes."""
+        found = set()
+        for member in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                mapped = Path(f"/proc/{member.pid}/maps").read_text()
+                used = " ".join([mapped, *member.cmdline()])
+                found |= set(re.findall(r"/dev/shm/\S+|/tmp/folder\w{6}\b", used))
+        return {Path(path) for path in found}
