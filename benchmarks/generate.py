@@ -12,6 +12,7 @@ ranks each generates half of the responses (DP 2), or all of them with half of t
 of the peer two processes generate half each. CPU seconds are those of both.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,11 +73,11 @@ class RanksCase:
 
     Attributes:
         whole: the case.
-        tensor_parallel: number of ranks that divide the weights.
+        ways: of `TENSOR_PARALLEL`, those in which ours is measured.
     """
 
     whole: Case
-    tensor_parallel: int
+    ways: tuple[str, ...]
 
     def of_rank(self, rank: int, ranks: int) -> Case:
         """What one of `ranks` data-parallel ranks generates."""
@@ -84,10 +85,10 @@ class RanksCase:
 
 
 RANKS = 2
+TENSOR_PARALLEL = {"DP": 1, "TP": RANKS}  # number of ranks that divide the weights
 RANKS_CASES = {
-    "64 rows, 2 ranks (DP)": RanksCase(CASES["64 rows, 32 + 128 tokens"], 1),
-    "64 skewed responses, 2 ranks (DP)": RanksCase(CASES["64 skewed responses, 64 slots"], 1),
-    "64 rows, 2 ranks (TP)": RanksCase(CASES["64 rows, 32 + 128 tokens"], 2),
+    "64 rows": RanksCase(CASES["64 rows, 32 + 128 tokens"], ("DP", "TP")),
+    "64 skewed responses": RanksCase(CASES["64 skewed responses, 64 slots"], ("DP",)),
 }
 
 
@@ -100,9 +101,9 @@ def build_peer_rank(
 
 
 def build_our_rank(
-    at: countdown.Folders, precision: str, tensor_parallel: int, rank: int, ranks: int, port: int
+    at: countdown.Folders, precision: str, way: str, rank: int, ranks: int, port: int
 ) -> dict[str, Callable]:
-    """Our generation on one rank, of the cases with that many tensor-parallel ranks."""
+    """Our generation on one rank, of the cases that are measured in that way."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -110,12 +111,13 @@ def build_our_rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    size = TENSOR_PARALLEL[way]
     parts = {
-        name: case.of_rank(rank // tensor_parallel, ranks // tensor_parallel)
+        name: case.of_rank(rank // size, ranks // size)
         for name, case in RANKS_CASES.items()
-        if case.tensor_parallel == tensor_parallel
+        if way in case.ways
     }
-    return build_ours(at, precision, parts, tensor_model_parallel_size=tensor_parallel)
+    return build_ours(at, precision, parts, tensor_model_parallel_size=size)
 
 
 def build_peer(
@@ -214,18 +216,22 @@ def row(name: str, precision: str, sides: dict[str, measure.Side], repeats: int)
 
 
 def ranks_rows(at: countdown.Folders, repeats: int) -> list[measure.Row]:
-    """Figures of two ranks, fp32."""
+    """Figures of two ranks, fp32; the peer, which has one way, is measured once."""
     rows = []
-    with measure.Ranks(build_peer_rank, RANKS, at, "32") as peer:
-        for tensor_parallel in (1, RANKS):
-            with measure.Ranks(build_our_rank, RANKS, at, "32", tensor_parallel) as ours:
-                for name, case in RANKS_CASES.items():
-                    if case.tensor_parallel != tensor_parallel:
-                        continue
-                    figures = measure.in_turns({"ours": ours, "peer": peer}, name, repeats)
-                    tokens = round(int(case.whole.lengths.sum()) / figures["ours"].seconds)
-                    more = {"tokens per CPU s": tokens}
-                    rows.append(measure.pair_row(f"{name}, 32", figures, **more))
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(measure.Ranks(build_peer_rank, RANKS, at, "32"))
+        ours = {
+            way: stack.enter_context(measure.Ranks(build_our_rank, RANKS, at, "32", way))
+            for way in TENSOR_PARALLEL
+        }
+        for name, case in RANKS_CASES.items():
+            sides = {way: ours[way] for way in case.ways} | {"peer": peer}
+            figures = measure.in_turns(sides, name, repeats)
+            for way in case.ways:
+                both = {"ours": figures[way], "peer": figures["peer"]}
+                tokens = round(int(case.whole.lengths.sum()) / both["ours"].seconds)
+                title = f"{name}, {RANKS} ranks ({way}), 32"
+                rows.append(measure.pair_row(title, both, **{"tokens per CPU s": tokens}))
     return rows
 
 

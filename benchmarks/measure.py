@@ -72,6 +72,9 @@ class Side:
         build: function of a module that returns functions by the names of their cases; it is
             called in the process, which PyTorch gives one thread.
         arguments: of `build`.
+
+    Attributes:
+        is_warm: whether it has run a case.
     """
 
     def __init__(self, build: Callable[..., dict[str, Callable[[], object]]], *arguments: Any):
@@ -80,6 +83,7 @@ class Side:
         self._process = context.Process(target=_serve, args=(theirs, build, arguments))
         self._process.start()
         theirs.close()
+        self.is_warm = False
 
     def __enter__(self) -> "Side":
         return self
@@ -95,6 +99,7 @@ class Side:
         Raises:
             EOFError: the process has ended; its error is on the terminal.
         """
+        self.is_warm = True
         return _run_together([self], case)
 
     def send(self, case: str) -> None:
@@ -123,6 +128,7 @@ class Ranks:
 
         port = find_free_port()
         self._sides = [Side(build, *arguments, rank, count, port) for rank in range(count)]
+        self.is_warm = False
 
     def __enter__(self) -> "Ranks":
         return self
@@ -133,6 +139,7 @@ class Ranks:
 
     def run(self, case: str) -> tuple[float, float, float]:
         """As `Side.run`: CPU seconds of all ranks together, seconds until the last one is done."""
+        self.is_warm = True
         return _run_together(self._sides, case)
 
 
@@ -171,17 +178,20 @@ def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
 def in_turns(
     sides: Mapping[str, Side | Ranks], case: str | Mapping[str, str], repeats: int
 ) -> dict[str, Figures]:
-    """Figures of a case, or of the one that `case` names for each side; the first round does not
-    count.
+    """Figures of a case, or of the one that `case` names for each side; the first run of a process
+    does not count.
     """
     figures = {name: Figures() for name in sides}
-    for repeat in range(repeats + 1):
+    cases = dict.fromkeys(sides, case) if isinstance(case, str) else case
+    for name, side in sides.items():
+        if not side.is_warm:
+            side.run(cases[name])
+    for _ in range(repeats):
         for name, side in sides.items():
-            cpu, wall, others = side.run(case if isinstance(case, str) else case[name])
-            if repeat:
-                figures[name].cpu.append(cpu)
-                figures[name].wall.append(wall)
-                figures[name].others.append(others)
+            cpu, wall, others = side.run(cases[name])
+            figures[name].cpu.append(cpu)
+            figures[name].wall.append(wall)
+            figures[name].others.append(others)
     return figures
 
 
