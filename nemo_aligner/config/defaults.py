@@ -124,10 +124,11 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
     checkpoint's values.
 
     Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null
-    in the YAML files to mean "as in the checkpoint". Other keys keep their null.
+    in the YAML files to mean "as in the checkpoint", as is the longest sample
+    (`encoder_seq_length`) of a job that does not train. Other keys keep their null.
     """
     tree = plain_dict(model_cfg)
-    for key in ARCHITECTURE_KEYS:
+    for key in (*ARCHITECTURE_KEYS, "encoder_seq_length"):
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:

@@ -18,10 +18,11 @@ from nemo_aligner.data.nlp.chat_records import (
     holds_pair,
     pair_messages,
     prompt_messages,
+    response_messages,
 )
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset, by_our_names
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
@@ -214,7 +215,7 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
         return any(blank(turn) for turn in turns)
 
     def pair_is_blank(sample: Sample) -> bool:
-        record = dataset.lines[sample.document]
+        record = by_our_names(dataset.lines[sample.document])
         values = [record["chosen"], record["rejected"]]
         texts = [value if isinstance(value, str) else value[-1] for value in values]
         return any(
@@ -263,7 +264,11 @@ def _messages(record: Record, is_prompt: bool) -> list[dict[str, str]]:
     if is_prompt:
         return [] if "text" in record else prompt_messages(record)
     if "prompt_turns" in record:  # of SteerLM 2
-        return [{"content": t["value"]} for t in (*record["prompt_turns"], *record["responses"])]
+        texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
+        return [{"content": text} for text in (record["system"], record["label"], *texts)]
+    if "response" in record:
+        return response_messages(record)[0]
+    record = by_our_names(record)
     if holds_pair(record):
         chosen, rejected = pair_messages(record)
         return [*chosen, *rejected]

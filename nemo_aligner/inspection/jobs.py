@@ -25,7 +25,7 @@ from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
-from nemo_aligner.launch.model_loading import load_and_override_model_config
+from nemo_aligner.launch.model_loading import OTHER_POLICIES, load_and_override_model_config
 from nemo_aligner.models.nlp.gpt.reward_model_classes import (
     RewardModelType,
     learns_labelled_pairs,
@@ -89,9 +89,10 @@ def open_job(
     else:
         OmegaConf.update(cfg, "model.data.data_prefix", {"train": list(files)}, force_add=True)
     section = resolved(complete_config(cfg, config_name))["model"]
-    model_cfg = complete_model(
-        load_and_override_model_config(path, OmegaConf.create(section)), config_name
-    )
+    model_cfg = load_and_override_model_config(path, OmegaConf.create(section))
+    for other in OTHER_POLICIES.get(config_name, ()):
+        model_cfg.pop(other, None)
+    model_cfg = complete_model(model_cfg, config_name)
     tokenizer = build_tokenizer(model_cfg.tokenizer)
     dataset = _build(job, model_cfg, tokenizer)
     return InspectedJob(job, tuple(map(str, files)), path, model_cfg, tokenizer, dataset)
@@ -165,9 +166,11 @@ def _guess(file: str) -> tuple[str, list[str]]:
             return KTO, []
         if "topk_logits" in record:
             return DISTILLATION, []
-        if "response" in record:
+        if "prompt" in record and "response" in record:
             # Whatever the share is: the data are the same.
             return DISTILLATION, [f"{ON_POLICY}=1.0"]
+        if "chosen_response" in record:  # NeMo-Aligner's name, in data of DPO alone
+            return DPO, []
         if "chosen" in record or "rejected" in record:
             return RM, []
         if "output" in record:

@@ -143,21 +143,27 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
             Part("response", list(response.tokens), list(response.is_response))
             for response in item["responses"]
         )
-    if isinstance(dataset, ResponseDataset | KnowledgeDistillationDataset):
-        length = int(item.get("lengths", len(item["tokens"])))
+    if isinstance(dataset, ResponseDataset):
         mask = item["loss_mask"].roll(1)  # of labels: column t stands for token t+1
         mask[0] = 0
-        return (_trained("example", item["tokens"], mask, length),)
+        return (_trained("example", item["tokens"], mask, int(item["lengths"])),)
+    if isinstance(dataset, KnowledgeDistillationDataset):
+        # The last label is trained on, and is no token of the example.
+        return (_labelled(item["tokens"], item["labels"], item["loss_mask"]),)
     batch = dataset.collate_fn([item])  # type: ignore[attr-defined]  # of both SFT datasets
-    length = len(item["tokens"])
-    tokens = [*batch["tokens"][0, :1].tolist(), *batch["labels"][0].tolist()][:length]
-    marked = [False, *(batch["loss_mask"][0] > 0).tolist()][:length]
-    return (Part("example", tokens, marked),)
+    length = len(item["tokens"]) - 1
+    columns = (batch[name][0, :length] for name in ("tokens", "labels", "loss_mask"))
+    return (_labelled(*columns),)
 
 
 def _trained(name: str, tokens: Tensor, mask: Tensor, length: int) -> Part:
     """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
     return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
+
+
+def _labelled(tokens: Tensor, labels: Tensor, mask: Tensor) -> Part:
+    """An example whose labels are trained on where the mask, of labels, is not 0."""
+    return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
 
 
 def _scored(name: str, tokens: Sequence[int], length: int) -> Part:

@@ -163,6 +163,7 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
             longest = model.get("encoder_seq_length") or width
             model = {**model, "encoder_seq_length": min(width, longest)}
         texts = [text for text in args.overrides if knows(job, text)]
+        texts = [*(text for text in job.needs if text not in texts), *texts]
         texts += args.critic if number else []
         cfg = job_config(job, model, read_overrides(texts), str(path))
         inputs.append(JobInput(job, str(path), cfg, vocab_size))

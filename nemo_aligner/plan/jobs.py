@@ -18,8 +18,8 @@ from nemo_aligner.config.defaults import complete_config, complete_model, drop_u
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
-from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS
-from nemo_aligner.config.values import plain_dict
+from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS, check_required
+from nemo_aligner.config.values import Values, plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.memory import Workload
 from nemo_aligner.plan.parameters import Split
@@ -43,7 +43,8 @@ class Job:
         head: it has a head in place of the output layer.
         forward_key: of the samples of a forward pass without gradient; empty: there is none.
         rollout_keys: of those that generate together; none: as many as a rank has.
-        unit: samples that stay together, which those keys count as one.
+        unit: samples that `forward_key` counts as one, 2 for pairs.
+        needs: overrides without which the script refuses to start.
         trains: False for a server of a finished model.
     """
 
@@ -54,6 +55,7 @@ class Job:
     forward_key: str = ""
     rollout_keys: tuple[str, ...] = ()
     unit: int = 1
+    needs: tuple[str, ...] = ()
     trains: bool = True
 
     @property
@@ -63,6 +65,7 @@ class Job:
 
 
 SCRIPTS = "examples/nlp/gpt"
+ON_POLICY = "model.knowledge_distillation.on_policy.fraction"  # of a student's own responses
 
 
 def _policy(config_name: str) -> Job:
@@ -115,6 +118,7 @@ STEERLM2 = Job(
     "gpt_sft",
     f"{SCRIPTS}/train_steerlm2.py",
     forward_key="model.steerlm2.forward_micro_batch_size",
+    needs=("model.data.chat=True",),
 )
 REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
 DPO, KTO = _direct("dpo", unit=2), _direct("kto")
@@ -168,7 +172,8 @@ def job_config(
         path: of that model.
 
     Raises:
-        ConfigError: a key that the job does not have, or a reference that leads nowhere.
+        ConfigError: a key that the job does not have or that needs a value, or a reference that
+            leads nowhere.
     """
     given = OmegaConf.merge(overrides, OmegaConf.create({}))
     assert isinstance(given, DictConfig)
@@ -180,6 +185,7 @@ def job_config(
         if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
             parent[name] = value
     check_keys(plain_dict(cfg), job.config_name)
+    check_required(Values(plain_dict(cfg)), job.config_name)
     OmegaConf.set_struct(cfg, False)
     try:
         own = plain_dict(drop_unset(cfg.model), resolve=True)
@@ -217,12 +223,11 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         on_gpu: with Transformer Engine.
     """
     model, trainer = cfg["model"], cfg["trainer"]
-    forward = _samples(job, cfg, _selected(cfg, job.forward_key) or 1, job.unit)
+    by_tokens = model.get("dynamic_micro_batch_tokens") is not None
+    unit = 1 if by_tokens else job.unit  # by tokens the responses of a pair are dealt out singly
+    forward = _samples(job, cfg, Values(cfg).get(job.forward_key, 1), unit)
     common: dict[str, Any] = dict(
-        width=_width(job, model),
-        unit=job.unit,
-        by_tokens=model.get("dynamic_micro_batch_tokens") is not None,
-        on_gpu=on_gpu,
+        width=_width(job, model), unit=unit, by_tokens=by_tokens, on_gpu=on_gpu
     )
     if not job.trains:
         return Workload(**common, trains=False, forward_samples=forward)
@@ -235,7 +240,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         return Workload(
             **common,
             forward_samples=forward if with_logprobs else 0,
-            rollout_samples=max(_selected(cfg, key) for key in job.rollout_keys),
+            rollout_samples=max(Values(cfg).get(key) for key in job.rollout_keys),
             reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
             **_generation(cfg, settings, split),
         )
@@ -260,7 +265,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         return Workload(**common, forward_samples=forward, reference=not kept)
     if job is STEERLM2:
         return Workload(**common, forward_samples=forward)
-    if job is STUDENT and is_on_policy(cfg):
+    if generates_a_batch(job, cfg):
         settings = model["knowledge_distillation"]["on_policy"]
         return Workload(
             **common,
@@ -287,6 +292,9 @@ def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
     together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
     size = (model["steerlm2"] if job is STEERLM2 else model)["micro_batch_size"]
     own = _samples(job, cfg, size, together)
+    micro_batches = max(model["global_batch_size"] * together // (own * split.dp), 1)
+    if job is STEERLM2:  # the batch counts prompts, whose numbers of responses only the data know
+        micro_batches = max(micro_batches, split.pp)
     optimizer = OPTIMIZERS[model["optim"]["name"]]
     if optimizer.kind == "sgd":
         state_bytes = 4 if model["optim"].get("momentum") else 0
@@ -294,7 +302,7 @@ def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
         state_bytes = 8
     return {
         "samples": own,
-        "micro_batches": max(model["global_batch_size"] * together // (own * split.dp), 1),
+        "micro_batches": micro_batches,
         "recompute": model["activations_checkpoint_granularity"],
         "recompute_layers": model["activations_checkpoint_num_layers"] or 1,
         "block": model["activations_checkpoint_method"] == "block",
@@ -303,18 +311,14 @@ def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
     }
 
 
+def generates_a_batch(job: Job, cfg: Mapping[str, Any]) -> bool:
+    """Whether a job generates all responses of an update at once: no key makes them fewer."""
+    return job is STUDENT and Values(cfg).get(ON_POLICY, 0) > 0
+
+
 def is_on_policy(cfg: Mapping[str, Any]) -> bool:
-    """Whether a student learns from its own responses, with a served teacher."""
-    fraction = _selected(cfg, "model.knowledge_distillation.on_policy.fraction")
-    return fraction is not None
-
-
-def _selected(cfg: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if there is none."""
-    value: Any = cfg
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+    """Whether a student learns with a served teacher."""
+    return Values(cfg).get(ON_POLICY) is not None
 
 
 def _merges(cfg: Mapping[str, Any]) -> bool:

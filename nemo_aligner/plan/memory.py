@@ -46,7 +46,7 @@ class Workload:
         samples: of a micro-batch in training.
         micro_batches: of an update, per rank.
         forward_samples: of a forward pass without gradient; 0: there is none.
-        unit: samples of a forward pass that stay together.
+        unit: samples that the key of a forward pass counts as one.
         by_tokens: both numbers of samples follow from `model.dynamic_micro_batch_tokens`.
         rollout_samples: that generate together; 0: the job does not generate.
         cache_memory: bytes of a rank that decide their number instead; 0: they do not.

@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
-from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.rules import check_steerlm2, check_values
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.plan.jobs import Job, head_outputs, read_workload
+from nemo_aligner.plan.jobs import STEERLM2, Job, head_outputs, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
 from nemo_aligner.plan.parameters import Architecture, Split, read_architecture
 
@@ -140,6 +140,8 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
             visible_devices=cfg["trainer"]["devices"],
             env={},
         )
+        if job is STEERLM2:
+            check_steerlm2(dict(cfg))
     except ConfigError as error:
         return str(error)
     return ""
@@ -290,7 +292,8 @@ def find_candidates(
         if forbidden:
             continue
         # Recomputation that the user or the checkpoint asks for stays.
-        for recompute in (own,) if own or not job.trains else (None, "full"):
+        ways = ((own,) if own else (None, "full")) if job.trains else (None,)
+        for recompute in ways:
             found.append(candidate(job, with_sizes, vocab_size, split, machine, recompute, limit))
     found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
     return found, reason

@@ -7,6 +7,7 @@ docs/data.md through it.
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from tests.chat_forms import FAMILIES, write_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/data.md"
 TEMPLATE = "model.data.chat_template=tokenizer"
+WEIGHTS = {"log(P(a|x,y))": -1.0, "log(P(y|x))": -5.0, "log(Q(y|a,x))": -4.0}
 
 
 @pytest.fixture(autouse=True)
@@ -201,25 +203,29 @@ def test_responses_for_on_policy_distillation(model, write, capsys):
 
 
 def test_examples_with_logits_of_a_teacher(model, tmp_path, capsys):
-    ids = tokenizer_of(model).text_to_ids("the film was a joy")
-    mask = np.array([0] * (len(ids) - 2) + [1, 0], dtype=np.float32)
-    example = TopKExample(
-        np.array(ids),
-        np.array([*ids[1:], 0]),
-        mask,
-        np.zeros((1, 2), np.float32),
-        np.array([[1, 2]]),
-        np.ones(1, np.float32),
-    )
+    """As the file has them: the last label counts, which is no token of the example."""
+    tokenizer = tokenizer_of(model)
+    ids = tokenizer.text_to_ids("the film was a joy")
+    lines = []
+    for number, trained in enumerate((2, 1)):  # the last word and the end; the end alone
+        example = TopKExample(
+            np.array(ids),
+            np.array([*ids[1:], tokenizer.eos_id]),
+            np.array([0] * (len(ids) - trained) + [1] * trained, dtype=np.float32),
+            np.zeros((trained, 2), np.float32),
+            np.array([[1, 2]] * trained),
+            np.ones(trained, np.float32),
+        )
+        lines.append(to_line(example, number, 2, None))
     path = tmp_path / "logits.jsonl"
-    path.write_text(to_line(example, 0, 1, None))
+    path.write_text("".join(lines))
     out = shown(capsys, str(path), "--model", model)
-    assert f"example ({len(ids)} tokens, 1 trained on)" in out and "the film was a[[ joy]]" in out
+    assert f"example ({len(ids) + 1} tokens, 2 trained on)\nthe film was a[[ joy]][[<|" in out
+    assert f"1 with an empty response:\n    {path}, record 2" in out
 
 
 def test_responses_with_weights(model, write, capsys):
-    numbers = {"log(P(a|x,y))": -1.0, "log(P(y|x))": -5.0, "log(Q(y|a,x))": -4.0}
-    responses = [{"from": "Assistant", "value": text} | numbers for text in ("a joy", "a plot")]
+    responses = [{"from": "Assistant", "value": text} | WEIGHTS for text in ("a joy", "a plot")]
     turns = [{"from": "User", "value": "hello"}]
     record = {"system": "", "prompt_turns": turns, "label": "quality:4", "responses": responses}
     long = [{**response, "value": "the film " * 60} for response in responses]
@@ -228,6 +234,45 @@ def test_responses_with_weights(model, write, capsys):
     assert "steerlm2 reads" in out and "record 1; weights 0.5, 0.5" in out
     assert out.count("response (") == 2 and "quality:4⏎\n[[a plot⏎\n" in out
     assert re.search(r"1 with a response longer than .*max_seq_length=60 tokens.*: left out", out)
+
+
+def test_pairs_by_the_names_of_nemo_aligner(model, write, capsys):
+    prompt, chosen, empty = (chat("hello", text) for text in ("x", "a <|im_end|> joy", " "))
+    record = {"prompt": prompt[:1], "chosen_response": chosen[1], "rejected_response": empty[1]}
+    path = write(record)
+    out = shown(capsys, path, "--model", model, TEMPLATE)
+    assert "gpt_dpo reads" in out and f"1 with an empty response:\n    {path}, record 1" in out
+    mark = "with a special token in what somebody wrote"
+    assert f"1 {mark}; the model cannot tell it apart:\n    {path}" in out
+
+
+def test_special_tokens_beside_a_response_and_in_attributes(model, write, capsys):
+    mark = "with a special token in what somebody wrote"
+    prompt, response = ([message] for message in chat("hello", "a joy"))
+    record = {"prompt": chat("a <|im_end|> b")[:1], "response": response, "preference": "chosen"}
+    plain = {**record, "prompt": prompt}
+    out = shown(capsys, write(plain, record), "--model", model, TEMPLATE)
+    assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
+    answers = [{"from": "Assistant", "value": "a joy"} | WEIGHTS] * 2
+    turns = [{"from": "User", "value": "hello"}]
+    sample = {"system": "", "prompt_turns": turns, "label": "kind:1", "responses": answers}
+    marked = {**sample, "system": "Be <|im_end|> kind."}
+    out = shown(capsys, write(sample, marked, name="weights"), "--model", model)
+    assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
+
+
+def test_lengths_of_the_policy_that_trained_the_checkpoint_do_not_count(model, write, tmp_path):
+    """A checkpoint of PPO holds its own section beside that of the job."""
+    trained = tmp_path / "trained.nemo"
+    shutil.copytree(model, trained)
+    cfg = OmegaConf.load(trained / "model_config.yaml")
+    cfg.ppo = {"length_params": {"max_length": 100}}
+    OmegaConf.save(cfg, trained / "model_config.yaml")
+    settings = [TEMPLATE, "model.data.seq_length=200"]
+    for job, section in (("gpt_rs_actor", "rs"), ("gpt_reinforce_actor", "reinforce")):
+        own = f"model.{section}.length_params.max_length=20"
+        opened = open_job([write({"prompt": "hello"})], str(trained), job, [*settings, own])
+        assert opened.dataset.max_prompt_length == 180, job
 
 
 def test_what_the_job_would_refuse_is_the_error(model, write, capsys):

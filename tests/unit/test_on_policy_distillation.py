@@ -292,11 +292,14 @@ def test_what_cannot_work_is_refused_at_start(tmp_path, name, overrides, message
         check(name, tmp_path, *(text.format(own=own, loss=loss) for text in overrides))
 
 
-def test_a_served_teacher_takes_samples_as_long_as_its_checkpoint(tiny_tokenizer_dir, tmp_path):
+@pytest.mark.parametrize("given", [[], ["++model.encoder_seq_length=null"]])
+def test_a_served_teacher_takes_samples_as_long_as_its_checkpoint(
+    tiny_tokenizer_dir, tmp_path, given
+):
     folder = tmp_path / "teacher.nemo"
     folder.mkdir()
     cfg = tiny_config(tiny_tokenizer_dir, encoder_seq_length=WIDTH)
     OmegaConf.save(cfg, folder / "model_config.yaml")
-    own = complete_config(load("inference_teacher", tmp_path), "inference_teacher")
+    own = complete_config(load("inference_teacher", tmp_path, *given), "inference_teacher")
     model = complete_model_config(folder, own.model, "inference_teacher")
     assert model.encoder_seq_length == WIDTH

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +27,18 @@ from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.plan.__main__ import main, read_memory
-from nemo_aligner.plan.jobs import ACTOR, JOBS
+from nemo_aligner.plan.__main__ import main, read_memory, read_model
+from nemo_aligner.plan.jobs import (
+    ACTOR,
+    DPO,
+    JOBS,
+    KTO,
+    STEERLM2,
+    STUDENT,
+    job_config,
+    read_overrides,
+    read_workload,
+)
 from nemo_aligner.plan.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -606,6 +617,64 @@ def test_smaller_passes_have_the_key_of_the_job(model_file, capsys, job, key):
     chosen = planned["recommended"]
     (twice,) = (c for c in most if all(c[k] == chosen[k] for k in ("tp", "pp", "cp", "recompute")))
     assert twice["changes"] == {key: changes[key]}  # twice as many do not fit
+
+
+MACHINE = ("--gpus", "16", "--memory", "80GB")
+
+
+def workload(job, path, *overrides, pp=1):
+    """What a job computes at once."""
+    model, _rows = read_model(Path(path))
+    cfg = job_config(job, model, read_overrides(list(overrides)), path)
+    return read_workload(job, cfg, Split(pp=pp), on_gpu=True)
+
+
+def test_passes_of_dpo_count_pairs_by_number_and_responses_by_tokens(model_file):
+    path, key = model_file(), "log_prob_forward_micro_batch_size=2"
+    pairs = workload(DPO, path, f"model.dpo.{key}")
+    assert (pairs.forward_samples, pairs.unit) == (4, 2)
+    singles = workload(KTO, path, f"model.kto.{key}")
+    assert (singles.forward_samples, singles.unit) == (2, 1)
+    for job in (DPO, KTO):
+        found = workload(job, path, f"model.dynamic_micro_batch_tokens={3 * 4096 + 5}")
+        assert (found.forward_samples, found.unit) == (3, 1)
+
+
+def test_a_student_generates_only_if_some_responses_are_its_own(model_file):
+    path, key = model_file(), "model.knowledge_distillation.on_policy.fraction"
+    rest = "model.knowledge_distillation.outside_top_k=bucket", "model.global_batch_size=8"
+    assert workload(STUDENT, path, f"{key}=0.5", *rest).rollout_samples == 8
+    assert workload(STUDENT, path, f"{key}=0.0", *rest).rollout_samples == 0
+
+
+def test_steerlm2_is_planned_as_its_script_starts(model_file, capsys):
+    path = model_file()
+    (job,) = plan(capsys, path, *MACHINE, "--job", "steerlm2")["jobs"]
+    assert "++model.data.chat=True" in job["overrides"]
+    for refused in ("model.data.chat=False", "model.loss_reduction=sequence"):
+        assert main([path, refused, *MACHINE, "--job", "steerlm2"]) == 2
+        assert refused.split("=")[0] in capsys.readouterr().err
+    # The batch counts prompts; how many responses each has is not known.
+    small = "model.global_batch_size=8", "model.steerlm2.micro_batch_size=8"
+    assert workload(STEERLM2, path, *small, pp=4).micro_batches == 4
+
+
+def test_a_server_has_no_activations_to_recompute(model_file, capsys):
+    given = model_file(), "model.activations_checkpoint_granularity=selective", *MACHINE
+    server = plan(capsys, *given, "--job", "rs")["jobs"][1]
+    words = [word for word in server["overrides"] if "activations_checkpoint" in word]
+    assert words == ["++model.activations_checkpoint_granularity=selective"]
+    assert all(c["recompute"] is None for c in server["candidates"])
+
+
+def test_a_length_of_null_is_one_line(model_file, capsys):
+    given = "model.encoder_seq_length=null"
+    assert main([model_file(), given, *MACHINE, "--job", "dpo"]) == 2
+    assert "model.encoder_seq_length is not set" in capsys.readouterr().err
+    student = "model.knowledge_distillation.on_policy.fraction=0.5"
+    student = student, "model.knowledge_distillation.outside_top_k=bucket"
+    jobs = plan(capsys, model_file(), *student, *MACHINE, "--job", "distill", "--critic", given)
+    assert len(jobs["jobs"]) == 2
 
 
 def test_jobs_have_the_keys_of_their_passes():

@@ -13,7 +13,7 @@ examples out to several jobs, each with a file of its own. One process per devic
 conf/compute_topk_logits.yaml, docs/distillation.md.
 """
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config
@@ -45,9 +45,6 @@ def compute(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 
     teacher = cfg.pretrained_checkpoint.restore_from_path
-    if cfg.model.encoder_seq_length is None:  # as in the checkpoint
-        with open_dict(cfg.model):
-            del cfg.model["encoder_seq_length"]
     cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
     check_values(cfg, "compute_topk_logits", complete=True)
     trainer = resolve_and_create_trainer(cfg)

@@ -252,7 +252,7 @@ class DPOModelDataset(RewardModelDataset):
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
 
     def _inspect(self, record: Record) -> tuple[int, float]:
-        record = _by_our_names(record)
+        record = by_our_names(record)
         if not holds_pair(record):
             raise UserError(
                 "the line holds no pair: DPO learns from lines with 'prompt', 'chosen' and "
@@ -274,10 +274,10 @@ class DPOModelDataset(RewardModelDataset):
 
     def pair_tokens(self, pair: int) -> Pair:
         """The tokens of both samples of a pair, the better one first."""
-        return self.encoder.pair(_by_our_names(self.lines[pair]))
+        return self.encoder.pair(by_our_names(self.lines[pair]))
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        record = _by_our_names(self.lines[int(self.documents[max(index, 0)])])
+        record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
         chosen, rejected = self.encoder.pair_with_responses(record)
         item = self._item(index, chosen.tokens, rejected.tokens)
         for name, sample in (("chosen", chosen), ("rejected", rejected)):
@@ -288,7 +288,7 @@ class DPOModelDataset(RewardModelDataset):
         return item
 
 
-def _by_our_names(record: Record) -> Record:
+def by_our_names(record: Record) -> Record:
     """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
     record = dict(record)
     for field in ("chosen", "rejected"):
