@@ -5,8 +5,9 @@
     OMP_NUM_THREADS=1 python benchmarks/plan_memory.py
 
 Each case builds a model with its optimizer and runs the phases of its job: generation, log-probs
-and one update (actor), scores of reward model and critic and one update (critic), one update (SFT,
-reward model). Cases of several ranks start as many processes.
+and one update (actor), scores of reward model and critic and one update (critic), generation and
+one update (student), one update (SFT, reward model). Cases of several ranks start as many
+processes.
 
 Measured is every allocation of tensor memory, temporaries inside operations included, as PyTorch's
 allocator reports it to the profiler. That is not the resident size of the process, which also
@@ -74,6 +75,8 @@ SIZES = dict(
     ep="expert_model_parallel_size",
 )
 CONFIGS = dict(actor="gpt_ppo_actor", critic="gpt_ppo_critic", sft="gpt_sft", rm="training_rm")
+CONFIGS |= dict(student="gpt_knowledge_distillation")
+TOP_K = 16  # logits of a teacher
 
 
 def _case(role: str, *model: dict[str, Any], vocab: int, seq: int, mbs: int, **keys: Any) -> dict:
@@ -113,6 +116,10 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "reward model like GPT-2, 20M fp32": _case("rm", MEDIUM, GPT2, vocab=8192, seq=256, mbs=1),
     "SFT 41M fp32": _case("sft", MEDIUM, LLAMA, vocab=16384, seq=256, mbs=4),
+    "student 41M fp32": _case("student", MEDIUM, LLAMA, vocab=16384, seq=256, mbs=2),
+    "student 41M bf16": _case(
+        "student", MEDIUM, LLAMA, vocab=16384, seq=256, mbs=4, precision="bf16"
+    ),
     "actor 28M bf16, odd sizes": _case(
         "actor", LLAMA, ODD, vocab=10000, seq=300, mbs=3, forward=5, rollout=7, precision="bf16"
     ),
@@ -210,6 +217,10 @@ def model_section(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
             "rollout_micro_batch_size": case.get("rollout", mbs),
             "length_params": {"max_length": RESPONSE, "min_length": 1},
         }
+    if case["role"] == "student":
+        lengths = {"max_length": RESPONSE, "min_length": 1}
+        on_policy = {"fraction": 1.0, "length_params": lengths}
+        section["knowledge_distillation"] = {"outside_top_k": "bucket", "on_policy": on_policy}
     return section
 
 
@@ -255,6 +266,9 @@ def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases) -> No
 
     from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+        GPTKnowledgeDistillationModel,
+    )
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
     from nemo_aligner.training.update import train_on_batch
@@ -264,6 +278,7 @@ def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases) -> No
         "critic": MegatronGPTCriticModel,
         "sft": GPTSFTModel,
         "rm": MegatronGPTRewardModel,
+        "student": GPTKnowledgeDistillationModel,
     }
 
     def setup() -> Any:
@@ -309,6 +324,18 @@ def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases) -> No
             "mask": short,
             "returns": torch.randn(rows, seq - 1),
             "prev_values": torch.randn(rows, seq - 1),
+        }
+    elif case["role"] == "student":
+        prompts, lengths = tokens(rows, seq - RESPONSE), torch.full((rows,), seq - RESPONSE)
+        phase("generation", model.respond, prompts, lengths, torch.arange(rows))
+        logits = torch.randn(rows, seq, TOP_K).sort(descending=True).values
+        train_batch = {
+            "tokens": tokens(rows, seq),
+            "labels": tokens(rows, seq),
+            "loss_mask": full,
+            "topk_logits": logits,
+            "topk_token_ids": torch.arange(TOP_K).expand_as(logits).contiguous(),
+            "log_sum_exp_logits": logits.logsumexp(-1) + 1,
         }
     elif case["role"] == "sft":
         train_batch = {"tokens": tokens(rows, seq), "labels": tokens(rows, seq), "loss_mask": full}
@@ -368,13 +395,16 @@ def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[st
     split = Split(**sizes, dp=dp, sequence_parallel=bool(model["sequence_parallel"]))
     rows = pad_vocab_size(case["vocab"], model["make_vocab_size_divisible_by"], split.tp)
     is_actor, is_critic = case["role"] == "actor", case["role"] == "critic"
+    rollout = case.get("rollout", case["mbs"]) if is_actor else 0
+    if case["role"] == "student":
+        rollout = MICRO_BATCHES * case["mbs"]
     architecture = read_architecture(model, rows, head_outputs=case["role"] in ("critic", "rm"))
     workload = Workload(
         width=case["seq"],
         samples=case["mbs"] * (2 if case["role"] == "rm" else 1),
         micro_batches=MICRO_BATCHES,
         forward_samples=case.get("forward", case["mbs"]) if is_actor or is_critic else 0,
-        rollout_samples=case.get("rollout", case["mbs"]) if is_actor else 0,
+        rollout_samples=rollout,
         response=RESPONSE,
         merges=is_actor and architecture.lora is not None,
         reference=is_actor,

@@ -23,6 +23,7 @@ from nemo_aligner.data.nlp.steerlm2 import (
     LOG_Q,
     SteerLM2Dataset,
 )
+from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
 from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import tiny_config
@@ -407,12 +408,18 @@ def test_weights_of_responses_are_computed_without_dropout(
     assert all(chunk.training for chunk in model.model)
 
 
-def test_responses_that_make_no_whole_micro_batches_are_refused(tiny_tokenizer_dir):
+def test_responses_that_make_no_whole_micro_batches_are_refused(tiny_tokenizer_dir, monkeypatch):
     cfg = tiny_config(tiny_tokenizer_dir, global_batch_size=4, steerlm2={"micro_batch_size": 3})
     model = GPTSteerLMModel(cfg)
     model.check_responses(6)
     with pytest.raises(ConfigError, match="micro_batch_size=3: the 4 prompts x 2 responses of"):
         model.check_responses(2)
+    # With virtual pipelining micro-batches come in groups.
+    monkeypatch.setattr(gpt_steerlm_model, "micro_batch_group", lambda _model: 2)
+    model.cfg.steerlm2.micro_batch_size = 4
+    model.check_responses(2)
+    with pytest.raises(ConfigError, match="4 prompts x 3 .* no whole groups of 2 micro-batches"):
+        model.check_responses(3)
     model.micro_batch_tokens = 64  # as many responses as have so many tokens
     model.check_responses(2)
 
