@@ -153,8 +153,8 @@ class Pair:
                 if self.server.process.poll() is not None:
                     self.note_end(self.server_side, self.server)
                     self.server = jobs.enter_context(self.start_server())
-                self.actor._note_processes()
-                self.server._note_processes()
+                self.actor.note_processes()
+                self.server.note_processes()
                 time.sleep(0.2)
             left = self.actor.leftovers(LEFT_S)
             assert not left, self.story(f"the actor left processes: {left}")
@@ -186,8 +186,8 @@ class Pair:
         while not (self.folder / "reached").exists():
             assert not deadline.passed(), self.story("the place of the fault is not reached")
             assert self.actor.process.poll() is None, self.story("the actor ended before")
-            self.actor._note_processes()
-            self.server._note_processes()
+            self.actor.note_processes()
+            self.server.note_processes()
             time.sleep(0.05)
         return int((self.folder / "reached").read_text())
 

@@ -311,8 +311,8 @@ def drawn(cell: Cell, pair: Pair) -> None:
     def happen(pair: Pair) -> None:
         end = time.monotonic() + delay_s
         while time.monotonic() < end and pair.actor.process.poll() is None:
-            pair.actor._note_processes()
-            pair.server._note_processes()
+            pair.actor.note_processes()
+            pair.server.note_processes()
             time.sleep(0.1)
         family = []
         for job in (pair.actor, pair.server):

@@ -63,12 +63,13 @@ class ScriptJob:
         others = ranks - (launcher == "python")  # processes that the first one starts
         self.process = start_python(command, environment, log.parent, log, others)
         self._family: dict[int, psutil.Process] = {}
+        self._noted = 0.0  # when, on the monotonic clock
 
     def __enter__(self) -> "ScriptJob":
         return self
 
     def __exit__(self, *_exc) -> None:
-        self._note_processes()
+        self.note_processes(0.0)
         for process in self._family.values():
             try:
                 process.kill()
@@ -80,7 +81,13 @@ class ScriptJob:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def _note_processes(self) -> None:
+    def note_processes(self, after_s: float = 0.5) -> None:
+        """Remember the job's processes, to see what is left of them, if that is `after_s` ago:
+        listing the processes of a machine costs some milliseconds.
+        """
+        if time.monotonic() - self._noted < after_s:
+            return
+        self._noted = time.monotonic()
         try:
             process = psutil.Process(self.process.pid)
             for member in [process, *process.children(recursive=True)]:
@@ -92,16 +99,15 @@ class ScriptJob:
         """Exit code of the job."""
 
         def has_ended() -> bool:
-            self._note_processes()
+            self.note_processes()
             return self.process.poll() is not None
 
-        # Listing the processes of a machine takes a while: not too often.
-        wait_until(has_ended, timeout_s, lambda: f"the end of\n{self.log[-3000:]}", 0.5)
+        wait_until(has_ended, timeout_s, lambda: f"the end of\n{self.log[-3000:]}", 0.1)
         return self.process.returncode
 
     def stop(self, timeout_s: float = 20.0) -> int:
         """SIGTERM, as a scheduler sends it; returns the exit code."""
-        self._note_processes()
+        self.note_processes(0.0)
         self.stopped = True
         self.process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)

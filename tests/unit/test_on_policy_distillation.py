@@ -159,8 +159,8 @@ def test_a_reply_has_the_largest_logits_behind_each_token(models, data):
 
 
 def generalized_jsd(student, teacher, mask, beta):
-    """The generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649) in a loop: beta
-    KL(teacher || M) + (1 - beta) KL(student || M) with M = beta teacher + (1 - beta) student, whose
+    """Generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649) in a loop: beta
+    KL(teacher || M) + (1 - beta) KL(student || M), M = beta teacher + (1 - beta) student, whose
     limits are the KLs; mean over the tokens that count.
     """
     total = 0.0
