@@ -34,8 +34,10 @@ CORPUS = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """The process that reads the command line, not those that run a part of the tests for it."""
-    if not hasattr(config, "workerinput"):
+    """The process that reads the command line, not those that run a part of the tests for it; and
+    not with planted faults, which may be in what removes.
+    """
+    if not hasattr(config, "workerinput") and "MUTANT_REPORT" not in os.environ:
         config.add_cleanup(Traces().remove)
 
 

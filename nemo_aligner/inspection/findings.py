@@ -246,7 +246,7 @@ def _written(job: InspectedJob) -> Callable[[Sample], bool]:
         return any(
             token in message["content"]
             for record in records
-            for message in _messages(record, isinstance(dataset, RLHFDataset))
+            for message in _messages(dataset, record)
             for token in control
         )
 
@@ -260,14 +260,15 @@ def _form(dataset: Any) -> ConversationForm | None:
     return getattr(holder, "form", None)
 
 
-def _messages(record: Record, is_prompt: bool) -> list[dict[str, str]]:
-    if is_prompt:
+def _messages(dataset: Any, record: Record) -> list[dict[str, str]]:
+    if isinstance(dataset, RLHFDataset):
         return [] if "text" in record else prompt_messages(record)
-    if "prompt_turns" in record:  # of SteerLM 2
-        texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
-        return [{"content": text} for text in (record["system"], record["label"], *texts)]
-    if "response" in record:
+    if isinstance(dataset, ResponseDataset):
         return response_messages(record)[0]
+    if isinstance(dataset, SteerLM2Dataset):
+        texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
+        texts += [record.get(name) or "" for name in ("system", "label")]
+        return [{"content": text} for text in texts]
     record = by_our_names(record)
     if holds_pair(record):
         chosen, rejected = pair_messages(record)

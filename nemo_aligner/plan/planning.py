@@ -108,6 +108,10 @@ def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan 
             return Plan([found[0]], [found], limit), ""
         return None, "" if found else reason
     if gpus == 1:
+        for item in inputs:
+            found, reason = search(item, 1, machine, limit)
+            if not found:
+                return None, reason
         return share_one(inputs, machine), ""
     first, second = inputs
     known: dict[tuple[int, int], tuple[list[Candidate], str]] = {}

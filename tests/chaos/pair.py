@@ -193,6 +193,8 @@ class Pair:
 
     def send(self, process: psutil.Process, number: int, stopped_s: float | None = 3.0) -> None:
         """Send a signal; what was stopped goes on after `stopped_s`, with None never."""
+        for job in (self.actor, self.server):
+            job.note_processes(0.0)
         process.send_signal(number)
         (self.folder / "go").touch()
         if number == signal.SIGSTOP and stopped_s is not None:

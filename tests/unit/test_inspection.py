@@ -253,11 +253,15 @@ def test_special_tokens_beside_a_response_and_in_attributes(model, write, capsys
     plain = {**record, "prompt": prompt}
     out = shown(capsys, write(plain, record), "--model", model, TEMPLATE)
     assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
+    other = {"messages": chat("hello", "a joy"), "response": "of something else"}
+    out = shown(capsys, write(other, name="sft"), "--model", model, TEMPLATE, "--job", "gpt_sft")
+    assert "Nothing to report." in out
     answers = [{"from": "Assistant", "value": "a joy"} | WEIGHTS] * 2
     turns = [{"from": "User", "value": "hello"}]
     sample = {"system": "", "prompt_turns": turns, "label": "kind:1", "responses": answers}
     marked = {**sample, "system": "Be <|im_end|> kind."}
-    out = shown(capsys, write(sample, marked, name="weights"), "--model", model)
+    bare = {"prompt_turns": turns, "label": None, "responses": answers}
+    out = shown(capsys, write(sample, marked, bare, name="weights"), "--model", model)
     assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
 
 

@@ -667,6 +667,13 @@ def test_a_server_has_no_activations_to_recompute(model_file, capsys):
     assert all(c["recompute"] is None for c in server["candidates"])
 
 
+def test_a_rule_that_forbids_one_gpu_is_said(model_file, capsys):
+    key = "model.knowledge_distillation.on_policy.fraction"
+    given = model_file(), "--gpus", "1", "--memory", "80GB", "--job", "distill"
+    assert main([given[0], f"{key}=abc", *given[1:]]) == 2
+    assert f"{key}='abc'" in capsys.readouterr().err
+
+
 def test_a_length_of_null_is_one_line(model_file, capsys):
     given = "model.encoder_seq_length=null"
     assert main([model_file(), given, *MACHINE, "--job", "dpo"]) == 2
