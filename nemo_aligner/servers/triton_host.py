@@ -29,10 +29,13 @@ from nemo_aligner.servers.triton_environment import (
 )
 
 STARTS = 3  # of Triton, before the job gives up
+START_S = 300.0  # within which it is ready, or is started again
+LOOK_S = 0.2  # between two looks at its processes while it starts
+REPLACED_S = 15.0  # within which one of them that ends is replaced, if Triton ended it itself
 
 
 class TritonStartError(RuntimeError):
-    """Triton ended while it started."""
+    """Triton, or one of its processes, ended while it started, or it did not become ready."""
 
 
 class TritonHost:
@@ -54,6 +57,7 @@ class TritonHost:
         self._lock = threading.Lock()
         # By endpoint, the processes without which it cannot serve.
         self._stubs: dict[str, list[psutil.Process]] = {}
+        self._last_seen: dict[str, float] = {}  # when its stub was alive, while Triton starts
 
     def start(
         self,
@@ -68,11 +72,12 @@ class TritonHost:
             batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
             should_stop: called a few times a second; True ends the start early.
 
-        On a busy machine Triton sometimes ends by itself in its start: it gets `STARTS` of them.
+        On a busy machine Triton sometimes ends by itself in its start, and it waits for ever for a
+        process of its own that was killed: it gets `STARTS` of them.
 
         Raises:
             UserError: the port is taken, or this Python cannot run Triton.
-            TritonStartError: Triton ended while it started, each time.
+            TritonStartError: Triton did not start, each time.
         """
         prepare_triton_environment()
         for number in range(1, STARTS + 1):
@@ -93,6 +98,7 @@ class TritonHost:
     ) -> None:
         self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
         self._memory_prefix = shared_memory_prefix()
+        self._stubs, self._last_seen = {}, {}
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory, self._memory_prefix)
@@ -137,16 +143,22 @@ class TritonHost:
     def _run(self, should_stop: Callable[[], bool]) -> None:
         """Run Triton until it is ready, then open the port."""
         self._triton.launch()
+        begun = looked = time.monotonic()
         while not self._is_ready():
             if should_stop():
                 return
             if self._triton.has_ended():
                 raise TritonStartError("Triton ended while it started")
+            if time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                self._check_start()
+            if time.monotonic() - begun > START_S:
+                raise TritonStartError(f"Triton is not ready after {START_S:.0f} s")
             time.sleep(0.1)
         # Triton lets every user read the shared memory in which it hands requests on.
         for path in self._shared_memory():
             os.chmod(path, 0o600)
-        self._stubs = self._find_stubs()
+        self._note_stubs()
         self._triton.connect()
         assert self._front is not None
         self._front.open()
@@ -159,6 +171,31 @@ class TritonHost:
             return connection.getresponse().status == 200
         return False
 
+    def _note_stubs(self) -> None:
+        """Remember the processes without which an endpoint cannot serve.
+
+        The last stub of an endpoint counts: Triton first starts one to ask for its tensors.
+        """
+        for endpoint, parts in self._find_stubs().items():
+            known = self._stubs.get(endpoint, [])
+            known = known if known[:1] == parts[:1] else []
+            self._stubs[endpoint] = [*known, *(part for part in parts if part not in known)]
+
+    def _check_start(self) -> None:
+        """Raise `TritonStartError` if Triton has lost a process that it would wait for for ever: a
+        stub, or the one that holds its tensors.
+        """
+        self._note_stubs()
+        now = time.monotonic()
+        for endpoint, (stub, *helpers) in self._stubs.items():
+            if _is_alive(stub):
+                self._last_seen[endpoint] = now
+                lost = not all(map(_is_alive, helpers))
+            else:
+                lost = now - self._last_seen.setdefault(endpoint, now) > REPLACED_S
+            if lost:
+                raise TritonStartError(f"Triton's process for {endpoint} ended while it started")
+
     def _find_stubs(self) -> dict[str, list[psutil.Process]]:
         """By endpoint, the process that hands its requests to this one, and the one that holds
         the tensors meanwhile, which it has started.
@@ -167,7 +204,7 @@ class TritonHost:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                 words = process.cmdline()
-                if "triton_python_backend_stub" in words[0]:
+                if words and "triton_python_backend_stub" in words[0]:  # a zombie has none
                     parts = found[Path(words[1]).parts[-3]] = [process]  # ENDPOINT/1/model.py
                     for child in process.children():
                         if "multiprocessing.spawn" in " ".join(child.cmdline()):
@@ -181,6 +218,9 @@ class TritonHost:
         """
         if self._triton is None or not self._triton.is_alive():
             return "Triton"
+        return self._ended_stub()
+
+    def _ended_stub(self) -> str | None:
         for endpoint, processes in self._stubs.items():
             if not all(map(_is_alive, processes)):
                 return f"Triton's process for {endpoint}"

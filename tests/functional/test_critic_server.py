@@ -810,6 +810,20 @@ def kill_starting_triton(job, times):
         process.kill()
 
 
+def test_a_triton_that_loses_a_stub_while_it_starts_is_started_again():
+    """It would wait for it for ever."""
+    with CriticJob() as job:
+        wait_until(lambda: len(job.children_named("triton_python")) >= 3, 120, job.log, 0.02)
+        time.sleep(0.3)  # the server has seen them
+        job.look_around()
+        job.children_named("triton_python")[0].kill()
+        job.wait_until_serving()
+        assert "ended while it started; starting it again (2 of 3)" in job.log()
+        job.signal_rank(0)
+        job.must_exit_with(0)
+        job.assert_nothing_left()
+
+
 def test_a_triton_that_ends_while_it_starts_is_started_again():
     with CriticJob() as job:
         kill_starting_triton(job, 1)
