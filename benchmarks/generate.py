@@ -251,7 +251,7 @@ def main() -> None:
             ):
                 sides = {"ours": ours, "peer": peer}
                 rows += [row(name, precision, sides, args.repeats) for name in CASES]
-        rows += ranks_rows(at, min(args.repeats, 3))
+        rows += ranks_rows(at, min(args.repeats, 2))
     measure.report("generate", "Generation, against Hugging Face's `generate`", rows, args.json)
 
 

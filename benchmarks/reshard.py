@@ -159,7 +159,7 @@ def measured(folder: Path, repeats: int) -> list[measure.Row]:
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, repeats=2)
+    parser = measure.arguments(__doc__, repeats=1)
     parser.add_argument("--rank-of", type=Path, help="used by the benchmark itself")
     args = parser.parse_args()
     if args.rank_of:
