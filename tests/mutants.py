@@ -1414,13 +1414,6 @@ MUTANTS = [
         _unit("test_plan.py", "test_passes_of_dpo_count_pairs_by_number_and_responses_by_tokens"),
     ),
     Mutant(
-        "the last label of an example with logits is not shown",
-        "inspection/samples.py",
-        '(_labelled(item["tokens"], item["labels"], item["loss_mask"]),)',
-        '(_labelled(item["tokens"], item["labels"][:-1], item["loss_mask"][:-1]),)',
-        _unit("test_inspection.py", "test_examples_with_logits_of_a_teacher"),
-    ),
-    Mutant(
         "a record of leftovers may name anything",
         "core/leftovers.py",
         "        if not path.is_absolute() or not _OURS.fullmatch(path.name):",
