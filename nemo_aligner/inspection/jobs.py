@@ -90,7 +90,7 @@ def open_job(
         OmegaConf.update(cfg, "model.data.data_prefix", {"train": list(files)}, force_add=True)
     section = resolved(complete_config(cfg, config_name))["model"]
     model_cfg = load_and_override_model_config(path, OmegaConf.create(section))
-    for other in OTHER_POLICIES.get(config_name, ()):
+    for other in OTHER_POLICIES.get(config_name, ()):  # a section alone does not name its job
         model_cfg.pop(other, None)
     model_cfg = complete_model(model_cfg, config_name)
     tokenizer = build_tokenizer(model_cfg.tokenizer)

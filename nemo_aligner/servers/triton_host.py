@@ -31,7 +31,7 @@ from nemo_aligner.servers.triton_environment import (
 STARTS = 3  # of Triton, before the job gives up
 START_S = 300.0  # within which it is ready, or is started again
 LOOK_S = 0.2  # between two looks at its processes while it starts
-REPLACED_S = 15.0  # within which one of them that ends is replaced, if Triton ended it itself
+REPLACED_S = 15.0  # within which Triton replaces a stub that it has ended itself
 
 
 class TritonStartError(RuntimeError):
@@ -72,8 +72,8 @@ class TritonHost:
             batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
             should_stop: called a few times a second; True ends the start early.
 
-        On a busy machine Triton sometimes ends by itself in its start, and it waits for ever for a
-        process of its own that was killed: it gets `STARTS` of them.
+        Triton sometimes ends while it starts on a busy machine, and waits without end for a
+        process of its own that was killed then: it is started up to `STARTS` times.
 
         Raises:
             UserError: the port is taken, or this Python cannot run Triton.
@@ -182,8 +182,8 @@ class TritonHost:
             self._stubs[endpoint] = [*known, *(part for part in parts if part not in known)]
 
     def _check_start(self) -> None:
-        """Raise `TritonStartError` if Triton has lost a process that it would wait for for ever: a
-        stub, or the one that holds its tensors.
+        """Raise `TritonStartError` if Triton waits for a process that has ended: a stub, or the one
+        that holds its tensors.
         """
         self._note_stubs()
         now = time.monotonic()
@@ -204,7 +204,8 @@ class TritonHost:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                 words = process.cmdline()
-                if words and "triton_python_backend_stub" in words[0]:  # a zombie has none
+                # A zombie has no words, a stub that only says its version has one.
+                if len(words) > 1 and "triton_python_backend_stub" in words[0]:
                     parts = found[Path(words[1]).parts[-3]] = [process]  # ENDPOINT/1/model.py
                     for child in process.children():
                         if "multiprocessing.spawn" in " ".join(child.cmdline()):

@@ -172,7 +172,7 @@ class NeMoAlignerCritic(TritonProcess):
         super().__init__("critic_save")
         self.record = self.directory / "requests.jsonl"
         self.record.touch()
-        self.start(__file__, str(self.port), str(int(combined)), str(gbs), str(self.record))
+        self.run_python(__file__, str(self.port), str(int(combined)), str(gbs), str(self.record))
 
     def requests(self) -> list:
         """Each request so far: endpoint, and {input: [dtype, shape]}."""

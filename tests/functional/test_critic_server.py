@@ -811,7 +811,7 @@ def kill_starting_triton(job, times):
 
 
 def test_a_triton_that_loses_a_stub_while_it_starts_is_started_again():
-    """It would wait for it for ever."""
+    """Triton alone would wait for the stub without end."""
     with CriticJob() as job:
         wait_until(lambda: len(job.children_named("triton_python")) >= 3, 120, job.log, 0.02)
         time.sleep(0.3)  # the server has seen them

@@ -46,7 +46,7 @@ class DocumentedRewardServer(TritonProcess):
         (code,) = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "bind" in c]
         script = self.directory / "server.py"
         script.write_text(code.replace("http_port=5555", f"http_port={self.port}"))
-        self.start(str(script))
+        self.run_python(str(script))
 
 
 @pytest.fixture

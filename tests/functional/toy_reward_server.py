@@ -125,7 +125,7 @@ class ToyRewardServer(TritonProcess):
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
         arguments = [self.port, self.scale, self.delay_s, self.count_file, self.model]
-        super().start(__file__, *map(str, arguments))
+        self.run_python(__file__, *map(str, arguments))
 
     def kill_python(self) -> list:
         """SIGKILL to the Python process alone; returns the others, which hold the port for some

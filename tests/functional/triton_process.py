@@ -34,7 +34,7 @@ class TritonProcess:
         self.port, self.model = find_free_port(), model
         self.process: subprocess.Popen | None = None
 
-    def start(self, *command: str) -> None:
+    def run_python(self, *command: str) -> None:
         """Run `python command`, with Triton's libraries in its path, without waiting until it is
         ready.
         """
