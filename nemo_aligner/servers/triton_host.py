@@ -182,8 +182,8 @@ class TritonHost:
             self._stubs[endpoint] = [*known, *(part for part in parts if part not in known)]
 
     def _check_start(self) -> None:
-        """Raise `TritonStartError` if Triton waits for a process that has ended: a stub, or the one
-        that holds its tensors.
+        """Raise `TritonStartError` if Triton waits for a process that has ended: a stub, or the
+        one that holds its tensors.
         """
         self._note_stubs()
         now = time.monotonic()
@@ -204,7 +204,7 @@ class TritonHost:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                 words = process.cmdline()
-                # A zombie has no words, a stub that only says its version has one.
+                # A zombie has no words. Triton first runs a stub without arguments.
                 if len(words) > 1 and "triton_python_backend_stub" in words[0]:
                     parts = found[Path(words[1]).parts[-3]] = [process]  # ENDPOINT/1/model.py
                     for child in process.children():
