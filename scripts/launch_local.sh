@@ -51,6 +51,7 @@ keep_running() {
     [ -z "$asked" ] || kill -TERM "$job"
     code_of "$job"
     code=$?
+    job=
     case $code in 0 | 2 | 75 | 76) exit "$code" ;; esac
     [ -z "$asked" ] || exit "$code"
     if [ "$restarts" -ge "$max_restarts" ]; then

@@ -9,7 +9,7 @@ it ended.
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,18 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
-from nemo_aligner.data.nlp.topk_logits import TopKExample, check_record, to_line
+from nemo_aligner.data.nlp.topk_logits import EXAMPLE, TopKExample, check_record, to_line
 from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+
+
+class _Source(NamedTuple):
+    """Whose logits the lines hold."""
+
+    tokenizer: str | None  # its fingerprint
+    teacher: str  # checksum of the weights
 
 
 def write_topk_logits(
@@ -56,19 +63,19 @@ def write_topk_logits(
             f"start_from_idx={first} to end_at_idx={last} (which counts too) are not examples of "
             f"the data set, which has the numbers 0 to {len(dataset) - 1}."
         )
-    fingerprint = tokenizer_fingerprint(model.tokenizer)
     model.set_eval()
     rows = last - first + 1
+    source = _Source(tokenizer_fingerprint(model.tokenizer), model.checksum_of_base())
 
     def check(number: int, line: bytes) -> None:
-        _check_line(line, path, dataset, top_k, first + number, rows, fingerprint)
+        _check_line(line, path, dataset, top_k, first + number, rows, source)
 
     done = on_rank_zero(lambda: complete_lines(path, check))
     if done:
         logging.info(f"{path} holds {done} of {rows} lines already")
     for start in range(first + done, last + 1, model.cfg.global_batch_size):
         stop = min(start + model.cfg.global_batch_size, last + 1)
-        lines = _lines(model, dataset, range(start, stop), top_k, rows, fingerprint)
+        lines = _lines(model, dataset, range(start, stop), top_k, rows, source)
         on_rank_zero(partial(append_lines, path, lines))
         logging.info(f"{stop - first} of {rows} examples are in {path}")
 
@@ -79,7 +86,7 @@ def _lines(
     numbers: range,
     top_k: int,
     rows: int,
-    fingerprint: str | None,
+    source: _Source,
 ) -> list[str]:
     """The lines of some examples, of which each data-parallel rank computes a share."""
     size = parallel_state.get_data_parallel_world_size()
@@ -102,7 +109,7 @@ def _lines(
             topk_token_ids=ids[row, counts],
             log_sum_exp_logits=log_sum_exp[row, counts],
         )
-        found[number] = to_line(example, number, rows, fingerprint)
+        found[number] = to_line(example, number, rows, *source)
     parts: list[dict[int, str]] = [found]
     if size > 1:
         parts = [{} for _ in range(size)]
@@ -120,22 +127,23 @@ def _check_line(
     top_k: int,
     number: int,
     rows: int,
-    fingerprint: str | None,
+    source: _Source,
 ) -> None:
     """Raise `UserError` unless the line is the one that this job would write for an example."""
     where = f"output_path={path}, line of example {number}"
     try:
         record = json.loads(line)
-        check_record(record, fingerprint)
+        check_record(record, source.tokenizer)
     except (ValueError, UserError) as error:
         raise UserError(f"{where}: {error} To start afresh, remove the file.") from None
-    tokens = record["tokens"]
-    expected = dataset[number]["tokens"][: len(tokens)] if number < len(dataset) else None
-    same = {"index": number, "rows": rows, "top_k": top_k}
-    differs = [f"{key}={record.get(key)}" for key, v in same.items() if record.get(key) != v]
-    if differs or tokens != list(expected or []):
-        what = ", ".join(differs) or "other tokens"
+    expected = {"index": number, "rows": rows, "top_k": top_k, "teacher": source.teacher}
+    differs = [f"{key}={record.get(key)}" for key, v in expected.items() if record.get(key) != v]
+    if not differs:
+        batch = dataset.collate_fn([dataset[number]])
+        length = int(counted_lengths(batch["loss_mask"], batch["loss_mask"].size(1)))
+        differs = [key for key in EXAMPLE if record[key] != batch[key][0, :length].tolist()]
+    if differs:
         raise UserError(
-            f"{where}: it holds the logits of another data set or command ({what}); give another "
-            "output_path, or remove the file."
+            f"{where}: it holds the logits of another teacher, data set or command (it has other "
+            f"{', '.join(differs)}); give another output_path, or remove the file."
         )

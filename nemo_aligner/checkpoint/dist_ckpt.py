@@ -156,7 +156,21 @@ class _BackgroundWriter(_CheckedWriter):
 
 
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    writer: _CheckedWriter  # of the last save
+    """Writes one checkpoint.
+
+    Rank 0 alone writes what is beside the tensors, and would leave the others in a collective call
+    if it could not: `agree` is that call's predecessor.
+    """
+
+    writer: _CheckedWriter
+    has_agreed = False
+
+    def agree(self, failure: SaveError | None) -> None:
+        """Raise the failure of any rank on all of them; all ranks call it."""
+        self.has_agreed = True
+        for found in gathered(failure):
+            if found is not None:
+                raise found
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
@@ -176,6 +190,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
         common = sharded_state_dict.get(_COMMON_OBJECT)
         if common is not None and torch.distributed.get_rank() == 0:
             torch.save(common.data, Path(folder) / COMMON_FILE)
+        self.agree(None)
         by_key, _flat_mapping, _rename_mapping = (
             mcore_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica
@@ -201,13 +216,36 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     needed = _check_space(sharded_state_dict, folder)
     strategy = _InProcessSave("torch_dist", 1)
     try:
-        dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy)
+        _save(strategy, sharded_state_dict, folder, needed)
     except CheckpointException as error:  # not an Exception; says what went wrong on each rank
         failure, _trace = next(iter(error.failures.values()))
         if isinstance(failure, OSError):
             raise save_error(folder, failure, needed) from error
         raise SaveError(f"{folder} cannot be written: {failure!r}") from error
     return _checksums_of_all(strategy.writer)
+
+
+def _save(
+    strategy: _InProcessSave,
+    sharded_state_dict: dict[str, Any],
+    folder: Path,
+    needed: int,
+    **options: bool,
+) -> AsyncRequest | None:
+    """Megatron's `save`; a failure of rank 0 before the collective calls is one of all ranks."""
+    try:
+        request: AsyncRequest | None = dist_checkpointing.save(
+            sharded_state_dict, str(folder), sharded_strategy=strategy, **options
+        )
+        return request
+    except (OSError, RuntimeError) as error:  # PyTorch's archives raise the latter on a full disk
+        if strategy.has_agreed:
+            raise
+        failure = SaveError(f"{folder} cannot be written: {error!r}. Is a disk or a quota full?")
+        if isinstance(error, OSError):
+            failure = save_error(folder, error, needed)
+        strategy.agree(failure)
+        raise
 
 
 def _checksums_of_all(writer: _CheckedWriter) -> Checksums:
@@ -235,12 +273,11 @@ class BackgroundSave:
         self._folder, self._files = folder, files
         self._needed = _check_space(sharded_state_dict, folder)
         strategy = _InProcessSave("torch_dist", 1)
-        self._request: AsyncRequest = dist_checkpointing.save(
-            sharded_state_dict,
-            str(folder),
-            sharded_strategy=strategy,
-            async_sharded_save=True,
+        request = _save(
+            strategy, sharded_state_dict, folder, self._needed, async_sharded_save=True
         )
+        assert request is not None
+        self._request = request
         self._writer = strategy.writer
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")

@@ -191,6 +191,7 @@ def abandon_after(root: Path, save_number: int) -> None:
     for path, state in complete_checkpoints(root):
         if state["save_number"] > save_number:
             (path / ABANDONED).touch()
+            sync_folder(path)
 
 
 def is_abandoned(path: Path) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_aligner.core.losses import kept
 from nemo_aligner.core.masks import masked_mean, masked_sum
+from nemo_aligner.core.preference import likelihood_fall
 
 
 def log_ratios(
@@ -98,6 +99,9 @@ def kto_loss(
     sft = -(weights * good * totals(sft_average_log_probs)).sum()
     loss = preference_loss_weight * preference + sft_loss_weight * sft
     ratios, logps = ratios.detach(), totals(average_log_probs).detach()
+    sums = log_ratios(
+        logprobs=logprobs.detach(), ref_logprobs=ref_logprobs, mask=mask, weights=weights
+    )
     return loss, {
         "loss": loss.detach(),
         "preference_loss": preference.detach(),
@@ -110,6 +114,8 @@ def kto_loss(
         "rewards_square_mean": (weights * ratios.square()).sum(),
         "logprobs_chosen_sum": (weights * good * logps).sum(),
         "logprobs_rejected_sum": (weights * ~good * logps).sum(),
+        "gains_chosen_sum": (weights * good * sums).sum(),
+        "gains_rejected_sum": (weights * ~good * sums).sum(),
     }
 
 
@@ -118,8 +124,8 @@ def kto_statistics(metrics: dict[str, float]) -> dict[str, float]:
 
     Means over the desirable and over the undesirable samples (`rewards_chosen_mean`,
     `logprobs_rejected_mean`, ...), absent where there are none; `rewards_margin`, their
-    difference, and `likelihood_fall`, what both have lost of the reference's log-prob (at least
-    0); `rewards_all_mean` and `rewards_all_std` of all samples.
+    difference, and `likelihood_fall` (`core.preference`); `rewards_all_mean` and
+    `rewards_all_std` of all samples.
     """
     metrics = dict(metrics)
     fractions = {
@@ -130,6 +136,7 @@ def kto_statistics(metrics: dict[str, float]) -> dict[str, float]:
     square = metrics.pop("rewards_square_mean")
     metrics["rewards_all_mean"] = mean
     metrics["rewards_all_std"] = math.sqrt(max(square - mean**2, 0.0))
+    gains = [metrics.pop(f"gains_{side}_sum") for side in fractions]
     for side, fraction in fractions.items():
         for name in ("rewards", "logprobs"):
             total = metrics.pop(f"{name}_{side}_sum")
@@ -138,5 +145,6 @@ def kto_statistics(metrics: dict[str, float]) -> dict[str, float]:
     if all(fraction > 0 for fraction in fractions.values()):
         chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
         metrics["rewards_margin"] = chosen - rejected
-        metrics["likelihood_fall"] = max(0.0, -max(chosen, rejected))
+        means = [total / part for total, part in zip(gains, fractions.values(), strict=True)]
+        metrics["likelihood_fall"] = likelihood_fall(*means)
     return metrics

@@ -61,8 +61,9 @@ def dpo_loss(
         Partial sums: the loss, and metrics, which are means over the pairs: `loss`,
         `preference_loss`, `sft_loss` (both without their weights), `acc` (share of pairs whose
         chosen response has the larger r; a tie does not), `logprobs_chosen_mean` and
-        `logprobs_rejected_mean` (of the policy, as sums or means over tokens), and those of
-        `reward_sums` for r.
+        `logprobs_rejected_mean` (of the policy, as sums or means over tokens), those of
+        `reward_sums` for r, and for `likelihood_fall` `gain_chosen` and `gain_rejected` (r as a
+        sum over tokens, whatever the loss takes).
     """
 
     def pairs(values: Tensor, average: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,8 @@ def dpo_loss(
         chosen, rejected = reduce(values.float(), mask, dim=1).reshape(-1, 2).unbind(-1)
         return kept(chosen, weights), kept(rejected, weights)
 
-    chosen, rejected = pairs(logprobs - ref_logprobs, average_log_probs)
+    ratios = logprobs - ref_logprobs
+    chosen, rejected = pairs(ratios, average_log_probs)
     losses = pair_losses(
         chosen - rejected,
         beta=beta,
@@ -82,6 +84,7 @@ def dpo_loss(
     sft = -(weights * pairs(logprobs, sft_average_log_probs)[0]).sum()
     loss = preference_loss_weight * preference + sft_loss_weight * sft
     logps = pairs(logprobs.detach(), average_log_probs)
+    gains = pairs(ratios.detach(), average=False)
     chosen, rejected = chosen.detach(), rejected.detach()
     return loss, {
         "loss": loss.detach(),
@@ -90,8 +93,17 @@ def dpo_loss(
         "acc": (weights * (chosen > rejected)).sum(),
         "logprobs_chosen_mean": (weights * logps[0]).sum(),
         "logprobs_rejected_mean": (weights * logps[1]).sum(),
+        "gain_chosen": (weights * gains[0]).sum(),
+        "gain_rejected": (weights * gains[1]).sum(),
         **reward_sums(chosen, rejected, weights),
     }
+
+
+def likelihood_fall(gain_chosen: float, gain_rejected: float) -> float:
+    """What chosen and rejected responses have both lost of the log-prob that the reference gives
+    them, in nats per response: at least 0.
+    """
+    return max(0.0, -max(gain_chosen, gain_rejected))
 
 
 def pair_losses(

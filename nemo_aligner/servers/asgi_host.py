@@ -124,9 +124,10 @@ class AsgiHost:
                 raise RuntimeError("uvicorn ended while it started")
             time.sleep(0.02)
 
-    def what_has_ended(self) -> str | None:
-        """Return "uvicorn" if its thread has ended, None while it runs."""
-        return None if self._thread is not None and self._thread.is_alive() else "uvicorn"
+    def failure(self) -> str | None:
+        """See `Host.failure`."""
+        runs = self._thread is not None and self._thread.is_alive()
+        return None if runs else "uvicorn ended by itself"
 
     def stop(self) -> None:
         """Close the port, then send the last replies. A second call does nothing."""

@@ -96,7 +96,7 @@ class PythonEnvironment:
         self._requests: list[queue.SimpleQueue[_Request | None]] = []
         self._ended: list[queue.SimpleQueue[int]] = []
         self._threads: list[threading.Thread] = []
-        ready: queue.SimpleQueue[UserError | None] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         for number in range(workers if starts_workers else 0):
             self._requests.append(queue.SimpleQueue())
             self._ended.append(queue.SimpleQueue())
@@ -150,6 +150,7 @@ class PythonEnvironment:
         Raises:
             EnvironmentFailedError: on the first conversation that failed, unless there is a
                 fallback.
+            OSError: no new worker could be started.
         """
         found: dict[int, Reply] = {}
         while True:
@@ -164,6 +165,8 @@ class PythonEnvironment:
 
     def _reply(self, request: _Request, outcome: Any) -> Reply:
         """The reply that a worker gave, or what takes its place."""
+        if isinstance(outcome, Exception):
+            raise outcome
         why = outcome
         if not isinstance(outcome, str):
             observation, reward, done = outcome
@@ -198,14 +201,14 @@ class PythonEnvironment:
 
     # --- one thread per worker ------------------------------------------------------------------
 
-    def _drive(self, number: int, ready: Callable[[UserError | None], None]) -> None:
+    def _drive(self, number: int, ready: Callable[[Exception | None], None]) -> None:
         """Thread of a worker. It must outlive the worker: the kernel kills a worker with the
         thread that started it.
         """
         worker: WorkerProcess | None = None
         try:
             worker = self._processes.start()
-        except UserError as error:
+        except Exception as error:
             ready(error)
             return
         ready(None)
@@ -230,6 +233,8 @@ class PythonEnvironment:
                 )
                 self._processes.end(worker)
                 worker, is_new = None, True
+            except Exception as error:  # no new worker could start: not the fault of a response
+                outcome = error
             self._replies.put((request, outcome))
         self._processes.end(worker)
 

@@ -538,14 +538,14 @@ class Fleet:
                 if self._first_seen is None:
                     self._first_seen = time.monotonic()
             return
-        server.hung = False  # the process that hung has ended
         if status is not None:
-            server.missed = 0
+            server.missed, server.hung = 0, False  # what hung has ended
             # It may still reply to what it has: only new requests go elsewhere.
             self._leave_out(server, f"a server replies, but '{self.spec.endpoint}' is not ready")
             return
         server.missed += 1
         if server.missed >= MAX_MISSED_PROBES:
+            server.hung = False
             self._leave_out(server, f"{problem} to {server.missed} probes in a row")
             for sending in self._take_back(server):
                 self._send_again(sending.request, lost=True)

@@ -29,8 +29,10 @@ class Host(Protocol):
     ) -> None:
         """Serve `endpoints`; returns once all are ready."""
 
-    def what_has_ended(self) -> str | None:
-        """Return which part has ended, None while all of it runs."""
+    def failure(self) -> str | None:
+        """Why it can serve no more, without a full stop; None while it can. To be called every few
+        seconds.
+        """
 
     def stop(self) -> None:
         """End it, after the last replies."""

@@ -142,16 +142,16 @@ class Lease:
         self._ask("DELETE")
 
     def _take(self) -> None:
-        """Wait for the lease of an actor that has ended."""
+        """Wait for the lease of an actor that has ended, and for a reply."""
         deadline = time.monotonic() + LEASE_S + 2 * RENEWAL_S
         status, error = self._ask("POST")
         if status == 409:
             logging.info(f"waiting for the lease of {self._where}: {error}")
-        while status == 409:
-            if time.monotonic() > deadline:
-                raise LeaseTakenError(f"the critic at {self._where} cannot be used: {error}")
+        while status in (None, 409) and time.monotonic() < deadline:
             time.sleep(1.0)
             status, error = self._ask("POST")
+        if status == 409:
+            raise LeaseTakenError(f"the critic at {self._where} cannot be used: {error}")
         if status is not None and status != 200:
             self.id = None  # a server of others
 

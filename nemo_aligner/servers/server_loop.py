@@ -279,11 +279,11 @@ class ServerLoop:
                     job = self._current = self._queue.get(timeout=self.heartbeat_s)
                 if time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
-                    ended = self._host.what_has_ended()
-                    if ended is not None and self._stop_reason is None:
+                    failure = self._host.failure()
+                    if failure is not None and self._stop_reason is None:
                         raise LostPeerError(
-                            f"{ended} ended by itself; its host may be out of memory or shared "
-                            "memory. The same command resumes from the last checkpoint."
+                            f"{failure}; its host may be short of memory, shared memory or "
+                            "processors. The same command resumes from the last checkpoint."
                         )
             announced = (job.signal if job else ServerSignal.HEARTBEAT) if self.rank == 0 else None
             signal_ = self.control.exchange(announced, stop=self._stop_reason is not None)

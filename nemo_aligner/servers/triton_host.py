@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ STARTS = 3  # of Triton, before the job gives up
 START_S = 300.0  # within which it is ready, or is started again
 LOOK_S = 0.2  # between two looks at its processes while it starts
 REPLACED_S = 15.0  # within which Triton replaces a stub that it has ended itself
+PROBE_S = 5.0  # within which a Triton that runs says so
+MOST_UNANSWERED = 6  # probes in a row
 
 
 class TritonStartError(RuntimeError):
@@ -58,6 +61,7 @@ class TritonHost:
         # By endpoint, the processes without which it cannot serve.
         self._stubs: dict[str, list[psutil.Process]] = {}
         self._last_seen: dict[str, float] = {}  # when its stub was alive, while Triton starts
+        self._unanswered = 0  # probes since Triton last replied to one
 
     def start(
         self,
@@ -98,7 +102,7 @@ class TritonHost:
     ) -> None:
         self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
         self._memory_prefix = shared_memory_prefix()
-        self._stubs, self._last_seen = {}, {}
+        self._stubs, self._last_seen, self._unanswered = {}, {}, 0
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory, self._memory_prefix)
@@ -144,7 +148,7 @@ class TritonHost:
         """Run Triton until it is ready, then open the port."""
         self._triton.launch()
         begun = looked = time.monotonic()
-        while not self._is_ready():
+        while not self._says("ready", timeout_s=10):
             if should_stop():
                 return
             if self._triton.has_ended():
@@ -163,11 +167,11 @@ class TritonHost:
         assert self._front is not None
         self._front.open()
 
-    def _is_ready(self) -> bool:
-        """Whether Triton has started all endpoints."""
-        connection = SocketConnection(self._triton.socket_path, timeout_s=10)
-        with contextlib.closing(connection), contextlib.suppress(OSError):
-            connection.request("GET", "/v2/health/ready")
+    def _says(self, state: str, timeout_s: float) -> bool:
+        """Whether Triton says in time that it is "live", or "ready" with all endpoints."""
+        connection = SocketConnection(self._triton.socket_path, timeout_s)
+        with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
+            connection.request("GET", f"/v2/health/{state}")
             return connection.getresponse().status == 200
         return False
 
@@ -212,20 +216,21 @@ class TritonHost:
                             parts.append(child)
         return found
 
-    def what_has_ended(self) -> str | None:
-        """Return which part of Triton has ended, None while all of it runs.
+    def failure(self) -> str | None:
+        """See `Host.failure`. A Triton that does not reply to several calls in a row is killed.
 
         Triton stays up, and says that it is ready, when one of its own processes has been killed.
         """
         if self._triton is None or not self._triton.is_alive():
-            return "Triton"
-        return self._ended_stub()
-
-    def _ended_stub(self) -> str | None:
+            return "Triton ended by itself"
         for endpoint, processes in self._stubs.items():
             if not all(map(_is_alive, processes)):
-                return f"Triton's process for {endpoint}"
-        return None
+                return f"Triton's process for {endpoint} ended by itself"
+        self._unanswered = 0 if self._says("live", PROBE_S) else self._unanswered + 1
+        if self._unanswered < MOST_UNANSWERED:
+            return None
+        self._kill_processes()  # one that is stopped could not be asked to end
+        return f"Triton runs, but has not replied to {self._unanswered} requests in a row"
 
     @lock_method("self._lock")
     def stop(self) -> None:
@@ -251,11 +256,14 @@ class TritonHost:
 
     def kill(self) -> None:
         """Kill Triton and clean up, for a process that ends and cannot wait for `stop`."""
-        for process in psutil.Process().children(recursive=True):
-            if "triton" in process.name():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+        self._kill_processes()
         self._clean()
+
+    def _kill_processes(self) -> None:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "triton" in process.name():
+                    process.kill()
 
     def _clean(self) -> None:
         if self._directory is not None:

@@ -116,10 +116,20 @@ class CustomLoggerWrapper:
         self._call(name_of_fn, *args, **kwargs)
 
     def finalize(self, status: str = "success") -> None:
-        """Flush and close; a further call of `log_metrics` opens the files again."""
+        """Flush and close; a further call of `log_metrics` opens the files again.
+
+        Raises:
+            UserError: there is no space for what waits in memory; names the files.
+        """
         self._call("finalize", status)
+        problems = []
         for file in self._files.values():
-            file.close()
+            try:
+                file.close()
+            except (UserError, OSError) as error:
+                problems.append(str(error))
+        if problems:
+            raise UserError(" ".join(problems))
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> None:
         for logger in self.loggers:

@@ -185,7 +185,7 @@ def main() -> None:
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
     from nemo_aligner.checkpoint.dist_ckpt import gathered
     from nemo_aligner.core.errors import SaveError
-    from nemo_aligner.servers import server_loop, slices
+    from nemo_aligner.servers import server_loop, slices, triton_host
 
     class Logger:
         def log_metrics(self, metrics, step, prefix):
@@ -268,6 +268,7 @@ def main() -> None:
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
     trainer.failure_grace_s = patience(3.0)
     server_loop.SAVE_GRACE_S = settings["save_grace_s"]
+    server_loop.CHECK_INTERVAL_S = triton_host.PROBE_S = settings["look_s"]
     slices.SLICE_TOKENS = settings["slice_tokens"]
     trainer.run_server()
     parallel_state.destroy()
@@ -287,6 +288,7 @@ class CriticJob:
         slice_tokens: of a slice of a scoring request.
         background: checkpoints are written in the background. They cannot be written while there
             is a file `checkpoint.json.full`.
+        look_s: between two looks at Triton, and how long it may take to reply to one.
         server: the section `server` of the configuration.
     """
 
@@ -301,6 +303,7 @@ class CriticJob:
         save_grace_s=60.0,
         slice_tokens=512,
         background=False,
+        look_s=5.0,
         server=None,
         **cfg,
     ):
@@ -315,6 +318,7 @@ class CriticJob:
             "save_grace_s": save_grace_s,
             "slice_tokens": slice_tokens,
             "background": background,
+            "look_s": look_s,
             "server": server or {},
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),

@@ -863,6 +863,18 @@ def test_a_job_whose_triton_is_killed_ends_with_one_message(process, named):
         job.assert_nothing_left()
 
 
+def test_a_job_whose_triton_is_stopped_for_good_ends_with_one_message():
+    with CriticJob(look_s=patience(1.0)) as job:
+        job.wait_until_serving()
+        job.look_around()
+        (triton,) = job.children_named("tritonserver")
+        triton.suspend()
+        codes = job.wait_for_exit(30)
+        assert codes == [1], codes
+        assert "Triton runs, but has not replied to 6 requests in a row; its host" in job.log()
+        job.assert_nothing_left()
+
+
 @each_frontend
 def test_a_taken_port_is_refused_at_start(frontend):
     import socket

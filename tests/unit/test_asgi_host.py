@@ -300,12 +300,12 @@ def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
                 assert connection.sock.recv(1) == b""
 
 
-def test_what_has_ended():
+def test_a_front_that_has_ended_is_a_failure():
     front = AsgiFront([(REWARD, score)], Access(TOKEN))
-    assert front.host.what_has_ended() is None
+    assert front.host.failure() is None
     assert Exchange(*front.address, token_header(TOKEN)).run(
         InferRequest("reward_model", SCORING), patience(20)
     )
     front.close()
     front.close()
-    assert front.host.what_has_ended() == "uvicorn"
+    assert front.host.failure() == "uvicorn ended by itself"

@@ -281,10 +281,13 @@ def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_pat
     assert model.get_ref_policy_logprobs(batch).shape == (8, LENGTH - 1)
 
 
+@pytest.mark.parametrize("average", [False, True], ids=["sums", "means"])
 def test_an_alarm_when_both_responses_become_unlikely(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, average
 ):
-    model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
+    """The threshold is in nats per response, whatever the rewards are."""
+    settings = job(preference_average_log_probs=average)
+    model = MegatronGPTDPOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), settings))
     model.set_reference_policy()
     given = list(records(3 * PAIRS))
     data = DPOModelDataset([write(tmp_path / "p.jsonl", given)], tiny_tokenizer, LENGTH)
@@ -295,9 +298,11 @@ def test_an_alarm_when_both_responses_become_unlikely(
         weight.data *= 3  # a policy that is sure of other tokens
     trainer.fit()
     assert log[0]["likelihood_fall"] > 0.5 and log[0]["alarms_active"] == 1
-    assert log[0]["likelihood_fall"] == pytest.approx(
-        -max(log[0]["rewards_chosen_mean"], log[0]["rewards_rejected_mean"])
-    )
+    fall = -max(log[0]["rewards_chosen_mean"], log[0]["rewards_rejected_mean"])
+    if average:
+        assert log[0]["likelihood_fall"] > 2 * fall > 0
+    else:
+        assert log[0]["likelihood_fall"] == pytest.approx(fall)
     assert len(said) == 1 and "model.dpo.sft_loss_weight" in said[0]
 
 

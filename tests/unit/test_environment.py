@@ -14,6 +14,7 @@ import torch
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation.turns import Reply
+from nemo_aligner.servers import user_code
 from nemo_aligner.servers.environment import EnvironmentFailedError, PythonEnvironment
 from tests.patience import patience, wait_until
 
@@ -131,6 +132,20 @@ def test_conversations_go_on_after_another_one_ended_their_worker(tmp_path, reas
         ask(played, 0, "a")
         assert ask(played, 1, reason) == ("", -1.0, True)
         assert ask(played, 0, "a", "b") == expected
+
+
+def test_a_machine_that_starts_no_more_processes_is_an_error(tmp_path, monkeypatch):
+    def start(_workers):
+        raise BlockingIOError("no more processes")
+
+    with environment(tmp_path, workers=1, fallback=-1.0) as played:
+        monkeypatch.setattr(user_code.Workers, "start", start)
+        assert ask(played, 0, "die") == ("", -1.0, True)
+        played.submit(1, 1, ids("start"), (ids("a"),))
+        with pytest.raises(BlockingIOError):
+            played.replies(wait=True)
+    with pytest.raises(BlockingIOError):
+        environment(tmp_path)
 
 
 @pytest.mark.parametrize(

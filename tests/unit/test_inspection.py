@@ -216,7 +216,7 @@ def test_examples_with_logits_of_a_teacher(model, tmp_path, capsys):
             np.array([[1, 2]] * trained),
             np.ones(trained, np.float32),
         )
-        lines.append(to_line(example, number, 2, None))
+        lines.append(to_line(example, number, 2, None, "0"))
     path = tmp_path / "logits.jsonl"
     path.write_text("".join(lines))
     out = shown(capsys, str(path), "--model", model)

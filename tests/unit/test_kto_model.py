@@ -169,6 +169,21 @@ def test_one_sample_has_no_other_to_compare_with(tiny_tokenizer, tmp_path):
         KTOModelDataset([path], tiny_tokenizer, LENGTH)
 
 
+def test_a_part_of_one_sample_is_an_error(tiny_tokenizer, tmp_path):
+    path = write(tmp_path / "samples.jsonl", records(20))
+    with pytest.raises(UserError, match="at least two samples.*1 of 20"):
+        build_train_valid_test_kto_datasets(
+            OmegaConf.create({"data": {}}),
+            path,
+            "jsonl",
+            "95,5,0",
+            [-1] * 3,
+            LENGTH,
+            1,
+            tiny_tokenizer,
+        )
+
+
 def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("nemo.utils.logging.warning", lambda text: said.append(text))

@@ -4,6 +4,7 @@
 a student of all forms learns from them. test_distillation_scripts.py has the commands.
 """
 
+import copy
 import json
 
 import numpy as np
@@ -53,7 +54,7 @@ def example(number: int, top_k: int = K) -> TopKExample:
 def text(tokenizer, count: int = COUNT, top_k: int = K, rows: int | None = None) -> str:
     fingerprint = tokenizer_fingerprint(tokenizer)
     return "".join(
-        to_line(example(n, top_k), n, count if rows is None else rows, fingerprint)
+        to_line(example(n, top_k), n, count if rows is None else rows, fingerprint, "0")
         for n in range(count)
     )
 
@@ -127,7 +128,7 @@ def test_bad_files_end_with_one_line(tiny_tokenizer, file, case, message):
     fingerprint = tokenizer_fingerprint(tiny_tokenizer)
     each = example(2)
     if case == "another tokenizer":
-        lines[2] = to_line(each, 2, COUNT, "5 tokens, end 0, 0123456789ab")
+        lines[2] = to_line(each, 2, COUNT, "5 tokens, end 0, 0123456789ab", "0")
     elif case == "rows missing":
         del lines[4]
     elif case == "damaged":
@@ -137,16 +138,16 @@ def test_bad_files_end_with_one_line(tiny_tokenizer, file, case, message):
     elif case == "ids of another vocabulary":
         ids = np.zeros_like(each.topk_token_ids)
         ids[0, 0] = tiny_tokenizer.vocab_size
-        lines[2] = to_line(each._replace(topk_token_ids=ids), 2, COUNT, fingerprint)
+        lines[2] = to_line(each._replace(topk_token_ids=ids), 2, COUNT, fingerprint, "0")
     elif case == "positions missing":
         parts = {key: getattr(each, key)[:1] for key in TopKExample._fields[3:]}
-        lines[2] = to_line(each._replace(**parts), 2, COUNT, fingerprint)
+        lines[2] = to_line(each._replace(**parts), 2, COUNT, fingerprint, "0")
     elif case == "no base64":
         record = json.loads(lines[2])
         del record["checksum"]
         lines[2] = json.dumps({**record, "topk_logits": "?"}) + "\n"
     else:
-        lines[2] = to_line(example(2, 2), 2, COUNT, fingerprint)
+        lines[2] = to_line(example(2, 2), 2, COUNT, fingerprint, "0")
     file.write_text("".join(lines))
     with pytest.raises(UserError, match=message) as caught:
         KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH)
@@ -193,6 +194,25 @@ TEMPLATE = (
 )
 
 
+def check_that_lines_belong_to_their_job(teacher, examples, file):
+    """The same command keeps the lines; another teacher, or other examples, are an error."""
+    content = file.read_bytes()
+    write_topk_logits(teacher, examples, file, top_k=6)
+    assert file.read_bytes() == content
+    cut = copy.copy(examples)
+    cut.collate_fn = lambda items: {
+        key: value[:, :5] if torch.is_tensor(value) and value.dim() == 2 else value
+        for key, value in examples.collate_fn(items).items()
+    }
+    with pytest.raises(UserError, match="it has other tokens, labels, loss_mask"):
+        write_topk_logits(teacher, cut, file, top_k=6)
+    weight = teacher.unwrapped()[0].decoder.layers[0].mlp.linear_fc1.weight
+    weight.data[0, 0] += 1
+    with pytest.raises(UserError, match="of another teacher, data set or command"):
+        write_topk_logits(teacher, examples, file, top_k=6)
+    weight.data[0, 0] -= 1
+
+
 @pytest.mark.parametrize("chat", [False, True], ids=["texts", "conversations"])
 def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
     tiny_tokenizer_dir, tiny_tokenizer, tmp_path, file, chat
@@ -223,6 +243,7 @@ def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
     )
     teacher = TopKTeacherModel(job(tiny_tokenizer_dir))
     write_topk_logits(teacher, examples, file, top_k=6)
+    check_that_lines_belong_to_their_job(teacher, examples, file)
     data = KnowledgeDistillationDataset([file], tiny_tokenizer, 64)
     batch = data.collate_fn([data[n] for n in range(4)])
     whole = examples.collate_fn([examples[n] for n in range(4)])

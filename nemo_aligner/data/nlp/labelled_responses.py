@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from nemo.utils import logging
+from typing_extensions import Self
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -65,17 +67,30 @@ class KTOModelDataset(ResponseDataset):
     ) -> None:
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
         self.encode = self.encoder.encode_text
-        if len(self.documents) < 2:
-            raise UserError(
-                f"{name} data: KTO needs at least two samples, each with another's response to "
-                f"compare with, but {len(self.documents)} of {len(self.lines)} can be used."
-            )
+        self._check_size()
         desirable = int(self.lines.numbers[self.documents].sum())
         if desirable in (0, len(self.documents)):
             logging.warning(
                 f"{name} data: all {len(self.documents)} samples are "
                 f"{'chosen' if desirable else 'rejected'}. KTO then moves the policy in one "
                 "direction only, from or to all of them; add samples of the other kind."
+            )
+
+    def select(self, documents: np.ndarray) -> Self:
+        """See `FileDataset.select`.
+
+        Raises:
+            UserError: it is less than two documents.
+        """
+        other = super().select(documents)
+        other._check_size()
+        return other
+
+    def _check_size(self) -> None:
+        if len(self.documents) < 2:
+            raise UserError(
+                f"{self.name} data: KTO needs at least two samples, each with another's response "
+                f"to compare with, but a part has {len(self.documents)} of {len(self.lines)}."
             )
 
     def _inspect(self, record: Record) -> tuple[int, float]:
@@ -90,7 +105,7 @@ class KTOModelDataset(ResponseDataset):
         size = len(self.documents)
         sample = self._sample(place)
         step = max(1, round(PARTNER * size))
-        other = sample if size == 1 else self._sample((place + step) % size)
+        other = self._sample((place + step) % size)
         item = {
             "preference": torch.tensor(float(self.lines.numbers[int(self.documents[place])])),
             "loss_mask": torch.zeros(self.seq_length),

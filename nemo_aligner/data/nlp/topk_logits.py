@@ -13,12 +13,13 @@
 | `index` | number of the example in its data set |
 | `rows` | number of lines of the whole file |
 | `tokenizer` | fingerprint of the teacher's tokenizer (`servers/fingerprint.py`) |
+| `teacher` | checksum of the teacher's weights (`MegatronGPTModel.checksum_of_base`) |
 | `checksum` | XXH3 of all of these |
 
 n counts the positions with a `loss_mask` that is not 0: nothing is learned at the others. The
 arrays are the base64 text of their bytes (little-endian), which is exact, and read many times
 faster than numbers in JSON. NeMo-Aligner's own files, with nested lists of numbers for all S
-positions and without the last three fields, can be read too.
+positions and without the last four fields, can be read too.
 """
 
 import base64
@@ -61,14 +62,21 @@ class TopKExample(NamedTuple):
     log_sum_exp_logits: np.ndarray
 
 
-def to_line(example: TopKExample, index: int, rows: int, fingerprint: str | None) -> str:
-    """The line of a file for an example; arguments are the fields of the same names."""
+def to_line(
+    example: TopKExample, index: int, rows: int, fingerprint: str | None, teacher: str
+) -> str:
+    """The line of a file for an example.
+
+    Args:
+        index, rows, teacher: the fields of the same names.
+        fingerprint: of the tokenizer.
+    """
     record = {key: getattr(example, key).tolist() for key in EXAMPLE}
     for key, dtype in ARRAYS.items():
         data = np.ascontiguousarray(getattr(example, key), dtype=dtype)
         record[key] = base64.b64encode(data.tobytes()).decode()
     record |= {"top_k": example.topk_logits.shape[1], "index": index, "rows": rows}
-    record["tokenizer"] = fingerprint
+    record |= {"tokenizer": fingerprint, "teacher": teacher}
     return json.dumps(record | {"checksum": _checksum(record)}) + "\n"
 
 

@@ -23,7 +23,6 @@ from nemo_aligner.models.nlp.gpt import lora_layers
 from nemo_aligner.models.nlp.gpt.lora_layers import LoRA
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.device import get_device
 
 
 class NLPAdapterModelMixin(MegatronGPTModel):
@@ -103,12 +102,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         if start is not None:
             self.load_adapters(start)
         self._log_sizes(start)
-
-    def checksum_of_base(self) -> str:
-        """Checksum of the weights without adapters (`adapters.checksum_of_model`); all ranks call
-        it.
-        """
-        return adapters.checksum_of_model(super().sharded_weights(), _add_over_ranks)
 
     def _parameters_of_chunks(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for module in self.unwrapped():
@@ -266,14 +259,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             with open_dict(config):
                 config[adapters.BASE_SECTION] = self._base.to_config()
         return config
-
-
-def _add_over_ranks(tensor: Tensor) -> None:
-    if not torch.distributed.is_initialized():
-        return
-    on_device = tensor.to(get_device())
-    torch.distributed.all_reduce(on_device)
-    tensor.copy_(on_device)
 
 
 def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Path | None:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights
-from nemo_aligner.core.preference import dpo_loss, interleave, reward_statistics
+from nemo_aligner.core.preference import (
+    dpo_loss,
+    interleave,
+    likelihood_fall,
+    reward_statistics,
+)
 from nemo_aligner.core.types import DirectPairBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
@@ -65,9 +70,8 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
 
         Returns:
             The loss and, over the pairs that count, the metrics of `dpo_loss`, the statistics of
-            the rewards, `margin` (of the mean rewards), `likelihood_fall` (what the log-probs of
-            chosen and rejected responses have both lost, at least 0) and `weights` (number of
-            pairs).
+            the rewards, `margin` (of the mean rewards), `likelihood_fall` (see
+            `core.preference`) and `weights` (number of pairs).
         """
         if "ref_policy_log_probs_chosen" not in batch:
             raise UserError(
@@ -119,6 +123,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         reward_statistics(metrics)
         chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
         metrics["margin"] = chosen - rejected
-        metrics["likelihood_fall"] = max(0.0, -max(chosen, rejected))
+        gains = metrics.pop("gain_chosen"), metrics.pop("gain_rejected")
+        metrics["likelihood_fall"] = likelihood_fall(*gains)
         metrics["weights"] = float(sum_over_dp(valid.sum()))
         return metrics["loss"], metrics

@@ -25,7 +25,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import hugging_face, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import adapters, hugging_face, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.stored_weights import TensorSource, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
@@ -349,6 +349,20 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             # Virtual chunks share one name space: Megatron Core numbers layers globally.
             sharded[f"model{index}"] = chunk.sharded_state_dict(prefix="model.", metadata=metadata)
         return sharded
+
+    def checksum_of_base(self) -> str:
+        """Checksum of the weights without adapters (`adapters.checksum_of_model`), which does not
+        depend on the split; all ranks call it.
+        """
+
+        def add_over_ranks(tensor: Tensor) -> None:
+            if torch.distributed.is_initialized():
+                on_device = tensor.to(get_device())
+                torch.distributed.all_reduce(on_device)
+                tensor.copy_(on_device)
+
+        sharded = MegatronGPTModel.sharded_weights(self)  # not the adapters of a class below
+        return adapters.checksum_of_model(sharded, add_over_ranks)
 
     def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
         """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
