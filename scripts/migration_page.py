@@ -136,7 +136,8 @@ and critic resume from the same step is compared by `PPOTrainer.fit`.
 NeMo-Aligner's last revision has `pytorch_lightning` in `serve_reward_model.py`, whose trainer
 takes no `NLPDDPStrategy`: write `lightning.pytorch` there, as in 0.7.0.
 
-Scripts of algorithms that this package does not have (paths below NeMo-Aligner's `examples`):
+Its other scripts do not run with this package (paths below NeMo-Aligner's `examples`); of
+distillation it has its own, with their paths and keys:
 
 {table(("Algorithm", "Scripts"), others)}
 
@@ -155,7 +156,7 @@ def commands() -> str:
 what they meant. `python script.py trainer.devices=N` starts the other processes itself; torchrun,
 srun and mpirun work as well.
 
-The commands that NeMo-Aligner documents for PPO, rejection sampling, SFT and reward models:
+The commands that NeMo-Aligner documents:
 
 {table(("Where", "Script", "Here"), documented_commands())}
 

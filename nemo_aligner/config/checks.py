@@ -66,7 +66,12 @@ def check_config(
     unknown = unknown_keys(written, config_name) if may_have_other_keys else []
     if not may_have_other_keys:
         check_keys(written, config_name)
-    missing = [key for key, value in _walk(written, config_name).items() if value == "???"]
+    without_effect = INERT[config_name]
+    missing = [
+        key
+        for key, value in _walk(written, config_name).items()
+        if value == "???" and key not in without_effect
+    ]
     if missing:
         raise ConfigError(
             f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=..."

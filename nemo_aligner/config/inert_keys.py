@@ -356,7 +356,14 @@ INERT = {
         "pad_length_to_multiple_of",
         "micro-batches are padded as sequence and context parallelism need it",
         ...,
-    ),
+    )
+    | _inert(
+        "model.dpo",
+        "average_log_probs",
+        "NeMo-Aligner 0.7 does not read it either; use model.dpo.preference_average_log_probs",
+        False,
+    )
+    | {"precision": Inert(_DEAD + "; model.precision counts", (...,))},
     "gpt_knowledge_distillation": _INERT_COMMON
     | _DATASET_INERT
     | _inert("model.data", "n_examples_per_chunk", "the files say how many they hold", ...)
@@ -413,6 +420,10 @@ INERT["inference_teacher"] = _INERT_COMMON | _inert(
 )
 INERT["compute_topk_logits"] = (
     _INERT_COMMON
+    | {"name": Inert("nothing reads it", (...,))}
+    | _inert("model", "restore_from_path", "use pretrained_checkpoint.restore_from_path", "???")
+    | _inert("model", "answer_only_loss", _DEAD + ": the responses count alone", False)
+    | _inert("model", "sync_batch_comm gradient_as_bucket_view", _APEX, False)
     | _inert("data", "sample num_workers dataloader_type", "examples keep their order", ...)
     | _inert(
         "data.data",

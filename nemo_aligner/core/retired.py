@@ -16,10 +16,6 @@ _TRT = (
     "TensorRT-LLM is not used: the policy generates with the built-in engine "
     "(nemo_aligner.generation.MegatronGenerator); set trainer.ppo.trt_llm.enable=False"
 )
-_OTHER = (
-    "{} belongs to an algorithm that this package does not have; it has PPO, REINFORCE, "
-    "rejection sampling, DPO, KTO, SPIN, SteerLM, distillation, SFT and reward models"
-)
 _APEX = (
     "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
     "the states of Megatron Core's"
@@ -40,7 +36,10 @@ RETIRED: dict[str, dict[str, str]] = {
         "DPOPackedDataset": _PACKED_PAIRS,
     },
     "nemo_aligner.utils.distributed": {
-        "compute_topk_logits_in_batched_sequence": _OTHER.format("knowledge distillation"),
+        "compute_topk_logits_in_batched_sequence": (
+            "use nemo_aligner.models.nlp.gpt.topk_teacher.TopKTeacherModel.top_logits, or the "
+            "script compute_topk_logits.py"
+        ),
     },
     "nemo_aligner.utils.parallel_state": {
         "enable_trt_llm_reshard_calls": _TRT,

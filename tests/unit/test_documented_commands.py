@@ -182,11 +182,14 @@ def test_every_documented_command_is_there():
         "steerlm2.rst": 1,
         "reinforce.rst": 4,
         "knowledge-distillation.rst": 4,
+        "dpo.rst": 2,
         "spin.rst": 2,
         "ppo.sh": 2,
         "reinforce.sh": 2,
         "rm.sh": 1,
         "sft.sh": 1,
+        "dpo.sh": 1,
+        "kd.sh": 2,
     }
 
 
@@ -258,6 +261,7 @@ OLD_VALUES = {
         "trainer.num_nodes": 8,
         "trainer.dpo.val_check_interval": 0.1,
         "model.data.pad_length_to_multiple_of": None,
+        "precision": "${trainer.precision}",
     },
     "gpt_kto": training("kto")
     | {
@@ -282,6 +286,24 @@ OLD_VALUES = {
         _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",
         "exp_manager.checkpoint_callback_params.save_best_model": False,
         "model.tensor_model_parallel_size": 1,
+    },
+    "compute_topk_logits": {
+        "name": "megatron_gpt_infer_topk_logits",
+        "trainer.accelerator": "gpu",
+        "model.restore_from_path": "???",
+        "model.resume_from_checkpoint": None,
+        "model.save_nemo_on_validation_end": True,
+        "model.sync_batch_comm": False,
+        "model.global_batch_size": 1,
+        "model.encoder_seq_length": 4096,
+        "model.activations_checkpoint_layers_per_pipeline": None,
+        "model.answer_only_loss": False,
+        "model.gradient_as_bucket_view": False,
+        "model.seq_len_interpolation_factor": None,
+        "model.use_flash_attention": None,
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
+        "model.ffn_dropout": 0.0,
     },
 }
 NODES = "trainer.num_nodes"
@@ -341,6 +363,9 @@ NEW_KEYS = {
         model.precision model.peft.restore_from_ckpt model.data.columns
         model.data.validation_drop_last model.optim.bucket_cap_mb
         model.optim.overlap_grad_sync model.optim.contiguous_grad_buffer""",
+    "compute_topk_logits": """trainer.hang_timeout_s model.dynamic_micro_batch_tokens
+        model.virtual_pipeline_model_parallel_size model.context_parallel_size
+        model.expert_model_parallel_size model.precision data.chat_template data.data.columns""",
 }
 _DATA = "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
 _START = "pretrained_checkpoint.restore_from_path={model}"
@@ -376,6 +401,11 @@ JOBS = {  # script, what a user must give, notes
         [],
     ),
     "gpt_knowledge_distillation": ("train_gpt_knowledge_distillation", [_START, _DATA], []),
+    "compute_topk_logits": (
+        "../synthetic_data_gen/compute_topk_logits",
+        [_START, "data.data.file_path=a.jsonl", "output_path=b.jsonl"],
+        ["model.save_nemo_on_validation_end=True"],
+    ),
 }
 
 
