@@ -96,7 +96,8 @@ WARNINGS = (
         True,
         "Almost no response ends by itself. Responses that are cut off do not train the policy "
         "(unless model.ppo.train_on_truncated), and their rewards are those of fragments; in SPIN "
-        "they differ from those of the data by their missing end above all. Raise "
+        "they differ from those of the data by their missing end above all; in distillation the "
+        "student does not learn to end. Raise "
         "length_params.max_length, check that the SFT data end with the eos token, or set "
         "sampling_params.end_strings.",
     ),

@@ -57,7 +57,7 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         if metrics["on_policy"]:
             with self.timer("generate_time"):
                 batch, ended = self.with_own_responses(batch)
-            metrics["ended_fraction"] = _mean_over_dp(ended.float())
+            metrics["fraction_of_samples_properly_ended"] = _mean_over_dp(ended.float())
         metrics["response_length"] = _mean_over_dp(batch["loss_mask"].sum(-1))
         with self.timer("teacher_time"):
             with_logits = self.with_logits(batch)

@@ -560,7 +560,8 @@ def _check_distillation(values: Values) -> None:
         )
     check_on_policy(values)
     values.whole("model.data.top_k", 1)
-    values.number("trainer.knowledge_distillation.alarms.teacher_mass", 0, 1)
+    for key in ("teacher_mass", "truncated_fraction"):
+        values.number(f"trainer.knowledge_distillation.alarms.{key}", 0, 1)
     data_impl = str(values.get("model.data.data_impl"))
     if holds_tokens(data_impl):
         raise ConfigError(

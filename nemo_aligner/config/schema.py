@@ -256,7 +256,8 @@ _DISTILLATION = (
     dotted(
         "trainer.knowledge_distillation",
         """max_epochs max_steps val_check_interval save_interval limit_train_batches
-        limit_val_batches gradient_clip_val alarms.replica_check_interval alarms.teacher_mass""",
+        limit_val_batches gradient_clip_val alarms.replica_check_interval alarms.teacher_mass
+        alarms.truncated_fraction""",
     )
     | dotted(
         "model.knowledge_distillation",

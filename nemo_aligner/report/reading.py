@@ -53,7 +53,9 @@ class JobRecord:
 
     @property
     def is_policy(self) -> bool:
-        """True if the job trains a policy on its own rollouts (PPO, rejection sampling)."""
+        """True if the job trains a policy on its own rollouts (PPO, REINFORCE, rejection
+        sampling).
+        """
         return any(key.startswith(("train_rollouts/", "val_rollouts/")) for key in self.series)
 
     @property

@@ -53,7 +53,12 @@ SUPERVISED_MEASURES = (
     Measure("loss, training", ("train/loss",), "loss"),
     Measure("accuracy, validation", ("validation/acc",), "accuracy"),
     Measure("accuracy, training", ("train/acc",), "accuracy"),
-    Measure("margin of rewards", ("validation/margin", "train/margin")),
+    Measure(
+        "margin of rewards",
+        ("validation/margin", "validation/rewards_margin", "train/margin", "train/rewards_margin"),
+    ),
+    Measure("divergence from the teacher, validation", ("validation/kd_loss",), "divergence"),
+    Measure("divergence from the teacher, training", ("train/kd_loss",), "divergence"),
     Measure("response length in tokens, self-play", ("train/avg_generated_lengths",)),
     Measure("correlation, validation", ("validation/correlation",)),
     Measure("explained variance", ("train/explained_variance",)),
@@ -97,6 +102,10 @@ WATCHED = (
     ),
     ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", False),
     ("own responses that equal the data's", "train/identical_fraction", True),
+    ("what chosen and rejected responses have both lost", "train/likelihood_fall", True),
+    ("margin of rewards", "train/margin", False),
+    ("margin of rewards", "train/rewards_margin", False),
+    ("probability of the teacher's top-k tokens", "train/teacher_mass", False),
 )
 
 

@@ -197,6 +197,32 @@ def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_p
         assert title in found.texts, title
 
 
+@pytest.mark.parametrize(
+    "metrics, titles",
+    [
+        (
+            {"likelihood_fall": 12.0, "margin": 0.5},
+            ["margin of rewards", "what chosen and rejected responses have both lost"],
+        ),
+        ({"rewards_margin": 0.5}, ["margin of rewards"]),
+        (
+            {"kd_loss": 0.7, "teacher_mass": 0.4, "fraction_of_samples_properly_ended": 0.5},
+            [
+                "divergence from the teacher, training",
+                "probability of the teacher's top-k tokens",
+                "own responses that end by themselves",
+            ],
+        ),
+    ],
+    ids=["DPO", "KTO", "distillation"],
+)
+def test_what_other_algorithms_show(tmp_path, metrics, titles):
+    write_supervised(tmp_path, 1000.0, alarms_active=0, **metrics)
+    found = Page(page.render(tmp_path))
+    for title in titles:
+        assert title in found.texts, title
+
+
 def test_text_of_a_model_cannot_become_markup(tmp_path):
     evil = "</td><script>alert(1)</script>"
     write_jsonl(
