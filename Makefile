@@ -13,7 +13,7 @@
 # make test         all tests that run without a GPU, but for those marked full or chaos (30 minutes)
 # make test-full    the same, and those marked full: every split, the long jobs
 # make chaos        faults in every phase of a job, and what came of them (long)
-# make bench        benchmarks against Hugging Face and TRL (half an hour); writes benchmarks/results/*.json
+# make bench        benchmarks against Hugging Face and TRL (25 to 28 minutes); writes benchmarks/results/*.json
 #                   and the tables of docs/performance.md
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make test-gpu     the tests that need a GPU

@@ -7,8 +7,8 @@
     weights/             distributed checkpoint (torch_dist), in which `module.` precedes the names
 
 The arguments become keys of the section `model` (docs/config.md). Only the text is read: no class
-of NeMo is imported. (PyTorch reads the metadata of distributed weights with pickle: name only
-folders that you trust.)
+of NeMo is imported. The metadata of the weights may name nothing but the classes that it needs
+(`checkpoint/data_only.py`).
 
 `SAME`, `RENAMED`, `ACTIVATIONS`, `IGNORED` and `MODELS` say what becomes of each argument; one
 that is in none of them must have its default, since it would change the model.
