@@ -17,6 +17,8 @@ from nemo_aligner.core.losses import kept
 
 # A rest of the teacher that float32 cannot tell from none counts as so much.
 SMALLEST_REST = 1e-7
+# Nor is the student's less than so much, in which float32 is at its end.
+SMALLEST_LOG = math.log(torch.finfo(torch.float32).tiny)
 
 
 def distillation_loss(
@@ -76,7 +78,8 @@ def distillation_loss(
         rest = torch.log(-torch.expm1(log_mass.clamp(max=-SMALLEST_REST)))
         teacher = teacher - kept(teacher_log_sum_exp, weights).unsqueeze(-1)
         teacher = torch.cat([teacher, rest.unsqueeze(-1)], -1).log_softmax(-1)
-        student = torch.cat([student, kept(rest_logprobs, weights).unsqueeze(-1)], -1)
+        own = kept(rest_logprobs, weights).clamp(min=SMALLEST_LOG)
+        student = torch.cat([student, own.unsqueeze(-1)], -1)
     kd = (weights * divergence(student, teacher, kd_loss, jsd_beta)).sum()
     sft = -(weights * kept(label_logprobs, weights)).sum()
     loss = kd_loss_weight * kd + sft_loss_weight * sft
