@@ -53,6 +53,7 @@ def one_rank_has_no_space(
     folder: str, tokenizer_dir: str, where: str, in_background: bool = False
 ) -> tuple:
     """The error of a save in which rank 1, or rank 0, cannot write; then a save that can."""
+    import torch
     from torch.distributed import barrier, get_rank
 
     from nemo_aligner.checkpoint import checkpointing, checksums
@@ -76,10 +77,19 @@ def one_rank_has_no_space(
     def refuse(*_arguments):
         raise full
 
+    plain_save = torch.save
+
+    def save(data, path, *arguments):
+        if str(path).endswith("common.pt"):
+            raise full
+        plain_save(data, path, *arguments)
+
     if where == "weights" and get_rank() == 1:
         checksums._Stream = FullStream
     elif where in names and get_rank() == (where == "write_durably"):
         setattr(checkpointing, where, refuse)
+    elif where == "common" and get_rank() == 0:
+        torch.save = save
     try:
         callback.custom_save({"step": 2}, trainer_state={"step": 2})
         while callback.is_saving:  # as after each step
@@ -87,7 +97,7 @@ def one_rank_has_no_space(
         message = None
     except SaveError as error:
         message = str(error)
-    checksums._Stream = stream
+    checksums._Stream, torch.save = stream, plain_save
     for name in names:
         setattr(checkpointing, name, own[name])
     barrier()
@@ -101,9 +111,9 @@ def one_rank_has_no_space(
 def each_place(folder: str, tokenizer_dir: str) -> dict:
     places = {
         where: one_rank_has_no_space(f"{folder}/{where}", tokenizer_dir, where)
-        for where in ("weights", "write_durably", "write_manifest")
+        for where in ("weights", "common", "write_durably", "write_manifest")
     }
-    for where in ("weights", "write_manifest"):
+    for where in ("weights", "common", "write_manifest"):
         name = f"{where}-in-background"
         places[name] = one_rank_has_no_space(f"{folder}/{name}", tokenizer_dir, where, True)
     return places

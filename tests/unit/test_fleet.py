@@ -256,6 +256,20 @@ def test_a_hanging_model_is_given_up_until_it_gives_a_score_or_is_restarted(line
         assert len([line for line in lines if line.startswith("back: ")]) == 1
 
 
+def test_a_lost_probe_does_not_take_back_a_server_that_hangs():
+    with ScriptedServer() as a, ScriptedServer() as b, Running(a, b) as running:
+        servers = running.ready().fleet
+        server = servers.servers[0]
+        with servers._lock:
+            server.hung, server.missed = True, 0
+            for probe in range(1, fleet.MAX_MISSED_PROBES + 1):
+                servers._note_probe(server, None, "no reply")
+                assert server.hung == (probe < fleet.MAX_MISSED_PROBES)
+            server.hung = True
+            servers._note_probe(server, 503, "not ready")
+            assert not server.hung
+
+
 def test_a_hanging_model_is_not_asked_with_the_request_that_it_may_hang_on():
     with ScriptedServer(lambda *_: None) as a, ScriptedServer(lambda *_: None) as b:
         with Running(a, b, inference_timeout_s=patience(0.4)) as running:

@@ -450,6 +450,22 @@ def test_clients_without_a_lease_where_they_are_welcome(make_front, triton):
         assert save(front, A)[0] == 200
 
 
+def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypatch):
+    lost, connect = [], lease_module.make_connection
+
+    def flaky(host, port, *rest):
+        if not lost:
+            lost.append(port)
+            port = find_free_port()  # nobody listens
+        return connect(host, port, *rest)
+
+    monkeypatch.setattr(lease_module, "make_connection", flaky)
+    connection = ServerConnection(*front.address, patience(20), "x")
+    connection.take_lease()
+    assert lost and save(front, connection._lease.id)[0] == 200
+    connection.close()
+
+
 def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
     monkeypatch.setattr(lease_module, "RENEWAL_S", 0.05)
     monkeypatch.setattr(lease_module, "LEASE_S", 3.0)
