@@ -124,8 +124,10 @@ def test_lines_wait_while_there_is_no_space(tmp_path, monkeypatch, caplog, freed
         logger.finalize()
         assert [line["a"] for line in read(path)] == list(range(5))
     else:
-        with pytest.raises(UserError, match="metrics.jsonl: No space left.* bytes are lost"):
+        logger.log_samples("val_samples", [{"prompt": "a"}])
+        with pytest.raises(UserError, match="metrics.jsonl: No space left.* bytes are lost") as e:
             logger.finalize()
+        assert "val_samples.jsonl: No space left" in str(e.value)
         room[0] = 10**6
         logger.log_metrics({"a": 5}, step=5)  # the torn line goes
         assert [line["a"] for line in read(path)] == [0, 5]
