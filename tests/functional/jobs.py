@@ -208,5 +208,7 @@ def wait_for_log(job: ScriptJob, text: str, timeout_s: float = 150.0) -> None:
 
 def assert_ended_well(job: ScriptJob, code: int) -> None:
     # torchrun itself reports a SIGTERM with exit code 1, however well its workers ended.
-    assert code == 0 or (job.launcher == "torchrun" and job.stopped), job.log[-4000:]
-    assert not job.leftovers()
+    ended_well = code == 0 or (job.launcher == "torchrun" and job.stopped)
+    assert ended_well, f"exit code {code} of\n{job.log[-4000:]}"
+    left = job.leftovers()
+    assert not left, f"{left} is left of\n{job.log[-4000:]}"

@@ -461,19 +461,20 @@ def test_a_server_that_was_stopped_and_continued_gets_requests_again(
                     assert future.result().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
                 return [server.turn - turn for server, turn in zip(servers, before)]
 
-            assert all(score())
+            assert all(score()), (a.log[-2000:], b.log[-2000:])
             process = psutil.Process(a.process.pid)
             family = [process, *process.children(recursive=True)]
             for member in family:
                 member.suspend()
             time.sleep(15)
-            assert score() and not servers[0].available
-            unused = servers[0].turn
-            assert score() and servers[0].turn == unused
-            for member in family:
+            score()
+            assert not servers[0].available
+            assert score()[0] == 0
+            # A stub first: Triton gives one up that does not take a request within a second.
+            for member in reversed(family):
                 member.resume()
             wait_until(lambda: servers[0].available, what=lambda: a.log[-3000:])
-            assert all(score())
+            assert all(score()), (a.log[-2000:], b.log[-2000:])
         finally:
             client.close()
         for job in (a, b):
