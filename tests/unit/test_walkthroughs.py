@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
 WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_spin": run_spin}
-WALKS |= {"run_guessing": run_guessing}
+WALKS |= {"run_guessing": run_guessing, "run_distill": run_distill}
 # The score that rises, by its key in summary.json; of the others it is "gold".
 SCORES = {"run_arithmetic": "exact", "run_guessing": "won"}
 
@@ -127,15 +127,24 @@ FAKE_GENERATOR = """
     import json, pathlib, sys
     model, prompts, out = sys.argv[1], sys.argv[3], sys.argv[5]
     assert pathlib.Path(model).exists(), model
-    word = "superb" if pathlib.Path(model).stem in ("dpo", "kto", "spin") else "dull"
+    kind = pathlib.Path(model).stem in ("dpo", "kto", "spin", "distilled")
+    word = "superb" if kind else "dull"
     with open(out, "w") as file:
         for line in open(prompts):
             sample = {"prompt": json.loads(line)["text"], "response": f" The plot is {word}."}
             file.write(json.dumps(sample) + "\\n")
 """
+FAKE_LOGITS = """
+    import pathlib, sys
+    args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
+    paths = {key: pathlib.Path(args[key].strip("'")) for key in ("data.data.file_path", "output_path")}
+    lines = paths["data.data.file_path"].read_text()
+    assert lines.count("superb") == lines.count("\\n") > 0  # the teacher's own
+    paths["output_path"].write_text(lines)
+"""
 TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py", "train_gpt_kto.py")
-TRAINERS += ("train_gpt_spin.py",)
-SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py")
+TRAINERS += ("train_gpt_spin.py", "train_gpt_knowledge_distillation.py")
+SERVERS = ("serve_ppo_critic.py", "serve_reward_model.py", "serve_teacher.py")
 ACTORS = ("train_gpt_ppo_actor.py", "train_gpt_rs_actor.py")
 # Words that each walk-through must say.
 STORIES = {
@@ -184,6 +193,13 @@ STORIES = {
         "SPIN: loss on held-out reviews: 1.938",
         "gold +1.00",
     ),
+    "run_distill": (
+        "[5/10] Reviews by the teacher: done",
+        "[7/10] Knowledge distillation: done",
+        "Gold score of the teacher",
+        "gold -1.00",
+        "gold +1.00",
+    ),
 }
 
 
@@ -194,6 +210,7 @@ def scripts(tmp_path, monkeypatch):
     """
     folder = tmp_path / "scripts"
     folder.mkdir()
+    (tmp_path / "synthetic_data_gen").mkdir()
 
     def replace(name: str, code: str) -> None:
         (folder / name).write_text(textwrap.dedent(code))
@@ -203,6 +220,7 @@ def scripts(tmp_path, monkeypatch):
             replace(name, code)
     replace.folder = folder
     monkeypatch.setattr(commands, "SCRIPTS", folder)
+    replace("../synthetic_data_gen/compute_topk_logits.py", FAKE_LOGITS)
     replace("generate.py", FAKE_GENERATOR)
     monkeypatch.setattr(preferences, "GENERATE", [sys.executable, str(folder / "generate.py")])
     return replace
@@ -284,6 +302,7 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
         ("run_dpo", "train_gpt_dpo.py"),
         ("run_dpo", "generate.py"),
         ("run_kto", "train_gpt_kto.py"),
+        ("run_distill", "../synthetic_data_gen/compute_topk_logits.py"),
     ],
 )
 def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, script):
@@ -296,6 +315,15 @@ def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, scrip
     said = capsys.readouterr().out
     assert "the value 7 is too odd" in said and "exit code 1" in said and "failed" in said
     assert children() == before
+
+
+def test_a_student_of_its_own_responses_has_the_served_teacher(tmp_path, scripts, capsys):
+    scripts("../synthetic_data_gen/compute_topk_logits.py", BROKEN)
+    arguments = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--on-policy"]
+    assert run_distill.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "The policy has learned" in said and "starting the teacher's server on port" in said
+    assert (tmp_path / "run" / "teacher_server.log").exists()
 
 
 def test_sums_without_a_critic_start_no_critic_server(tmp_path, scripts, capsys):
@@ -409,7 +437,7 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
     jobs.
     """
     critic, reward = 5556, 5555
-    walk = run_distill if name == "run_distill" else WALKS[name]
+    walk = WALKS[name]
     if name == "run_arithmetic":
         return [
             (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
@@ -453,8 +481,11 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
         ]
     if name == "run_distill":
         own = walk.on_policy(run_dir, reward)
+        files = {"model.data.data_prefix": ["reviews.jsonl"]}
         return [
             (walk.student_job(run_dir, 0, steps), "gpt_sft"),
+            (walk.logits_job(run_dir), "compute_topk_logits"),
+            (walk.distillation_job(run_dir, 0, steps, files), "gpt_knowledge_distillation"),
             (walk.teacher_job(run_dir, reward), "inference_teacher"),
             (walk.distillation_job(run_dir, 0, steps, own), "gpt_knowledge_distillation"),
         ]
@@ -472,7 +503,7 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize("steps", [1, 50, 200])
-@pytest.mark.parametrize("name", [*WALKS, "run_distill"])
+@pytest.mark.parametrize("name", WALKS)
 def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, name, steps):
     from hydra import compose, initialize_config_dir
 
