@@ -137,10 +137,9 @@ FAKE_GENERATOR = """
 FAKE_LOGITS = """
     import pathlib, sys
     args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
-    paths = {key: pathlib.Path(args[key].strip("'")) for key in ("data.data.file_path", "output_path")}
-    lines = paths["data.data.file_path"].read_text()
+    lines = pathlib.Path(args["data.data.file_path"].strip("'")).read_text()
     assert lines.count("superb") == lines.count("\\n") > 0  # the teacher's own
-    paths["output_path"].write_text(lines)
+    pathlib.Path(args["output_path"].strip("'")).write_text(lines)
 """
 TRAINERS = ("train_gpt_sft.py", "train_reward_model.py", "train_gpt_dpo.py", "train_gpt_kto.py")
 TRAINERS += ("train_gpt_spin.py", "train_gpt_knowledge_distillation.py")
