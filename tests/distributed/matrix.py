@@ -224,8 +224,20 @@ SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch":
 VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for size in sizes)
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {
-    "moe": ("actor", "sft"),
+    "moe": ("actor", "sft", "dpo"),
     "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce", "spin"),
+}
+# Losses of the architectures, where a role has several.
+DPO_LOSSES = {
+    "gpt2": {"preference_loss": "rpo_bwd_kl"},
+    "lora": {"preference_loss": "ipo"},
+    "moe": {"preference_loss": "rpo_sq"},
+    "llama": {"preference_loss": "dpo", "label_smoothing": 0.1},
+}
+KD_LOSSES = {
+    "gpt2": {"kd_loss": "fwd_kl", "outside_top_k": "renormalize"},
+    "lora": {"kd_loss": "bwd_kl", "outside_top_k": "bucket"},
+    "llama": {"kd_loss": "jsd", "outside_top_k": "bucket"},
 }
 # What runs at each slim split in `make test`. Each other role runs at one of them, where it is
 # most likely to be wrong (`Split.slim_roles`); test_experts.py has the experts.
@@ -511,11 +523,10 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "preference_average_log_probs": True,
             "sft_average_log_probs": False,
             "sft_loss_weight": 0.1,
-            "label_smoothing": 0.1,
+            **DPO_LOSSES[architecture],
         },
         knowledge_distillation={
-            "kd_loss": "jsd",
-            "outside_top_k": "bucket",
+            **KD_LOSSES.get(architecture, {}),
             "logits_scale": 0.8,
             "sft_loss_weight": 0.2,
             "on_policy": {"length_params": {"max_length": 14}},
