@@ -33,8 +33,8 @@ class Assumptions:
     network_latency: float = _assumed(20e-6, "s for a hop", "guess")
     operations: float = _assumed(37, "for a layer and decoding step", "300 for 8 layers, above")
     launch: float = _assumed(5e-6, "s for an operation", "guess, without CUDA graphs")
-    request: float = _assumed(6e-3, "s for a request to the critic", "guess, of the size of those on CPUs above")
-    wire_rate: float = _assumed(450e6, "B/s to the critic", "guess, of the size of those on CPUs above")
+    request: float = _assumed(6e-3, "s for a request to the critic", "guess, as on CPUs, above")
+    wire_rate: float = _assumed(450e6, "B/s to the critic", "guess, as on CPUs, above")
     wire_bytes: float = _assumed(20, "B for a token to the critic", "tensors of critic_train")
     cache_memory: float = _assumed(20e9, "B of a GPU for keys and values", "guess")
 

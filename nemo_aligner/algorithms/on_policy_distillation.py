@@ -61,7 +61,7 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         metrics["response_length"] = _mean_over_dp(batch["loss_mask"].sum(-1))
         with self.timer("teacher_time"):
             with_logits = self.with_logits(batch)
-        return super().train_single_step(with_logits) | metrics
+        return self.train_on(with_logits, metrics)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
         """Loss and metrics of one global batch of the data's responses without learning from it;

@@ -221,12 +221,18 @@ class SupervisedTrainer:
 
     def train_single_step(self, batch: Any) -> dict[str, float]:
         """One optimizer update on this rank's share of a global batch; returns its metrics."""
+        return self.train_on(batch, {})
+
+    def train_on(self, batch: Any, known: Mapping[str, float]) -> dict[str, float]:
+        """`train_single_step` on a batch of which some metrics are known before the update; they
+        are returned, and watched by the alarms, with the others.
+        """
         with self.timer("step_time"), naming_step(f"training step {self.step}"):
             metrics = train_on_batch(
                 self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
             )
         self.consumed_samples += self.global_batch_size
-        summary = self.model.summarize_metrics(metrics)
+        summary = self.model.summarize_metrics(metrics) | dict(known)
         if self.alarms.thresholds:
             summary |= self.alarms.watch(summary, self.step, self.objective_age)
         counters = {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}

@@ -14,6 +14,7 @@ to the others, and at last the ranks write the metadata together (`BackgroundSav
 
 import contextlib
 import dataclasses
+import io
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -30,6 +32,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from megatron.core.dist_checkpointing.strategies import common as mcore_common
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
@@ -156,26 +159,13 @@ class _BackgroundWriter(_CheckedWriter):
 
 
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    """Writes one checkpoint.
-
-    Rank 0 alone writes what is beside the tensors, and would leave the others in a collective call
-    if it could not: `agree` is that call's predecessor.
-    """
-
-    writer: _CheckedWriter
-    has_agreed = False
-
-    def agree(self, failure: SaveError | None) -> None:
-        """Raise the failure of any rank on all of them; all ranks call it."""
-        self.has_agreed = True
-        for found in gathered(failure):
-            if found is not None:
-                raise found
+    writer: _CheckedWriter  # of the last save
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
         self.writer = _CheckedWriter(checkpoint_dir)
         torch.distributed.checkpoint.save(state, storage_writer=self.writer, planner=planner)
+        self._write_form(Path(checkpoint_dir))
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_strategy: str
@@ -183,14 +173,26 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
         state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
         writer = self.writer = _BackgroundWriter(checkpoint_dir)
         planned, *_plans = save_state_dict_async_plan(state, writer, planner=planner)
-        return AsyncRequest(writer.write, (), [lambda: writer.finish_together(planned[1])])
+
+        def finish() -> None:
+            writer.finish_together(planned[1])
+            self._write_form(Path(checkpoint_dir))
+
+        return AsyncRequest(writer.write, (), [finish])
+
+    def _write_form(self, folder: Path) -> None:
+        """Write which form the checkpoint has; all ranks call it. Megatron Core does so once more,
+        on rank 0 alone, which would leave the others waiting if there were no space for it.
+        """
+        with failing_together(folder):
+            if torch.distributed.get_rank() == 0:
+                save_config(CheckpointingConfig(self.backend, self.version), str(folder))
 
     def _prepare(self, sharded_state_dict: dict[str, Any], folder: str | Path) -> tuple[Any, Any]:
         """PyTorch's state dict, and the planner for it; writes what is beside it."""
         common = sharded_state_dict.get(_COMMON_OBJECT)
-        if common is not None and torch.distributed.get_rank() == 0:
-            torch.save(common.data, Path(folder) / COMMON_FILE)
-        self.agree(None)
+        if common is not None:
+            _write_common(common.data, folder)
         by_key, _flat_mapping, _rename_mapping = (
             mcore_torch._replace_state_dict_keys_with_sharded_keys(
                 sharded_state_dict, self.keep_only_main_replica
@@ -216,7 +218,8 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     needed = _check_space(sharded_state_dict, folder)
     strategy = _InProcessSave("torch_dist", 1)
     try:
-        _save(strategy, sharded_state_dict, folder, needed)
+        with _common_written_together():
+            dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy)
     except CheckpointException as error:  # not an Exception; says what went wrong on each rank
         failure, _trace = next(iter(error.failures.values()))
         if isinstance(failure, OSError):
@@ -225,27 +228,34 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     return _checksums_of_all(strategy.writer)
 
 
-def _save(
-    strategy: _InProcessSave,
-    sharded_state_dict: dict[str, Any],
-    folder: Path,
-    needed: int,
-    **options: bool,
-) -> AsyncRequest | None:
-    """Megatron's `save`; a failure of rank 0 before the collective calls is one of all ranks."""
+def _write_common(common: Any, folder: str | Path) -> None:
+    """Write what is beside the tensors; all ranks call it.
+
+    Raises:
+        SaveError: on all ranks; rank 0 cannot write it.
+    """
+    with failing_together(Path(folder)):
+        if torch.distributed.get_rank() == 0:
+            content = io.BytesIO()  # torch.save does not say why it cannot write a file
+            torch.save(common, content)
+            (Path(folder) / COMMON_FILE).write_bytes(content.getbuffer())
+
+
+@contextlib.contextmanager
+def _common_written_together() -> Iterator[None]:
+    """Inside, Megatron Core 0.16 writes what is beside the tensors by `_write_common`; its rank 0
+    would leave the others waiting if it could not. In 0.19 `_InProcessSave` writes it.
+    """
+    writer = getattr(mcore_common, "TorchCommonSaveStrategy", None)
+    if writer is None:
+        yield
+        return
+    own = writer.save_common
+    writer.save_common = lambda _self, common, folder: _write_common(common, folder)
     try:
-        request: AsyncRequest | None = dist_checkpointing.save(
-            sharded_state_dict, str(folder), sharded_strategy=strategy, **options
-        )
-        return request
-    except (OSError, RuntimeError) as error:  # PyTorch's archives raise the latter on a full disk
-        if strategy.has_agreed:
-            raise
-        failure = SaveError(f"{folder} cannot be written: {error!r}. Is a disk or a quota full?")
-        if isinstance(error, OSError):
-            failure = save_error(folder, error, needed)
-        strategy.agree(failure)
-        raise
+        yield
+    finally:
+        writer.save_common = own
 
 
 def _checksums_of_all(writer: _CheckedWriter) -> Checksums:
@@ -273,11 +283,13 @@ class BackgroundSave:
         self._folder, self._files = folder, files
         self._needed = _check_space(sharded_state_dict, folder)
         strategy = _InProcessSave("torch_dist", 1)
-        request = _save(
-            strategy, sharded_state_dict, folder, self._needed, async_sharded_save=True
-        )
-        assert request is not None
-        self._request = request
+        with _common_written_together():
+            self._request: AsyncRequest = dist_checkpointing.save(
+                sharded_state_dict,
+                str(folder),
+                sharded_strategy=strategy,
+                async_sharded_save=True,
+            )
         self._writer = strategy.writer
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")

@@ -50,6 +50,14 @@ class _Request(NamedTuple):
     responses: list[str]
 
 
+def _cannot_start(error: Exception) -> UserError:
+    """The error of all ranks after `error` of the one that starts workers."""
+    return UserError(
+        f"a worker of the environment cannot be started ({error!r}); are there too many "
+        "processes, or too little memory?"
+    )
+
+
 class PythonEnvironment:
     """Replies to responses with the class `spec`; call `close()` or use it in a `with` block.
 
@@ -108,7 +116,8 @@ class PythonEnvironment:
         errors = [error for _ in self._threads if (error := ready.get()) is not None]
         if errors:
             self.close()
-            raise errors[0]
+            error = errors[0]
+            raise error if isinstance(error, UserError) else _cannot_start(error) from error
         if starts_workers:
             logging.info(f"environment {spec}: {workers} worker(s), {timeout_s:g} s per reply")
 
@@ -150,7 +159,7 @@ class PythonEnvironment:
         Raises:
             EnvironmentFailedError: on the first conversation that failed, unless there is a
                 fallback.
-            OSError: no new worker could be started.
+            UserError: no new worker could be started.
         """
         found: dict[int, Reply] = {}
         while True:
@@ -166,7 +175,7 @@ class PythonEnvironment:
     def _reply(self, request: _Request, outcome: Any) -> Reply:
         """The reply that a worker gave, or what takes its place."""
         if isinstance(outcome, Exception):
-            raise outcome
+            raise _cannot_start(outcome) from outcome
         why = outcome
         if not isinstance(outcome, str):
             observation, reward, done = outcome

@@ -144,14 +144,19 @@ class Lease:
     def _take(self) -> None:
         """Wait for the lease of an actor that has ended, and for a reply."""
         deadline = time.monotonic() + LEASE_S + 2 * RENEWAL_S
-        status, error = self._ask("POST")
-        if status == 409:
-            logging.info(f"waiting for the lease of {self._where}: {error}")
-        while status in (None, 409) and time.monotonic() < deadline:
+        is_said = False
+        while (reply := self._ask("POST"))[0] in (None, 409):
+            if time.monotonic() > deadline:
+                break
+            if not is_said:
+                is_said = True
+                logging.info(f"waiting for the lease of {self._where}: {reply[1]}")
             time.sleep(1.0)
-            status, error = self._ask("POST")
+        status, error = reply
         if status == 409:
             raise LeaseTakenError(f"the critic at {self._where} cannot be used: {error}")
+        if status is None:
+            logging.warning(f"{self._where} has not replied to requests for its lease")
         if status is not None and status != 200:
             self.id = None  # a server of others
 

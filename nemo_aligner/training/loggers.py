@@ -119,15 +119,17 @@ class CustomLoggerWrapper:
         """Flush and close; a further call of `log_metrics` opens the files again.
 
         Raises:
-            UserError: there is no space for what waits in memory; names the files.
+            UserError: what waits in memory cannot be written; names the files.
         """
         self._call("finalize", status)
         problems = []
         for file in self._files.values():
             try:
                 file.close()
-            except (UserError, OSError) as error:
+            except UserError as error:
                 problems.append(str(error))
+            except OSError as error:
+                problems.append(f"{file.path}: {error.strerror}.")
         if problems:
             raise UserError(" ".join(problems))
 
@@ -191,8 +193,10 @@ class _JsonLines:
         if self._number is None:
             return
         number, self._number = self._number, None
-        error = self._write_waiting(number)
-        os.close(number)
+        try:
+            error = self._write_waiting(number)
+        finally:
+            os.close(number)
         lost, self._waiting = len(self._waiting), b""
         if error is not None:
             raise UserError(

@@ -53,10 +53,9 @@ def one_rank_has_no_space(
     folder: str, tokenizer_dir: str, where: str, in_background: bool = False
 ) -> tuple:
     """The error of a save in which rank 1, or rank 0, cannot write; then a save that can."""
-    import torch
     from torch.distributed import barrier, get_rank
 
-    from nemo_aligner.checkpoint import checkpointing, checksums
+    from nemo_aligner.checkpoint import checkpointing, checksums, dist_ckpt
     from nemo_aligner.core.errors import SaveError
 
     callback = _callback(folder, tokenizer_dir)
@@ -77,19 +76,21 @@ def one_rank_has_no_space(
     def refuse(*_arguments):
         raise full
 
-    plain_save = torch.save
+    write_bytes, save_config = Path.write_bytes, dist_ckpt.save_config
 
-    def save(data, path, *arguments):
-        if str(path).endswith("common.pt"):
+    def refuse_common(path, content):
+        if path.name == "common.pt":
             raise full
-        plain_save(data, path, *arguments)
+        write_bytes(path, content)
 
     if where == "weights" and get_rank() == 1:
         checksums._Stream = FullStream
     elif where in names and get_rank() == (where == "write_durably"):
         setattr(checkpointing, where, refuse)
     elif where == "common" and get_rank() == 0:
-        torch.save = save
+        Path.write_bytes = refuse_common
+    elif where == "form" and get_rank() == 0:
+        dist_ckpt.save_config = refuse
     try:
         callback.custom_save({"step": 2}, trainer_state={"step": 2})
         while callback.is_saving:  # as after each step
@@ -97,7 +98,8 @@ def one_rank_has_no_space(
         message = None
     except SaveError as error:
         message = str(error)
-    checksums._Stream, torch.save = stream, plain_save
+    checksums._Stream = stream
+    Path.write_bytes, dist_ckpt.save_config = write_bytes, save_config
     for name in names:
         setattr(checkpointing, name, own[name])
     barrier()
@@ -111,9 +113,9 @@ def one_rank_has_no_space(
 def each_place(folder: str, tokenizer_dir: str) -> dict:
     places = {
         where: one_rank_has_no_space(f"{folder}/{where}", tokenizer_dir, where)
-        for where in ("weights", "common", "write_durably", "write_manifest")
+        for where in ("weights", "common", "form", "write_durably", "write_manifest")
     }
-    for where in ("weights", "common", "write_manifest"):
+    for where in ("weights", "common", "form", "write_manifest"):
         name = f"{where}-in-background"
         places[name] = one_rank_has_no_space(f"{folder}/{name}", tokenizer_dir, where, True)
     return places

@@ -142,9 +142,9 @@ def test_a_machine_that_starts_no_more_processes_is_an_error(tmp_path, monkeypat
         monkeypatch.setattr(user_code.Workers, "start", start)
         assert ask(played, 0, "die") == ("", -1.0, True)
         played.submit(1, 1, ids("start"), (ids("a"),))
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(UserError, match="cannot be started .BlockingIOError"):
             played.replies(wait=True)
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(UserError, match="cannot be started .BlockingIOError"):
         environment(tmp_path)
 
 

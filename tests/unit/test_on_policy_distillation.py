@@ -5,6 +5,7 @@ the draw of the updates, what a teacher serves, and the loss against trl's and a
 """
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
+from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.on_policy_distillation import (
     OnPolicyDistillationTrainer,
     response_batch,
@@ -30,6 +32,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.schema import ReplyError, RequestError
 from nemo_aligner.servers.teacher_client import TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
+from nemo_aligner.training.timers import ScopedTimer
 from tests.oracles import trl_jsd
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check, load
@@ -233,6 +236,22 @@ def test_a_student_that_is_its_teacher_is_at_distance_0(models, data):
     for mine, old in zip(student.unwrapped(), before, strict=True):
         mine.load_state_dict(old, strict=False)
     assert metrics["kd_loss"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_alarms_see_how_many_own_responses_end(models, data):
+    student, teacher = models
+    trainer = trainer_of(student, teacher=Served(server_of(teacher)))
+    trainer.optimizer, trainer.scheduler = student.setup_megatron_optimization(10)
+    trainer.cfg = SimpleNamespace(gradient_clip_val=1.0)
+    trainer.timer = ScopedTimer(reduction="mean", sync_cuda=False, buffer_size=1)
+    trainer.alarms = Alarms("alarms", {"truncated_fraction": 0.1})
+    said = []
+    trainer.alarms._warn = said.append
+    trainer.consumed_samples, trainer.global_batch_size, trainer.num_steps_per_epoch = 0, 3, 9
+    metrics = trainer.train_single_step(default_collate([data[i] for i in range(3)]))
+    assert metrics["fraction_of_samples_properly_ended"] < 0.9  # of six tokens at most
+    assert metrics["alarms_active"] == 1 and "truncated_fraction" in said[0]
 
 
 # --- bad input
