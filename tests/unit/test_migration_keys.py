@@ -257,6 +257,8 @@ HOMONYMS = {
     "rampup_batch_size": "an argument of Megatron Core's microbatch calculator",
     "tokens_to_generate": "an option of the scripts of constitutional AI",
     "callbacks plugins": "of Lightning's trainer",
+    "answer_only_loss": "read by SFT; without effect for a teacher's logits",
+    "average_log_probs": "an argument of the losses of DPO and KTO",
     "model_type": "of Hugging Face's configurations",
     "strategy": "the same; and of NeMo's text generation",
     "enable_model_summary": "an argument of Lightning's trainer that is always set",
