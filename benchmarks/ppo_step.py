@@ -279,7 +279,7 @@ def build_peer(
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__, repeats=3)
+    parser = measure.arguments(__doc__, repeats=2)
     parser.add_argument("--peers", default=str(Path(sys.prefix, "peers")), help="where TRL lies")
     args = parser.parse_args()
     if not Path(args.peers, "trl").is_dir():

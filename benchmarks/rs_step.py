@@ -158,7 +158,7 @@ def build_peer(
 
 
 def main() -> None:
-    args = measure.arguments(__doc__, repeats=3).parse_args()
+    args = measure.arguments(__doc__, repeats=2).parse_args()
     rows = []
     with countdown.folders() as at, tempfile.TemporaryDirectory() as folder:
         models = at, write_reward_model(at, Path(folder))

@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from nemo_aligner.checkpoint.checksums import read_manifest
+from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.servers.ports import find_free_port
 from tests.chaos import phases
 from tests.functional import test_ppo_job, test_rs_job
@@ -213,15 +216,27 @@ class Pair:
 
     # ---- what came of it ----
 
-    def metrics(self) -> dict[str, list[float]]:
-        """All metrics of both jobs that are not times."""
+    def outcome(self) -> dict[str, Any]:
+        """All metrics of both jobs that are not times, and checksums of weights and optimizer
+        states in their last checkpoints.
+        """
         sides = ("actor", "critic") if self.kind == "ppo" else ("actor",)
-        return {
+        found: dict[str, Any] = {
             f"{side} {name}": read_metrics(self.folder / side, name)
             for side in sides
             for name in metric_names(self.folder / side)
             if not name.endswith("_time")
         }
+        for side in sides:
+            last, _state = complete_checkpoints(self.folder / side / "checkpoints")[-1]
+            sums = {
+                f"{side} {name}": value
+                for name, value in (read_manifest(last) or {}).items()
+                if name.endswith(".distcp")
+            }
+            assert sums, self.story(f"{last} has no weights")
+            found |= sums
+        return found
 
 
 @contextlib.contextmanager

@@ -154,20 +154,20 @@ def new_pair(inputs, tiny_tokenizer_dir, tmp_path_factory):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def undisturbed(new_pair, tmp_path_factory):
-    """`undisturbed(kind, ranks) -> metrics` of a run without any fault; made once."""
+    """`undisturbed(kind, ranks) -> outcome` of a run without any fault; made once."""
     found: dict[tuple[str, int], dict] = {}
 
-    def metrics(kind: str, ranks: int) -> dict:
+    def outcome(kind: str, ranks: int) -> dict:
         case = kind, ranks
         if case not in found:
             pair = new_pair(kind, tmp_path_factory.mktemp("undisturbed"), ranks=ranks)
             pair.run()
             assert not pair.endings, pair.story("a run without a fault did not end at once")
-            found[case] = pair.metrics()
+            found[case] = pair.outcome()
             assert len(found[case]["actor train_optim/loss"]) == 2 * STEPS
         return found[case]
 
-    return metrics
+    return outcome
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def undisturbed(new_pair, tmp_path_factory):
 def test_a_fault_changes_no_number(cell, new_pair, undisturbed, tmp_path):
     expected, began = undisturbed(cell.kind, cell.ranks), time.monotonic()
     pair = happens(cell, new_pair, tmp_path)
-    found = pair.metrics()
+    found = pair.outcome()
     assert found.keys() == expected.keys()
     differing = [name for name in expected if found[name] != expected[name]]
     assert not differing, pair.story(f"other numbers than without the fault: {differing}")

@@ -67,4 +67,4 @@ def test_the_launcher_brings_a_killed_pair_to_its_end(
     text = (tmp_path / "log").read_text()
     assert "the actor ended with exit code 137; restart 1" in text
     assert "the server ended with exit code 137; restart 1" in text
-    assert pair.metrics() == undisturbed.metrics()
+    assert pair.outcome() == undisturbed.outcome()
