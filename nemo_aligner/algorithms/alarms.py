@@ -97,9 +97,8 @@ WARNINGS = (
         "Almost no response ends by itself. Responses that are cut off do not train the policy "
         "(unless model.ppo.train_on_truncated), and their rewards are those of fragments; in SPIN "
         "they differ from those of the data by their missing end above all; in distillation the "
-        "student does not learn to end. Raise "
-        "length_params.max_length, check that the SFT data end with the eos token, or set "
-        "sampling_params.end_strings.",
+        "student does not learn to end. Raise length_params.max_length, check that the SFT data "
+        "end with the eos token, or set sampling_params.end_strings.",
     ),
     Watched(
         "likelihood_fall",

@@ -141,9 +141,10 @@ def _check_line(
     if not differs:
         batch = dataset.collate_fn([dataset[number]])
         length = int(counted_lengths(batch["loss_mask"], batch["loss_mask"].size(1)))
-        differs = [key for key in EXAMPLE if record[key] != batch[key][0, :length].tolist()]
+        same = {key: record[key] == batch[key][0, :length].tolist() for key in EXAMPLE}
+        differs = [f"other {key}" for key in EXAMPLE if not same[key]]
     if differs:
         raise UserError(
-            f"{where}: it holds the logits of another teacher, data set or command (it has other "
-            f"{', '.join(differs)}); give another output_path, or remove the file."
+            f"{where}: it holds the logits of another teacher, data set or command "
+            f"({', '.join(differs)}); give another output_path, or remove the file."
         )

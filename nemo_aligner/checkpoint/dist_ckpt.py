@@ -165,7 +165,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
         state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
         self.writer = _CheckedWriter(checkpoint_dir)
         torch.distributed.checkpoint.save(state, storage_writer=self.writer, planner=planner)
-        self._write_form(Path(checkpoint_dir))
+        self._write_format(Path(checkpoint_dir))
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_strategy: str
@@ -176,13 +176,15 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 
         def finish() -> None:
             writer.finish_together(planned[1])
-            self._write_form(Path(checkpoint_dir))
+            self._write_format(Path(checkpoint_dir))
 
         return AsyncRequest(writer.write, (), [finish])
 
-    def _write_form(self, folder: Path) -> None:
-        """Write which form the checkpoint has; all ranks call it. Megatron Core does so once more,
-        on rank 0 alone, which would leave the others waiting if there were no space for it.
+    def _write_format(self, folder: Path) -> None:
+        """Write `metadata.json`, which names the format; all ranks call it.
+
+        Megatron Core writes the same file again, on rank 0 alone. If there were no space for it,
+        the other ranks would wait without end; here they learn of it.
         """
         with failing_together(folder):
             if torch.distributed.get_rank() == 0:

@@ -48,6 +48,7 @@ _APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
 _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
 _DATASET = "the data sets read the files directly, and recognize their form"
 _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
+_TOP_PRECISION = {"precision": Inert(_DEAD + "; model.precision counts", (...,))}
 
 # Keys that speak of the network and change nothing in it; their other values are worth a warning
 # even if they stand in a checkpoint.
@@ -363,7 +364,7 @@ INERT = {
         "NeMo-Aligner 0.7 does not read it either; use model.dpo.preference_average_log_probs",
         False,
     )
-    | {"precision": Inert(_DEAD + "; model.precision counts", (...,))},
+    | _TOP_PRECISION,
     "gpt_knowledge_distillation": _INERT_COMMON
     | _DATASET_INERT
     | _inert("model.data", "n_examples_per_chunk", "the files say how many they hold", ...)
@@ -373,13 +374,8 @@ INERT = {
         "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied",
         False,
     ),
-    "gpt_kto": _INERT_COMMON
-    | _DATASET_INERT
-    | {"precision": Inert(_DEAD + "; model.precision counts", (...,))},
-    "gpt_spin": _INERT_COMMON
-    | {"precision": Inert(_DEAD + "; model.precision counts", (...,))}
-    | _of_sampling("spin")
-    | _of_sft_data("spin"),
+    "gpt_kto": _INERT_COMMON | _DATASET_INERT | _TOP_PRECISION,
+    "gpt_spin": _INERT_COMMON | _TOP_PRECISION | _of_sampling("spin") | _of_sft_data("spin"),
     "gpt_sft": _INERT_COMMON
     | _inert(
         "model",

@@ -17,7 +17,7 @@ from nemo_aligner.core.losses import kept
 
 # A rest of the teacher that float32 cannot tell from none counts as so much.
 SMALLEST_REST = 1e-7
-# Nor is the student's less than so much, in which float32 is at its end.
+# The least log-prob of the student's rest: of a rest of 0 the loss would be infinite or NaN.
 SMALLEST_LOG = math.log(torch.finfo(torch.float32).tiny)
 
 

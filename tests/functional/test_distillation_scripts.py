@@ -177,7 +177,7 @@ def test_a_file_of_another_data_set_is_not_continued(data, teacher, logits):
     before = logits["validation"].read_bytes()
     must_fail_with(
         compute(data, teacher, logits["validation"]),
-        "it holds the logits of another teacher, data set or command (it has other rows=6)",
+        "it holds the logits of another teacher, data set or command (rows=6)",
     )
     assert logits["validation"].read_bytes() == before
 

@@ -204,7 +204,7 @@ def check_that_lines_belong_to_their_job(teacher, examples, file):
         key: value[:, :5] if torch.is_tensor(value) and value.dim() == 2 else value
         for key, value in examples.collate_fn(items).items()
     }
-    with pytest.raises(UserError, match="it has other tokens, labels, loss_mask"):
+    with pytest.raises(UserError, match="command .other tokens, other labels, other loss_mask"):
         write_topk_logits(teacher, cut, file, top_k=6)
     weight = teacher.unwrapped()[0].decoder.layers[0].mlp.linear_fc1.weight
     weight.data[0, 0] += 1
