@@ -163,6 +163,7 @@ def test_triton_gets_a_request_without_its_tensors(triton_front, triton):
         method, path, body = triton.seen.pop()
         assert (method, path) == ("POST", INFER) and len(body) < 400
         assert b'"shape": [2, 1]' in body and body.endswith(bytes(2 * 8))  # for one tensor of two
+        triton_front.wait_for_replies(5)  # its thread has just sent the last bytes
     assert not triton_front._passing
 
 
