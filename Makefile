@@ -131,14 +131,14 @@ test-fast: $(VENV)/.installed-test
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest $(BY_FILE) -m "not full and not chaos" $(ALL_TESTS) $(ARGS)
 
-test-full: $(VENV)/.installed-test
+test-full: $(VENV)/.installed-peers
 	$(RUN) -m pytest $(BY_FILE) -m "not chaos" $(ALL_TESTS) $(ARGS)
 
 # With CHAOS_REPORT=FILE the figures for scripts/fault_table.py go to FILE.
 chaos: $(VENV)/.installed-test
 	$(RUN) -m pytest -n $(WORKERS) tests/chaos $(ARGS)
 
-# TRL goes without its requirements into a folder of its own: the tests compare with another release of it.
+# TRL goes without its requirements into a folder of its own: most tests compare with another release of it.
 $(VENV)/.installed-peers: $(VENV)/.installed-test benchmarks/peers.txt
 	rm -rf $(VENV)/peers
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/peers --requirement benchmarks/peers.txt

@@ -7,6 +7,9 @@ on the same model of transformers. test_preference.py has the losses.
 import copy
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +31,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOMod
 from tests import hugging_face
 from tests.oracles import trl_dpo
 from tests.tiny_models import tiny_config
+from tests.trl_dpo_steps import PEERS
 from tests.unit.test_config_checks import check
 
 pytestmark = pytest.mark.slow
@@ -215,6 +219,34 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
     return losses, margins
 
 
+def trained(hf_folder, data, tmp_path, **dpo):
+    """Metrics of `STEPS` updates of the model in `hf_folder`, and its weights as transformers
+    reads them.
+    """
+    cfg = job(**dpo, log_prob_forward_micro_batch_size=1)
+    model = load_from_nemo(MegatronGPTDPOModel, cfg, None, restore_path=hf_folder)
+    model.set_reference_policy()
+    trainer, log = trainer_of(model, data)
+    trainer.fit()
+    callback = CheckpointCallback(
+        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="dpo", save_hf=True
+    )
+    callback.custom_save({"step": STEPS}, is_train_end=True)
+    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "dpo-hf")
+    return log, dict(written.named_parameters())
+
+
+def random_llama():
+    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
+    return hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
+
+
+def assert_same_weights(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize(
     ("preference_loss", "loss_type", "average", "sft_weight"),
     [("dpo", "sigmoid", False, 0.0), ("ipo", "ipo", True, 0.2)],
@@ -222,17 +254,13 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
 def test_twenty_steps_end_at_the_weights_of_trl(
     write_folder, tiny_tokenizer, tmp_path, preference_loss, loss_type, average, sft_weight
 ):
-    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
-    hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
-    dpo = {"preference_loss": preference_loss, "preference_average_log_probs": average}
-    cfg = job(**dpo, sft_loss_weight=sft_weight, log_prob_forward_micro_batch_size=1)
-    model = load_from_nemo(MegatronGPTDPOModel, cfg, None, restore_path=write_folder(hf))
-    model.set_reference_policy()
+    hf = random_llama()
     given = list(records(STEPS * PAIRS))
     path = write(tmp_path / "pairs.jsonl", given)
     data = DPOModelDataset([path], tiny_tokenizer, LENGTH)
-    trainer, log = trainer_of(model, data)
-    trainer.fit()
+    dpo = {"preference_loss": preference_loss, "preference_average_log_probs": average}
+    dpo["sft_loss_weight"] = sft_weight
+    log, ours = trained(write_folder(hf), data, tmp_path, **dpo)
 
     losses, margins = steps_of_trl(hf, given, tiny_tokenizer, loss_type, average, sft_weight)
     assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
@@ -240,15 +268,37 @@ def test_twenty_steps_end_at_the_weights_of_trl(
     if preference_loss == "dpo":
         assert log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert max(map(abs, margins)) > 0.2  # the policy has left its reference
-    callback = CheckpointCallback(
-        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="dpo", save_hf=True
-    )
-    callback.custom_save({"step": STEPS}, is_train_end=True)
-    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "dpo-hf")
-    ours, theirs = dict(written.named_parameters()), dict(hf.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+    assert_same_weights(ours, dict(hf.named_parameters()))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_twenty_steps_end_at_the_weights_of_trls_trainer(
+    write_folder, tiny_tokenizer, tiny_tokenizer_dir, tmp_path
+):
+    """TRL's data preparation, collator, loss, optimizer and loop, none of it ours."""
+    if not (PEERS / "trl").is_dir():
+        pytest.skip(f"{PEERS} has no trl; `make test-full` installs it")
+    folder = write_folder(random_llama())
+    path = write(tmp_path / "pairs.jsonl", records(STEPS * PAIRS))
+    given = {"model": folder, "tokenizer": tiny_tokenizer_dir, "pairs": path}
+    given |= {"output": tmp_path / "trl", "steps": STEPS, "batch": PAIRS, "loss": "sigmoid"}
+    arguments = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    command = [sys.executable, "-m", "tests.trl_dpo_steps", *arguments]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=300)
+    data = DPOModelDataset([path], tiny_tokenizer, LENGTH, {"append_eod": True})
+    log, ours = trained(folder, data, tmp_path)
+
+    written = json.loads((tmp_path / "trl" / "log.json").read_text())
+    theirs = written["steps"]
+    assert written["trl"] == "0.29.1" and len(theirs) == len(log) == STEPS
+    losses = [step["loss"] for step in theirs]
+    assert [metrics["loss"] for metrics in log] == pytest.approx(losses, abs=1e-4)
+    margins = [step["rewards/margins"] / 0.3 for step in theirs]
+    assert [metrics["margin"] for metrics in log] == pytest.approx(margins, abs=1e-3)
+    assert max(map(abs, margins)) > 0.2
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trl")
+    assert_same_weights(ours, dict(model.named_parameters()))
 
 
 def test_rewards_of_the_data_train_rpo(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
