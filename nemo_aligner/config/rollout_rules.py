@@ -57,6 +57,7 @@ def check_on_policy(v: Values) -> None:
     """
     section, remote = "model.knowledge_distillation.on_policy.", "remote_teacher"
     v.number(section + "fraction", 0, 1)
+    v.whole(section + "rollout_micro_batch_size", 1)
     check_generation(v, section)
     if v.get(section + "fraction") is None:
         return

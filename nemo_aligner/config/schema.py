@@ -266,7 +266,8 @@ _DISTILLATION = (
     )
     | dotted(
         "model.knowledge_distillation.on_policy",
-        f"fraction {_SAMPLING} length_params.max_length length_params.min_length",
+        f"""fraction rollout_micro_batch_size {_SAMPLING} length_params.max_length
+        length_params.min_length""",
     )
     | dotted(
         "remote_teacher",

@@ -267,9 +267,10 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         return Workload(**common, forward_samples=forward)
     if generates_a_batch(job, cfg):
         settings = model["knowledge_distillation"]["on_policy"]
+        share = max(model["global_batch_size"] // split.dp, 1)
         return Workload(
             **common,
-            rollout_samples=max(model["global_batch_size"] // split.dp, 1),
+            rollout_samples=min(settings["rollout_micro_batch_size"] or share, share),
             response=settings["length_params"]["max_length"],
             merges=_merges(cfg),
         )

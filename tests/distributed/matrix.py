@@ -224,7 +224,7 @@ SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch":
 VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for size in sizes)
 # Where not all roles run.
 ROLES_OF_ARCHITECTURES = {
-    "moe": ("actor", "sft", "dpo"),
+    "moe": ("actor", "sft", "dpo", "distillation", "kto", "spin", "steerlm2"),
     "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce", "spin"),
 }
 # Losses of the architectures, where a role has several.
@@ -238,6 +238,7 @@ KD_LOSSES = {
     "gpt2": {"kd_loss": "fwd_kl", "outside_top_k": "renormalize"},
     "lora": {"kd_loss": "bwd_kl", "outside_top_k": "bucket"},
     "llama": {"kd_loss": "jsd", "outside_top_k": "bucket"},
+    "moe": {"kd_loss": "fwd_kl", "outside_top_k": "bucket"},
 }
 # What runs at each slim split in `make test`. Each other role runs at one of them, where it is
 # most likely to be wrong (`Split.slim_roles`); test_experts.py has the experts.

@@ -228,17 +228,20 @@ def port(data, teacher):
         yield port
 
 
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(LORA, marks=pytest.mark.full)], ids=["weights", "adapters"]
+)
 def test_a_student_learns_from_its_own_responses_and_resumes_exactly(
-    data, student, port, tmp_path
+    data, student, port, tmp_path, options
 ):
-    must_succeed(on_policy(data, student, tmp_path / "whole", port, ranks=2))
+    must_succeed(on_policy(data, student, tmp_path / "whole", port, *options, ranks=2))
     assert sorted(read_metrics(tmp_path / "whole", "train/on_policy")) == [0, 0, 1, 1]
     validation = read_metrics(tmp_path / "whole", "validation/kd_loss")
     assert 0 < validation[1] < validation[0]
     assert read_metrics(tmp_path / "whole", "train/teacher_mass")[0] == pytest.approx(1)
 
     resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(on_policy(data, student, tmp_path / "again", port, ranks=2))
+    must_succeed(on_policy(data, student, tmp_path / "again", port, *options, ranks=2))
     for key in ("train/loss", "train/response_length", "train/grad_norm"):
         again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
         assert again == whole[2:]

@@ -23,6 +23,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.generation import GenerationOutput
+from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import complete_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
@@ -222,6 +223,23 @@ def test_loss_and_gradient_on_own_responses_are_those_of_gkd(models, data, kd_lo
 
 
 @pytest.mark.slow
+def test_responses_are_the_same_however_many_are_generated_together(models, data, monkeypatch):
+    student, _ = models
+    cached, new_cache = [], DecodingModel.new_cache
+    monkeypatch.setattr(
+        DecodingModel,
+        "new_cache",
+        lambda self, slots: cached.append(slots) or new_cache(self, slots),
+    )
+    batch, own = default_collate([data[i] for i in range(3)]), []
+    for together in (None, 1, 2):
+        monkeypatch.setattr(student, "rollout_micro_batch_size", together)
+        own.append(trainer_of(student).with_own_responses(batch)[0]["tokens"])
+    assert cached == [3, 1, 2]
+    assert own[0].equal(own[1]) and own[0].equal(own[2])
+
+
+@pytest.mark.slow
 def test_a_student_that_is_its_teacher_is_at_distance_0(models, data):
     _, teacher = models
     student, _ = models
@@ -297,6 +315,7 @@ def test_replies_that_cannot_be_used(change, message):
         ("gpt_knowledge_distillation", ["{own}fraction=1", "model.data.top_k=5"], "top_k=5"),
         ("gpt_knowledge_distillation", ["{own}fraction=1", "remote_teacher.port=0"], "port=0"),
         ("gpt_knowledge_distillation", ["{own}length_params.max_length=0"], "max_length=0"),
+        ("gpt_knowledge_distillation", ["{own}rollout_micro_batch_size=0"], "at least 1"),
         ("gpt_knowledge_distillation", ["{own}fraction=0.1"], "outside_top_k=renormalize leaves"),
         (
             "gpt_knowledge_distillation",

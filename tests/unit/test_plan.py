@@ -645,6 +645,9 @@ def test_a_student_generates_only_if_some_responses_are_its_own(model_file):
     rest = "model.knowledge_distillation.outside_top_k=bucket", "model.global_batch_size=8"
     assert workload(STUDENT, path, f"{key}=0.5", *rest).rollout_samples == 8
     assert workload(STUDENT, path, f"{key}=0.0", *rest).rollout_samples == 0
+    together = "model.knowledge_distillation.on_policy.rollout_micro_batch_size"
+    assert workload(STUDENT, path, f"{key}=0.5", f"{together}=3", *rest).rollout_samples == 3
+    assert workload(STUDENT, path, f"{key}=0.5", f"{together}=9", *rest).rollout_samples == 8
 
 
 def test_steerlm2_is_planned_as_its_script_starts(model_file, capsys):

@@ -37,6 +37,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         loss_settings: arguments of `core.distillation.distillation_loss`.
         logits_scale: factor of the student's logits.
         generation_params: of its own responses.
+        rollout_micro_batch_size: of them, generated together on a rank; None: all.
         outside_top_k: one of `core.estimators.OUTSIDE_TOP_K`.
     """
 
@@ -53,6 +54,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         self.generation_params = GenerationParams.from_config(
             own.length_params, own.sampling_params
         ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
+        self.rollout_micro_batch_size: int | None = own.rollout_micro_batch_size
         self.logits_scale: float = distillation.logits_scale
         self.outside_top_k: str = distillation.outside_top_k
         self.loss_settings: dict[str, Any] = {
@@ -77,7 +79,10 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         """
         self.set_eval()
         with self.adapters_for_generation():
-            generated = self.generator.generate(prompts, lengths, seeds, self.generation_params)
+            generated = self.generator.generate(
+                *(prompts, lengths, seeds, self.generation_params),
+                slots=self.rollout_micro_batch_size,
+            )
         self.set_train()
         return generated
 
