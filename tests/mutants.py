@@ -425,8 +425,8 @@ MUTANTS = [
     Mutant(
         "a sample of KTO is compared with its own response",
         "data/nlp/labelled_responses.py",
-        "self._sample((place + step) % size)",
-        "self._sample(place)",
+        "if self.documents[n] != self.documents[place]",
+        "if n == place",
         _unit(
             "test_kto_model.py",
             "test_items_are_the_tokens_of_the_texts_with_masks_of_the_responses",
@@ -787,6 +787,34 @@ MUTANTS = [
         "            random.setstate(stream)\n",
         "",
         _unit("test_environment.py", "test_a_conversation_keeps_its_state_and_its_random_stream"),
+    ),
+    Mutant(
+        "a shuffled validation set goes on where the last pass over it ended",
+        "algorithms/supervised.py",
+        "sampler.consumed_samples = 0",
+        "sampler.consumed_samples += 0",
+        _unit("test_supervised.py", "test_each_validation_is_of_the_same_samples"),
+    ),
+    Mutant(
+        "a save is ranked by the validation of earlier weights",
+        "algorithms/supervised.py",
+        'candidates if run_val else _prefixed("train_", train_metrics)',
+        "candidates",
+        _unit("test_supervised.py", "test_a_save_without_a_validation_has_no_metric_of_one"),
+    ),
+    Mutant(
+        "the token between two replies of tools is trained on",
+        "data/nlp/nemo_chat.py",
+        "number > context and source.turns[number - 1].speaker not in source.masked",
+        "number > context",
+        _unit("test_nemo_chat.py", "test_texts_and_masks_by_hand"),
+    ),
+    Mutant(
+        "a token that ends two steps has the reward of one",
+        "servers/reward_function.py",
+        "np.add.at(row, columns, values)",
+        "row[columns] = values",
+        _unit("test_process_rewards.py", "test_rewards_of_two_steps_that_one_token_ends_add_up"),
     ),
     # --- rollouts: masks, rewards, advantages
     Mutant(

@@ -143,6 +143,8 @@ class FakePolicy:
         self.events.append("logprobs")
         return self._logprobs(response_tokens, self.weight)
 
+    starts_as_reference = True
+
     def check_reference_policy(self):
         """There is a reference."""
 

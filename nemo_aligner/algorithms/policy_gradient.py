@@ -228,8 +228,12 @@ class PolicyGradientTrainer(RolloutTrainer):
         local.update(self._local_share(columns).columns)
 
     def _check_first_kl(self, local: RolloutBatch, mask: Tensor) -> dict[str, float]:
-        """Before the first update of a fresh run the policy must be its reference."""
+        """Before the first update of a fresh run the policy must be its reference, unless it
+        starts from other weights.
+        """
         if not self.compute_init_policy_kl or self.optimization_step or self.resumed:
+            return {}
+        if not self.model.starts_as_reference:
             return {}
         return check_policy_equals_reference(local["logprobs"], local["init_logprobs"], mask)
 

@@ -95,7 +95,8 @@ class SPINTrainer(SupervisedTrainer):
         """
         sampler: Any = self.train_dataloader.batch_sampler
         steps_per_pass = int(sampler.total_samples) // self.global_batch_size
-        samples = self.rollout_micro_batch_size * parallel_state.get_data_parallel_world_size()
+        samples = self.model.responses_together(self.rollout_micro_batch_size)
+        samples *= parallel_state.get_data_parallel_world_size()
         return min(
             math.ceil(samples / self.global_batch_size),
             self.steps_per_iteration - self.objective_age,
@@ -158,9 +159,16 @@ class SPINTrainer(SupervisedTrainer):
             "sample_key": torch.arange(len(lengths)),
         }
         size = self.rollout_micro_batch_size
+        starts = range(0, len(lengths), size)
         queue = (
-            cast(InferenceBatch, {key: x[start : start + size] for key, x in columns.items()})
-            for start in range(0, len(lengths), size)
+            cast(
+                InferenceBatch,
+                {
+                    **{key: x[start : start + size] for key, x in columns.items()},
+                    "rank_batches": len(starts),
+                },
+            )
+            for start in starts
         )
         tokens: dict[int, Tensor] = {}
         is_end = torch.empty(len(lengths), dtype=torch.bool)

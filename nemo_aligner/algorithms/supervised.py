@@ -37,6 +37,7 @@ from nemo_aligner.training.schedule import (
     compute_limit_batches,
     compute_num_steps_per_epoch,
     endless_batches,
+    interval_in_steps,
     is_complete,
     supervised_max_steps,
 )
@@ -79,7 +80,7 @@ class SupervisedTrainer:
 
         Args:
             cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit),
-                `val_check_interval` (steps; a float is a fraction of an epoch), `save_interval`,
+                `val_check_interval`, `save_interval` (steps; a float is a fraction of an epoch),
                 `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`. Missing
                 keys take their values from `conf/gpt_sft.yaml`.
             model: what is trained.
@@ -124,12 +125,10 @@ class SupervisedTrainer:
                 f"limit_train_batches={cfg.limit_train_batches} leaves no batch to train on."
             )
         self.limit_val_batches = cfg.limit_val_batches if self.val_dataloaders else 0
-        self.val_check_interval = cfg.val_check_interval
-        if isinstance(self.val_check_interval, float):
-            self.val_check_interval = compute_limit_batches(
-                self.num_steps_per_epoch, self.val_check_interval
-            )
-        self.save_interval = cfg.save_interval
+        self.val_check_interval, self.save_interval = (
+            interval_in_steps(key, cfg[key], self.num_steps_per_epoch)
+            for key in ("val_check_interval", "save_interval")
+        )
         self.set_max_steps()
         self._check_progress(None)  # refuses intervals that do not fit
         self._check_epochs()
@@ -170,6 +169,8 @@ class SupervisedTrainer:
             "max_steps or max_epochs (trainer.sft, rm, dpo, kto, spin or knowledge_distillation)",
         ):
             self.ckpt_callback.finish_export()
+            self._score_test_set()  # it may have died before
+            self.logger.finalize()
             return
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()
@@ -198,11 +199,14 @@ class SupervisedTrainer:
                     {key: f"{candidates[key]:.4g}" for key in POSTFIX_KEYS if key in candidates}
                 )
                 progress.update()
-                if save_model:
-                    self.save(candidates, is_train_end=is_train_end)
+                if save_model:  # a validation of an earlier step would not be of these weights
+                    self.save(
+                        candidates if run_val else _prefixed("train_", train_metrics),
+                        is_train_end=is_train_end,
+                    )
                     stop = stop or stop_requests.signalled()
-            if stop is None and self.test_dataloader is not None:
-                self._score("test", self.test_dataloader, limit_batches=None)
+            if stop is None:
+                self._score_test_set()
             self.ckpt_callback.finish_save()
         self.logger.finalize()
         if stop is not None:
@@ -248,6 +252,10 @@ class SupervisedTrainer:
         self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
         return self.held_out["validation"][0] if "validation" in self.val_dataloaders else {}
 
+    def _score_test_set(self) -> None:
+        if self.test_dataloader is not None:
+            self._score("test", self.test_dataloader, limit_batches=None)
+
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
     ) -> None:
@@ -264,6 +272,8 @@ class SupervisedTrainer:
         """
         sums: dict[str, float | Tensor] = {}
         total = 0.0
+        sampler: Any = dataloader.batch_sampler
+        sampler.consumed_samples = 0  # a random one would go on where the last pass ended
         limit = compute_limit_batches(len(dataloader), limit_batches)
         for _, batch in zip(range(limit), dataloader, strict=False):
             loss, metrics = self.validation_step(batch)

@@ -85,6 +85,13 @@ def _check_ranges(v: Values) -> None:
             f"responses to a prompt, as grpo does, but trainer.ppo.advantage_estimator="
             f"{estimator}; set process_rewards=sum."
         )
+    overlong = v.get(PPO + "overlong_buffer_len")
+    if v.get(PPO + "process_rewards") == "steps" and overlong:
+        raise ConfigError(
+            f"trainer.ppo.overlong_buffer_len={overlong} is a penalty of whole responses, and "
+            "with trainer.ppo.process_rewards=steps what stands behind the last step has no "
+            "effect; set one of them back."
+        )
     v.number(PPO + "critic_gae_lambda", 0, 1)
     for key in (
         "target_kl",

@@ -385,6 +385,10 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         )
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
+    values.whole(f"{section}.max_epochs", 1)
+    values.whole(f"{section}.max_steps", -1)
+    for key in ("val_check_interval", "save_interval"):
+        values.number(f"{section}.{key}")
     values.whole(f"{section}.alarms.replica_check_interval", 0)
     check_intervals(
         f"{section}.",
@@ -538,6 +542,17 @@ def _check_dpo(values: Values) -> None:
         )
 
 
+def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> None:
+    """Raise `ConfigError` if a student could learn nothing from `top_k` logits of each token."""
+    if top_k == 1 and outside_top_k == "renormalize" and not sft_loss_weight:
+        raise ConfigError(
+            "the teacher gives one logit of each token, and "
+            "model.knowledge_distillation.outside_top_k=renormalize makes its probability 1 for "
+            "teacher and student: nothing would be learned. Give more logits, or set "
+            "outside_top_k=bucket."
+        )
+
+
 def _check_distillation(values: Values) -> None:
     own = "model.knowledge_distillation."
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
@@ -546,6 +561,7 @@ def _check_distillation(values: Values) -> None:
     for key in ("logits_scale", "target_logits_scale"):
         values.number(f"{own}{key}", 0, above=True)
     _check_not_both_0(values, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
+    values.number(f"{own}jsd_beta")
     beta = values.get(f"{own}jsd_beta")
     if not 0 < beta < 1:
         raise ConfigError(
@@ -559,7 +575,11 @@ def _check_distillation(values: Values) -> None:
             "teacher gives other tokens is known at this scale only; set renormalize or 1."
         )
     check_on_policy(values)
-    values.whole("model.data.top_k", 1)
+    top_k = values.whole("model.data.top_k", 1)
+    if top_k is not None:
+        check_candidates(
+            top_k, values.get(f"{own}outside_top_k"), values.get(f"{own}sft_loss_weight")
+        )
     for key in ("teacher_mass", "truncated_fraction"):
         values.number(f"trainer.knowledge_distillation.alarms.{key}", 0, 1)
     data_impl = str(values.get("model.data.data_impl"))

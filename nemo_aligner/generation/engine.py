@@ -124,10 +124,9 @@ class MegatronGenerator(TextGenerator):
                 all.
         """
         inputs = prompts, prompt_lengths, sample_seeds
+        slots = min(slots or len(prompts), len(prompts))
         with self._decoding_model() as model:
-            return self._generate(
-                model, inputs, params, slots or len(prompts), environment, on_tokens
-            )
+            return self._generate(model, inputs, params, slots, environment, on_tokens)
 
     def _generate(
         self,

@@ -161,7 +161,14 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
 
 
 class PolicyWithReference(AlignableGenerativeInterface):
-    """A policy that can also compute the log-probs of the policy that training started from."""
+    """A policy that can also compute the log-probs of the policy that training started from.
+
+    Attributes:
+        starts_as_reference: before the first update both must give the same log-probs; False if
+            the policy starts from other weights, such as those of earlier adapters.
+    """
+
+    starts_as_reference = True
 
     def check_reference_policy(self) -> None:  # noqa: B027  (optional)
         """Raise `UserError` if it cannot, because something was forgotten."""

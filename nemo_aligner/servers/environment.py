@@ -221,14 +221,14 @@ class PythonEnvironment:
             ready(error)
             return
         ready(None)
-        is_new = False  # may not know the conversations of its predecessor
+        known: set[int] = set()  # conversations of which this worker has the state
         while (request := self._requests[number].get()) is not None:
             try:
                 if worker is None or not worker.is_alive():
                     self._processes.end(worker)
-                    worker, is_new = None, True
+                    worker, known = None, set()
                     worker = self._processes.start()
-                outcome = self._ask(worker, number, request, is_new)
+                outcome = self._ask(worker, number, request, known)
             except ClosedError:
                 break
             except (UserError, WorkerEndedError) as error:
@@ -241,15 +241,15 @@ class PythonEnvironment:
                     "stopped"
                 )
                 self._processes.end(worker)
-                worker, is_new = None, True
+                worker = None
             except Exception as error:  # no new worker could start: not the fault of a response
                 outcome = error
             self._replies.put((request, outcome))
         self._processes.end(worker)
 
-    def _ask(self, worker: WorkerProcess, number: int, request: _Request, is_new: bool) -> Any:
+    def _ask(self, worker: WorkerProcess, number: int, request: _Request, known: set[int]) -> Any:
         """The outcome of a request: [observation, reward, done], or a text that says why there is
-        none.
+        none. A conversation that the worker does not know is repeated from its beginning.
 
         Raises:
             TimeoutError, WorkerEndedError: as `WorkerProcess`.
@@ -257,9 +257,11 @@ class PythonEnvironment:
         ended = []
         while not self._ended[number].empty():
             ended.append(self._ended[number].get())
-        limit = self.timeout_s * (len(request.responses) if is_new else 1)
+        known.difference_update(ended)
+        limit = self.timeout_s * (1 if request.number in known else len(request.responses))
         worker.send([ended, *request], limit)
         _, value = worker.receive(limit)
+        known.add(request.number)
         return value
 
 

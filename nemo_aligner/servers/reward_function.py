@@ -32,7 +32,7 @@ from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers import reward_worker
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.servers.steps import reward_places
+from nemo_aligner.servers.steps import steps_of
 from nemo_aligner.servers.user_code import Workers, split_spec
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
 
@@ -163,17 +163,22 @@ class RewardFunction:
         prompts, responses, lengths = self.decode(tokens, ends, starts)
         if self.per == "response":
             return self.score(prompts, responses, lengths)[:, None]
-        places = [
-            reward_places(self.tokenizer, row[start:end].tolist(), self.per, self.step_end)
-            for row, start, end in zip(tokens, starts.tolist(), ends.tolist())
-        ]
+        places = [list(range(length)) for length in lengths]
+        if self.step_end is not None:
+            steps = [
+                steps_of(self.tokenizer, row[start:end].tolist(), self.step_end)
+                for row, start, end in zip(tokens, starts.tolist(), ends.tolist())
+            ]
+            responses, places = [each.text for each in steps], [each.places for each in steps]
         samples = zip(prompts, responses, lengths, map(len, places))
         rewards = np.full(tokens.shape, np.nan, dtype=np.float32)
         for row, start, end, at, values in zip(
             rewards, starts, ends, places, self._scores_of(list(samples))
         ):
             if isinstance(values, list):
-                row[start + np.array(at, dtype=np.int64)] = values
+                columns = start + np.array(at, dtype=np.int64)
+                row[columns] = 0.0
+                np.add.at(row, columns, values)  # a token may end several steps
             else:  # the fallback score of the response
                 row[end - 1] = values
         return rewards

@@ -8,51 +8,56 @@ token of a process reward model. N is the number of samples, S their padded toke
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens
+from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
+
+
+class Steps(NamedTuple):
+    """The steps of a response.
+
+    Attributes:
+        text: of the response, with special tokens, one of which may end a step, but without those
+            that stand behind the last step, such as the end token.
+        places: in the token ids of the response, of the tokens that end the steps, ascending; a
+            token that ends several steps stands there as often.
+    """
+
+    text: str
+    places: list[int]
 
 
 def step_ends(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> list[int]:
-    """Places in `response`, token ids, of the tokens that complete a `step_end`, ascending.
-
-    Occurrences do not overlap. A token that completes several of them is one place.
+    """Places in `response`, token ids, of the tokens that complete a `step_end`, ascending, one
+    for each occurrence. Occurrences do not overlap.
     """
     response = list(response)
 
     def completed(tokens: int) -> int:
         return decode_with_special_tokens(tokenizer, response[:tokens]).count(step_end)
 
-    ends: list[int] = []
-    found, total = 0, completed(len(response))
-    while found < total:  # the count grows with the tokens, so each place is found by bisection
-        end = bisect.bisect_left(range(len(response)), found + 1, key=lambda t: completed(t + 1))
-        ends.append(end)
-        found = completed(end + 1)
-    return ends
+    # The count grows with the tokens, so each place is found by bisection.
+    return [
+        bisect.bisect_left(range(len(response)), number, key=lambda place: completed(place + 1))
+        for number in range(1, completed(len(response)) + 1)
+    ]
 
 
-def reward_places(
-    tokenizer: Tokenizer, response: Sequence[int], per: str, step_end: str | None
-) -> list[int]:
-    """Places of the rewards of a function in `response`, token ids.
-
-    With `per` "token" all; with "step" the ends of the steps, and the last token if text follows
-    the last `step_end`: a response without one is one step.
+def steps_of(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> Steps:
+    """The steps of `response`, token ids: as many as `step_end` occurs in the text, and one more
+    if text follows the last of them, which is not blank, or if it does not occur at all.
     """
-    if per == "token":
-        return list(range(len(response)))
-    assert step_end is not None
     places = step_ends(tokenizer, response, step_end)
-    last = len(response) - 1
-    left = list(response[places[-1] + 1 :]) if places else list(response)
-    if left[-1:] == [tokenizer.eos_id]:
-        left.pop()
-    if last >= 0 and (not places or decode_with_special_tokens(tokenizer, left).strip()):
-        places.append(last)
-    return places
+    kept, special = list(response), special_ids(tokenizer)
+    while len(kept) > (places[-1] + 1 if places else 0) and kept[-1] in special:
+        kept.pop()
+    text = decode_with_special_tokens(tokenizer, kept)
+    if response and (not places or text.split(step_end)[-1].strip()):
+        places.append(len(response) - 1)
+    return Steps(text, places)
 
 
 def scores_of_places(

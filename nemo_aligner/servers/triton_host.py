@@ -29,8 +29,9 @@ from nemo_aligner.servers.triton_environment import (
     prepare_triton_environment,
 )
 
-STARTS = 3  # of Triton, before the job gives up
-START_S = 300.0  # within which it is ready, or is started again
+# Within which Triton is ready, or is started again; after the last the job gives up. It needs a
+# few seconds; one that hangs for a reason that `_check_start` does not see costs the first.
+START_S = (60.0, 120.0, 300.0)
 LOOK_S = 0.2  # between two looks at its processes while it starts
 REPLACED_S = 15.0  # within which Triton replaces a stub that it has ended itself
 PROBE_S = 5.0  # within which a Triton that runs says so
@@ -77,28 +78,29 @@ class TritonHost:
             should_stop: called a few times a second; True ends the start early.
 
         Triton sometimes ends while it starts on a busy machine, and waits without end for a
-        process of its own that was killed then: it is started up to `STARTS` times.
+        process of its own that was killed then: it is started again, with more patience.
 
         Raises:
             UserError: the port is taken, or this Python cannot run Triton.
             TritonStartError: Triton did not start, each time.
         """
         prepare_triton_environment()
-        for number in range(1, STARTS + 1):
+        for number, patience_s in enumerate(START_S, 1):
             try:
-                self._start(endpoints, batcher, should_stop)
+                self._start(endpoints, batcher, should_stop, patience_s)
                 return
             except TritonStartError as error:
-                if number == STARTS:
+                if number == len(START_S):
                     raise
                 self.stop()
-                logging.warning(f"{error}; starting it again ({number + 1} of {STARTS})")
+                logging.warning(f"{error}; starting it again ({number + 1} of {len(START_S)})")
 
     def _start(
         self,
         endpoints: Sequence[tuple[Endpoint, Handler]],
         batcher: Mapping[str, Any],
         should_stop: Callable[[], bool],
+        patience_s: float,
     ) -> None:
         self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
         self._memory_prefix = shared_memory_prefix()
@@ -111,7 +113,7 @@ class TritonHost:
         try:
             for endpoint, _function in endpoints:
                 self._bind(endpoint, self._front, batcher)
-            self._run(should_stop)
+            self._run(should_stop, patience_s)
         except Exception:
             with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
                 logging.error(
@@ -144,8 +146,8 @@ class TritonHost:
             strict=True,
         )
 
-    def _run(self, should_stop: Callable[[], bool]) -> None:
-        """Run Triton until it is ready, then open the port."""
+    def _run(self, should_stop: Callable[[], bool], patience_s: float) -> None:
+        """Run Triton until it is ready, within `patience_s`, then open the port."""
         self._triton.launch()
         begun = looked = time.monotonic()
         while not self._says("ready", timeout_s=10):
@@ -156,8 +158,9 @@ class TritonHost:
             if time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()
                 self._check_start()
-            if time.monotonic() - begun > START_S:
-                raise TritonStartError(f"Triton is not ready after {START_S:.0f} s")
+            if time.monotonic() - begun > patience_s:
+                self._kill_processes()  # one that hangs could not be asked to end
+                raise TritonStartError(f"Triton is not ready after {patience_s:.0f} s")
             time.sleep(0.1)
         # Triton lets every user read the shared memory in which it hands requests on.
         for path in self._shared_memory():

@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -434,6 +434,13 @@ def preference_texts(result: Result, form: TextForm, eos: str) -> tuple[str, str
     return prompt, whole[0], whole[1]
 
 
+def check_shares(shares: Mapping[str, Any]) -> None:
+    """Raise `UserError` unless the shares of --splits are numbers above 0 that add up to 1."""
+    numbers = [share for share in shares.values() if isinstance(share, int | float)]
+    if len(numbers) < len(shares) or min(numbers) <= 0 or abs(sum(numbers) - 1) > 1e-6:
+        raise UserError(f"--splits {shares}: the shares must be above 0 and add up to 1.")
+
+
 def split(
     results: Sequence[Result], shares: dict[str, float], shuffle: bool, seed: int
 ) -> dict[str, list[Result]]:
@@ -442,8 +449,7 @@ def split(
     Raises:
         UserError: shares that do not, or fewer results than parts.
     """
-    if abs(sum(shares.values()) - 1) > 1e-6 or not all(share > 0 for share in shares.values()):
-        raise UserError(f"--splits {shares}: the shares must be above 0 and add up to 1.")
+    check_shares(shares)
     if len(results) < len(shares):
         raise UserError(
             f"there are {len(results)} comparisons for the parts {', '.join(shares)} of --splits; "

@@ -43,6 +43,26 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
     return min(number_of_batches, limit_batches)
 
 
+def interval_in_steps(key: str, interval: int | float, steps_per_epoch: int) -> int:
+    """Steps between two validations or checkpoints; 0 and below: never.
+
+    Args:
+        key: `val_check_interval` or `save_interval`, for the message.
+        interval: steps, or as a float a part of an epoch, of which at least one step is left.
+
+    Raises:
+        ConfigError: a float that is no part of an epoch.
+    """
+    if not isinstance(interval, float):
+        return interval
+    if not 0 <= interval <= 1:
+        raise ConfigError(
+            f"{key}={interval}: a float is a part of an epoch, from 0.0 to 1.0; write "
+            f"{int(interval)} without the point for a number of steps."
+        )
+    return compute_limit_batches(steps_per_epoch, interval)
+
+
 class Sampler(Protocol):
     """A batch sampler of `data/nlp/samplers.py`."""
 

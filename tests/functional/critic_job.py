@@ -269,6 +269,7 @@ def main() -> None:
     trainer.failure_grace_s = patience(3.0)
     server_loop.SAVE_GRACE_S = settings["save_grace_s"]
     server_loop.CHECK_INTERVAL_S = triton_host.PROBE_S = settings["look_s"]
+    triton_host.START_S = settings["start_s"] or triton_host.START_S
     slices.SLICE_TOKENS = settings["slice_tokens"]
     trainer.run_server()
     parallel_state.destroy()
@@ -289,6 +290,7 @@ class CriticJob:
         background: checkpoints are written in the background. They cannot be written while there
             is a file `checkpoint.json.full`.
         look_s: between two looks at Triton, and how long it may take to reply to one.
+        start_s: within which Triton must be ready, one for each start; None: the real ones.
         server: the section `server` of the configuration.
     """
 
@@ -304,6 +306,7 @@ class CriticJob:
         slice_tokens=512,
         background=False,
         look_s=5.0,
+        start_s=None,
         server=None,
         **cfg,
     ):
@@ -319,6 +322,7 @@ class CriticJob:
             "slice_tokens": slice_tokens,
             "background": background,
             "look_s": look_s,
+            "start_s": start_s,
             "server": server or {},
             "metrics": str(self.directory / "metrics.jsonl"),
             "checkpoint": str(self.directory / "checkpoint.json"),

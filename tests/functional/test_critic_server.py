@@ -834,6 +834,21 @@ def test_a_triton_that_ends_while_it_starts_is_started_again():
         job.assert_nothing_left()
 
 
+def test_a_triton_that_hangs_while_it_starts_is_started_again():
+    with CriticJob(start_s=[patience(5.0), 120.0]) as job:
+        wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.02)
+        job.look_around()
+        (triton,) = job.children_named("tritonserver")
+        triton.suspend()
+        job.wait_until_serving()
+        assert re.search(
+            r"Triton is not ready after \d+ s; starting it again \(2 of 2\)", job.log()
+        )
+        job.signal_rank(0)
+        job.must_exit_with(0)
+        job.assert_nothing_left()
+
+
 def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
     with CriticJob(ranks=2) as job:
         kill_starting_triton(job, 3)

@@ -493,6 +493,8 @@ def test_what_cannot_be_done_is_said_before_anything_is_asked(tmp_path, monkeypa
     with ChatServer(policy) as server, ChatServer(judge) as judging:
         for more, words in [
             (["--splits=train"], "--splits train: give a dict"),
+            (["--splits={'train': 'x', 'test': 0.5}"], "must be above 0 and add up to 1"),
+            (["--splits={'train': 0.9, 'test': 0.2}"], "must be above 0 and add up to 1"),
             (["--blend-with={'name': 'x'}"], "--blend-with must have the keys name, test, train"),
             (["--sys-prompt-constitution-file-path=none"], "none does not exist"),
             (["trainer.devices=2"], "settings of the engine, which needs --model"),

@@ -364,6 +364,9 @@ def test_an_alarm_when_both_responses_become_unlikely(
     [
         (["model.dpo.preference_loss=hinge"], "'hinge' must be one of dpo, ipo, rpo_sq"),
         (["model.dpo.ref_policy_kl_penalty=0"], "ref_policy_kl_penalty=0"),
+        (["trainer.dpo.max_epochs=1.5"], "max_epochs=1.5 must be a whole number"),
+        (["trainer.dpo.max_steps=many"], "max_steps='many' must be a whole number"),
+        (["trainer.dpo.save_interval=often"], "save_interval='often' must be a finite number"),
         (["model.dpo.label_smoothing=0.6"], "label_smoothing=0.6"),
         (
             ["model.dpo.label_smoothing=0.1", "model.dpo.preference_loss=ipo"],

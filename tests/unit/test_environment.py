@@ -6,6 +6,7 @@ do what environments should not.
 
 import os
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -132,6 +133,18 @@ def test_conversations_go_on_after_another_one_ended_their_worker(tmp_path, reas
         ask(played, 0, "a")
         assert ask(played, 1, reason) == ("", -1.0, True)
         assert ask(played, 0, "a", "b") == expected
+
+
+def test_the_time_limit_is_that_of_one_reply_once_a_conversation_was_repeated(tmp_path):
+    with environment(tmp_path, workers=1, fallback=-1.0) as played:
+        ask(played, 0, "a")
+        ask(played, 1, "die")
+        said = [*"abcdefgh"]
+        for turns in range(2, len(said) + 1):
+            ask(played, 0, *said[:turns])
+        begun = time.monotonic()
+        assert ask(played, 0, *said, "sleep") == ("", -1.0, True)
+        assert time.monotonic() - begun < 4 * REPLY_S  # not that of nine
 
 
 def test_a_machine_that_starts_no_more_processes_is_an_error(tmp_path, monkeypatch):

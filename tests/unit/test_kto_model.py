@@ -8,6 +8,7 @@ import copy
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -167,6 +168,18 @@ def test_one_sample_has_no_other_to_compare_with(tiny_tokenizer, tmp_path):
     path = write(tmp_path / "one.jsonl", records(1))
     with pytest.raises(UserError, match="at least two samples.*1 of 1"):
         KTOModelDataset([path], tiny_tokenizer, LENGTH)
+
+
+def test_a_sample_that_comes_several_times_is_not_compared_with_itself(tiny_tokenizer, tmp_path):
+    """As in a blend that wants more of a file than it has."""
+    whole = KTOModelDataset([write(tmp_path / "two.jsonl", records(2))], tiny_tokenizer, LENGTH)
+    repeated = whole.select(np.array([0, 0, 0, 1, 0]))
+    for place, document in enumerate((0, 0, 0, 1, 0)):
+        expected = whole[document]["kl_samples"]
+        assert torch.equal(repeated[place]["kl_samples"], expected)
+    assert not torch.equal(whole[0]["kl_samples"], whole[0]["samples"])
+    with pytest.raises(UserError, match="at least two samples.*1 of 2"):
+        whole.select(np.array([1, 1]))
 
 
 def test_a_part_of_one_sample_is_an_error(tiny_tokenizer, tmp_path):

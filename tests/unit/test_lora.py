@@ -148,6 +148,7 @@ def test_fresh_adapters_change_no_bit_and_the_reference_stays_the_base(bases):
     model.set_reference_policy()
     model.set_eval()
     assert torch.equal(model.get_inference_log_probs(TOKENS), before)
+    assert model.starts_as_reference
     train(model)
     model.set_eval()
     assert not torch.allclose(model.get_inference_log_probs(TOKENS), before, atol=1e-3)
@@ -240,6 +241,7 @@ def test_a_nemo_of_adapters_is_small_and_stands_for_the_merged_model(bases, tmp_
     again = load(bases)
     again.init_peft({**peft(adapter_dim=9), "restore_from_path": str(path)})
     assert again.lora.dim == 4  # the file says what the adapters look like
+    assert not again.starts_as_reference and not model.starts_as_reference  # normal B
     assert torch.equal(logits_of(again), expected)
 
 

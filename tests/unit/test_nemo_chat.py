@@ -76,6 +76,14 @@ CASES = {
         "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]Tool\n4\n"
         "\x11Assistant\n[a joy\n\x11]",
     ),
+    "a masked turn behind another ends no response": (
+        {
+            "conversations": [*THREE[:2], *2 * [{"from": "Tool", "value": "4"}], THREE[3]],
+            "mask": "User,Tool",
+        },
+        "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]Tool\n4\n"
+        "\x11Tool\n4\n\x11Assistant\n[a joy\n\x11]",
+    ),
     "labels without a type are left out": (
         {"conversations": LABELLED[:2]},
         "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]",

@@ -57,6 +57,11 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
     "overrides, words, remedy",
     [
         (("trainer.ppo.advantage_estimator=gape",), ["gape", "rloo"], ()),
+        (
+            (*GRPO, "trainer.ppo.process_rewards=steps", "trainer.ppo.overlong_buffer_len=64"),
+            ["overlong_buffer_len=64", "process_rewards=steps"],
+            (),
+        ),
         (("trainer.ppo.kl_estimator=k4",), ["k4", "k3"], ()),
         (("model.ppo.kl_loss_estimator=k",), ["k2", "abs"], ()),
         (("model.ppo.dual_clip=1",), ["dual_clip=1", "above 1"], ("model.ppo.dual_clip=null",)),

@@ -6,6 +6,7 @@ against loops over plain numbers.
 
 import math
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from nemo_aligner.core.rewards import add_token_rewards, reward_at_last_token, s
 from nemo_aligner.servers.reward_client import RMFutureResult
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import ReplyError, reward_model_endpoint
-from nemo_aligner.servers.steps import reward_places, scores_of_places, step_ends
+from nemo_aligner.servers.steps import scores_of_places, step_ends, steps_of
 from nemo_aligner.servers.validation import validate_reply
 from tests.ppo_fakes import make_trainer
 from tests.unit.test_ppo_data import ROWS, STAND_IN, WIDTH, scored_rollout
@@ -31,7 +32,7 @@ EOS = 0
 class Letters:
     """One id per character; 0 is the end, which decodes to nothing."""
 
-    eos_id, vocab_size = EOS, 128
+    eos_id, bos_id, vocab_size = EOS, None, 128
 
     def text_to_ids(self, text):
         return [ord(character) for character in text]
@@ -65,7 +66,7 @@ def test_ends_of_steps_against_a_loop_over_all_prefixes(step_end):
         picks = torch.randint(0, len(alphabet), (length,), generator=generator).tolist()
         response = [alphabet[pick] for pick in picks]
         counts = [tokenizer.ids_to_text(response[:n]).count(step_end) for n in range(length + 1)]
-        naive = [t for t in range(length) if counts[t + 1] > counts[t]]
+        naive = [t for t in range(length) for _ in range(counts[t + 1] - counts[t])]
         assert step_ends(tokenizer, response, step_end) == naive
 
 
@@ -83,8 +84,47 @@ def test_ends_of_steps_against_a_loop_over_all_prefixes(step_end):
     ],
 )
 def test_a_response_without_an_end_of_a_step_is_one_step(response, places):
-    assert reward_places(Letters(), response, "step", "\n") == places
-    assert reward_places(Letters(), response, "token", None) == list(range(len(response)))
+    text, found = steps_of(Letters(), response, "\n")
+    assert found == places and text == Letters().ids_to_text(response)
+
+
+class Chat(Pieces):
+    """As a Hugging Face tokenizer of chats: 3 ends a turn, 4 a step, and the text has them only
+    if it is asked for.
+    """
+
+    def __init__(self):
+        self.tokenizer = SimpleNamespace(
+            all_special_ids=[EOS], get_added_vocab=lambda: {"<turn>": 3, "<step>": 4}
+        )
+
+    def ids_to_text(self, ids, remove_special_tokens=True):
+        names = {3: "<turn>", 4: "<step>", EOS: "<end>"}
+        return "".join(
+            names[i] * (not remove_special_tokens)
+            if i in names
+            else super(Chat, self).ids_to_text([i])
+            for i in ids
+        )
+
+
+@pytest.mark.parametrize(
+    ("response", "step_end", "places", "text"),
+    [
+        (ids("ab") + [2] + ids("c"), "\n", [2, 2, 3], "ab\n\nc"),  # one token ends two steps
+        (ids("ab\n") + [3, EOS], "\n", [2], "ab\n"),  # end tokens are no step
+        (ids("ab\n") + [3], "\n", [2], "ab\n"),
+        (ids("ab") + [4] + ids("c") + [4, 3], "<step>", [2, 4], "ab<step>c<step>"),
+        (ids("ab") + [4] + ids("c") + [3], "<step>", [2, 4], "ab<step>c"),
+        ([3, EOS], "\n", [1], ""),
+    ],
+)
+def test_the_function_can_count_the_steps_in_the_text_that_it_gets(
+    response, step_end, places, text
+):
+    assert steps_of(Chat(), response, step_end) == (text, places)
+    *ended, rest = text.split(step_end)
+    assert len(places) == len(ended) + bool(rest.strip() or not ended)
 
 
 def test_a_models_scores_are_read_at_its_step_tokens_alone():
@@ -158,6 +198,17 @@ def test_rewards_of_steps_stand_at_the_tokens_that_end_them(tmp_path):
             RewardFunctionError, match=r"returned 2 rewards for a response of 3 .*rewards_per"
         ):
             served.infer(*request(texts[3:]))
+
+
+def test_rewards_of_two_steps_that_one_token_ends_add_up(tmp_path):
+    count = "def score(prompts, responses, lengths):\n    return [[3.0, 4.0, 5.0]]\n"
+    (tmp_path / "reward.py").write_text(count)
+    tokens = np.array([ids("ppab") + [2] + ids("c") + [EOS]])
+    with RewardFunction(
+        f"{tmp_path}/reward.py:score", Pieces(), workers=1, per="step", step_end="\n"
+    ) as served:
+        rewards = served.infer(tokens, np.array([[7]]), np.array([[2]]))
+    assert rewards[0, [4, 6]].tolist() == [7.0, 5.0] and np.isnan(rewards).sum() == 5
 
 
 def test_rewards_of_tokens_are_as_many_as_the_response_has(tmp_path):

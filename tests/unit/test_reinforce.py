@@ -117,6 +117,10 @@ def test_the_kl_is_0_at_the_start_and_a_reference_that_differs_ends_the_run():
     other.model.reference_offset = 0.1
     with pytest.raises(PolicyReferenceError):
         other.fit()
+    earlier = make_reinforce_trainer(max_steps=1)
+    earlier.model.reference_offset, earlier.model.starts_as_reference = 0.1, False
+    earlier.fit()
+    assert earlier.logger.series("train_rollouts/init_policy_kl")[0][1] != 0
 
 
 def test_good_responses_become_likelier():

@@ -18,6 +18,7 @@ from nemo_aligner.algorithms.spin import spin_custom_collate
 from nemo_aligner.checkpoint import dist_ckpt
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from tests import hugging_face
@@ -352,6 +353,28 @@ def test_the_alarms_know_where_an_iteration_begins(
     assert metrics["identical_fraction"] == 1
     trainer.alarms.watch(metrics, step=3)
     assert "identical_fraction is 1" in said[-1]
+
+
+def test_the_memory_of_keys_says_how_many_steps_respond_together(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch
+):
+    """With room for one response a step at a time; with room for all no more than there are."""
+    data = sft_data(tiny_tokenizer, write(tmp_path / "sft.jsonl", records()))
+    cached, new_cache = [], DecodingModel.new_cache
+
+    def counted(model, slots):
+        cached.append(slots)
+        return new_cache(model, slots)
+
+    monkeypatch.setattr(DecodingModel, "new_cache", counted)
+    for gigabytes, ahead, slots in ((1e-9, 1, 1), (1.0, 3, 12)):
+        generation = {"kv_cache_gb": gigabytes}
+        model = tiny_model(tiny_tokenizer_dir, generation=generation, rollout_micro_batch_size=4)
+        trainer, _, _ = trainer_of(model, data, tiny_tokenizer, max_steps=3)
+        assert trainer.steps_ahead() == ahead
+        trainer.fit()
+        assert cached == [slots] * (3 // ahead)
+        cached.clear()
 
 
 def test_samples_of_the_rollouts_are_written(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):

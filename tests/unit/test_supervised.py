@@ -11,9 +11,10 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import build_dataloader
+from nemo_aligner.training.stop_requests import stop_requests
 from tests.ppo_fakes import fit_until_stopped
 
 GBS = 4
@@ -285,6 +286,50 @@ def test_limits_intervals_and_final_test():
     assert not trainer.ckpt_callback.saves
     assert len(make(max_steps=3).model.batches) == 0 and make(max_steps=3).max_steps == 3
     assert make(max_epochs=None, max_steps=7).max_steps == 7
+
+
+def test_intervals_of_parts_of_an_epoch():
+    """Of validations and saves alike: the shipped YAML files have one for both."""
+    trainer = make(val=dataloader(4, random=False), val_check_interval=0.5, save_interval=0.5)
+    trainer.fit()  # 2 epochs of 5 steps
+    assert [save.state["step"] for save in trainer.ckpt_callback.saves] == [2, 4, 6, 8, 10]
+    assert sorted(trainer.logger.of("validation/")) == [2, 4, 6, 8, 10]
+    assert make(save_interval=0.01, val_check_interval=0).save_interval == 1
+    with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
+        make(save_interval=2.5)
+
+
+def test_a_save_without_a_validation_has_no_metric_of_one(monkeypatch):
+    """Else it would be ranked by weights that it does not hold."""
+    signalled = JobStopped(ExitCode.PRE_EMPTED, "SIGTERM")
+    monkeypatch.setattr(
+        stop_requests, "after_step", lambda step, timer: signalled if step == 3 else None
+    )
+    trainer = make(val=dataloader(4, random=False))
+    assert fit_until_stopped(trainer) is signalled
+    (save,) = trainer.ckpt_callback.saves
+    assert trainer.step == 3 and 2 in trainer.logger.of("validation/")
+    assert "train_loss" in save.candidates and "val_loss" not in save.candidates
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_validation_is_of_the_same_samples(workers):
+    shuffled = dataloader(22, workers=workers)
+    trainer = make(val=shuffled, limit_val_batches=0.5, val_check_interval=1)
+    trainer.model.get_loss_and_metrics = lambda batch, forward_only: (
+        0.0,
+        {"acc": float(batch.float().mean()), "weights": 4.0},
+    )
+    found = [trainer.run_validation()["acc"] for _ in range(4)]
+    assert len(set(found)) == 1
+
+
+def test_a_job_that_died_before_its_test_scores_it():
+    trainer = make(test=dataloader(8, random=False))
+    trainer.load_state_dict({"step": 10, "consumed_samples": 40, "epoch": 2})
+    trainer.fit()
+    assert trainer.logger.of("test/")[10]["acc"] == 3.5 and trainer.logger.is_final
+    assert not trainer.model.batches and trainer.ckpt_callback.finished == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -286,6 +286,7 @@ def test_all_logits_are_the_whole_distribution(tiny_tokenizer_dir, tiny_tokenize
     [
         (["kd_loss=l2"], "kd_loss='l2'"),
         (["kd_loss_weight=0"], "are both 0: nothing would be learned"),
+        (["jsd_beta=half"], "jsd_beta='half' must be a finite number"),
         (["jsd_beta=1.0"], "jsd_beta=1.0 must be above 0 and below 1"),
         (["outside_top_k=bucket", "target_logits_scale=0.5"], "bucket needs"),
         (["logits_scale=0"], "logits_scale=0"),
@@ -296,6 +297,14 @@ def test_settings_that_cannot_work(tmp_path, overrides, message):
     own = [f"model.knowledge_distillation.{text}" for text in overrides]
     with pytest.raises(ConfigError, match=message):
         check("gpt_knowledge_distillation", tmp_path, *own)
+
+
+def test_one_candidate_teaches_nothing(tmp_path):
+    one, own = "model.data.top_k=1", "model.knowledge_distillation."
+    with pytest.raises(ConfigError, match="one logit of each token"):
+        check("gpt_knowledge_distillation", tmp_path, one)
+    for other in (f"{own}outside_top_k=bucket", f"{own}sft_loss_weight=0.1"):
+        check("gpt_knowledge_distillation", tmp_path, one, other)
 
 
 def test_files_of_tokens_are_refused(tmp_path):

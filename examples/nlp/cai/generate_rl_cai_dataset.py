@@ -26,6 +26,7 @@ from nemo_aligner.synthetic.command_line import open_records, write_records
 from nemo_aligner.synthetic.constitutional import (
     Generator,
     candidates,
+    check_shares,
     compare,
     preference_texts,
     red_team_prompt,
@@ -95,6 +96,7 @@ def main() -> None:
     if args.batch_size < 1:
         raise UserError("--batch-size must be above 0.")
     shares = read_literal("--splits", args.splits)
+    check_shares(shares)
     blends = read_blends(args.blend_with, shares)
     constitution = Path(args.sys_prompt_constitution_file_path).expanduser().read_text("utf-8")
     records = open_records(

@@ -87,10 +87,11 @@ class KTOModelDataset(ResponseDataset):
         return other
 
     def _check_size(self) -> None:
-        if len(self.documents) < 2:
+        different = len(np.unique(self.documents))
+        if different < 2:
             raise UserError(
                 f"{self.name} data: KTO needs at least two samples, each with another's response "
-                f"to compare with, but a part has {len(self.documents)} of {len(self.lines)}."
+                f"to compare with, but a part has {different} of {len(self.lines)}."
             )
 
     def _inspect(self, record: Record) -> tuple[int, float]:
@@ -105,7 +106,9 @@ class KTOModelDataset(ResponseDataset):
         size = len(self.documents)
         sample = self._sample(place)
         step = max(1, round(PARTNER * size))
-        other = self._sample((place + step) % size)
+        others = ((place + step + n) % size for n in range(size))
+        # A part with more samples than documents has some of them several times.
+        other = self._sample(next(n for n in others if self.documents[n] != self.documents[place]))
         item = {
             "preference": torch.tensor(float(self.lines.numbers[int(self.documents[place])])),
             "loss_mask": torch.zeros(self.seq_length),

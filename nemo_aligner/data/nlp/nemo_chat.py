@@ -209,12 +209,15 @@ class NeMoChat:
         self, source: Source, number: int, turn: Turn, part: Sequence[int]
     ) -> tuple[int, int]:
         """Start and end of the tokens of a turn that are trained on."""
-        if number == 0 and source.kind != TEXT_TO_VALUE:
+        context = 0 if source.kind == TEXT_TO_VALUE else 1
+        if number < context:
             return 0, 0  # it is the context of the others, whoever speaks
         if turn.speaker in source.masked:
-            # Its TURN ends the response before it, which is none where this is the first turn,
-            # or, without labels to predict, the second.
-            follows_response = number > (0 if source.kind == TEXT_TO_VALUE else 1)
+            # Its TURN ends the response before it. NeMo trains on it behind a masked turn too,
+            # such as between two tools' replies, where no response ends.
+            follows_response = (
+                number > context and source.turns[number - 1].speaker not in source.masked
+            )
             return 0, len(self._turn_start_ids) * follows_response
         name = len(self._ids(self.marks.turn_start + turn.speaker + self.marks.end_of_name))
         label = -1 if turn.label is None else _find(self._label_start_ids, part)

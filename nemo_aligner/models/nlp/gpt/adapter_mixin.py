@@ -34,9 +34,11 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
     Attributes:
         lora: what the adapters look like; None without them.
+        starts_as_reference: the adapters, if any, changed nothing when they were made.
     """
 
     lora: LoRASettings | None = None
+    starts_as_reference = True
     _merge_for_generation = True
     _adapters: list[tuple[Any, LoRA]]
     _base: adapters.Base
@@ -87,6 +89,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             self.unwrapped(), settings, self.transformer_config, self.cfg.seed
         )
         self.lora = settings
+        initial = settings.column_init_method, settings.row_init_method
+        self.starts_as_reference = start is None and "zero" in initial  # A or B, and so BA, is 0
         self._merge_for_generation = bool(peft.merge_for_generation)
         for name, parameter in self._parameters_of_chunks():
             parameter.requires_grad_(self._is_trained(name))

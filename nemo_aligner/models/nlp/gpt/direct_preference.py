@@ -6,6 +6,7 @@ reference policy for both samples of a pair, and the loss.
 Notation: B pairs on this data-parallel rank, S padded length.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,8 +71,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
 
         Returns:
             The loss and, over the pairs that count, the metrics of `dpo_loss`, the statistics of
-            the rewards, `margin` (of the mean rewards), `likelihood_fall` (see
-            `core.preference`) and `weights` (number of pairs).
+            the rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
         """
         if "ref_policy_log_probs_chosen" not in batch:
             raise UserError(
@@ -123,7 +123,13 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         reward_statistics(metrics)
         chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
         metrics["margin"] = chosen - rejected
-        gains = metrics.pop("gain_chosen"), metrics.pop("gain_rejected")
-        metrics["likelihood_fall"] = likelihood_fall(*gains)
         metrics["weights"] = float(sum_over_dp(valid.sum()))
         return metrics["loss"], metrics
+
+    def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Replace the mean gains by `likelihood_fall` (see `core.preference`)."""
+        summary = super().summarize_metrics(metrics)
+        if "gain_chosen" in summary:
+            gains = summary.pop("gain_chosen"), summary.pop("gain_rejected")
+            summary["likelihood_fall"] = likelihood_fall(*gains)
+        return summary

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nemo_aligner.config.rules import check_candidates
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.masks import counted_lengths
@@ -97,6 +98,9 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
             batch: this data-parallel rank's share of the global batch.
             forward_only: compute no gradient.
 
+        Raises:
+            ConfigError: the teacher gives one logit of a token, of which nothing can be learned.
+
         Returns:
             The loss and, over the global batch, the metrics of `distillation_loss` and `weights`:
             how many tokens count, or how many of what `loss_reduction` averages over.
@@ -116,6 +120,7 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
             "log_sum_exp": log_sum_exp,
         }
         top_k = batch["topk_token_ids"].size(-1)
+        check_candidates(top_k, self.outside_top_k, self.loss_settings["sft_loss_weight"])
         # With all tokens there is nothing outside.
         bucket = self.outside_top_k == "bucket" and top_k < self.tokenizer.vocab_size
 

@@ -225,8 +225,15 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                     }
                     yield group, _rollout(generated.at(part), group["length"])
 
+    def responses_together(self, size: int) -> int:
+        """How many responses are decoded together: those to a batch of `size` prompts, or as many
+        as `generation.kv_cache_gb` has room for. All ranks that generate together call it.
+        """
+        memory = self.settings.generation.kv_cache_gb
+        return size if memory is None else self.generator.slots_within(memory * 1e9)
+
     def _slots(self, size: int, share: int | None) -> int:
-        """How many samples are decoded together.
+        """How many samples of a rollout are decoded together.
 
         Args:
             size: samples of a batch.
@@ -234,10 +241,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 result: of a common queue (`batch_iterator.use_flask`) a rank does not draw at once
                 what others could begin with.
         """
-        memory = self.settings.generation.kv_cache_gb
-        if memory is None:
-            return size
-        slots = self.generator.slots_within(memory * 1e9)
+        slots = self.responses_together(size)
         return slots if share is None else min(slots, share * size)
 
     def _prompts(self, batch: InferenceBatch) -> Prompts:
