@@ -23,12 +23,12 @@ TWO_RANKS = {
     "gpt2 PP2 to 1": ("gpt2", PP2, "auto"),
     "llama VPP2 to 1": ("llama", VPP2, "auto"),
     "lora PP2 to 1": ("lora", PP2, "auto"),
-    "gpt2 TP2 to 1": ("gpt2", TP2, {"tp": 1, "pp": 1}),
     "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
     "gpt2 VPP2 to TP2": ("gpt2", VPP2, {"tp": 2, "pp": 1}),
-    "llama DP2 to TP2": ("llama", {}, {"tp": 2, "pp": 1}),
 }
 TWO_RANKS_FULL = {
+    "llama DP2 to TP2": ("llama", {}, {"tp": 2, "pp": 1}),
+    "gpt2 TP2 to 1": ("gpt2", TP2, {"tp": 1, "pp": 1}),
     "moe PP2 to 1": ("moe", PP2, {"tp": 1, "pp": 1}),
     "lora TP2 to 1": ("lora", TP2, {"tp": 1, "pp": 1}),
     "llama PP2 to TP2": ("llama", PP2, {"tp": 2, "pp": 1}),

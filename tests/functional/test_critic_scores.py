@@ -77,7 +77,11 @@ def assert_scores_are_direct(port: int, models) -> None:
 
 @pytest.mark.parametrize(
     "launcher, ranks, tp, strip",
-    [("python", 1, 1, "null"), ("torchrun", 2, 1, 4), ("python", 2, 2, 5)],
+    [
+        ("python", 1, 1, "null"),
+        pytest.param("torchrun", 2, 1, 4, marks=pytest.mark.full),
+        ("python", 2, 2, 5),
+    ],
     ids=["one-rank", "dp2-strip", "tp2-strip"],
 )
 def test_scores_equal_the_models_called_directly(

@@ -197,7 +197,7 @@ def test_over_the_other_front_and_encrypted_it_is_the_same_run(inputs, single):
 @pytest.mark.parametrize(
     "critic_split, actor_split",
     [
-        (("python", 2, 1), ("torchrun", 2, 2)),  # critic DP2, actor TP2
+        pytest.param(("python", 2, 1), ("torchrun", 2, 2), marks=pytest.mark.full),
         (("torchrun", 2, 2), ("python", 2, 1)),  # critic TP2, actor DP2
     ],
     ids=["critic-dp2-actor-tp2", "critic-tp2-actor-dp2"],
@@ -243,6 +243,7 @@ def test_any_split_gives_the_same_numbers(inputs, single, critic_split, actor_sp
     assert samples[0] == samples[1]
 
 
+@pytest.mark.full  # tests/unit/test_broken_network.py has each fault alone
 def test_a_network_that_loses_things_changes_no_number(inputs, single):
     """Every second sending of a request meets a fault, of each kind that does not take minutes."""
     folder, port = inputs / "network", find_free_port()
@@ -270,6 +271,7 @@ def test_a_network_that_loses_things_changes_no_number(inputs, single):
 PADDED_JOBS = Path(__file__).parent / "padded_jobs"
 
 
+@pytest.mark.full  # tests/unit/test_padding.py and the matrix have it without servers
 def test_padding_that_is_not_computed_changes_no_metric(inputs, single):
     """A run that computes all padding, in its requests too, against one that computes as little as
     possible, with the sampler's log-probs, and one with fixed numbers of samples.
@@ -432,7 +434,9 @@ def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
             assert read_metrics(folder / side, name) == read_metrics(whole / side, name), name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
+)
 def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, tmp_path, number):
     """With the same command, beside the same critic, to the same bits."""
     limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]

@@ -119,7 +119,7 @@ def test_the_same_command_resumes(inputs, server_port, whole, tmp_path):  # noqa
 @pytest.mark.parametrize(
     "ranks, launcher, extra",
     [
-        (2, "torchrun", []),  # DP2
+        pytest.param(2, "torchrun", [], marks=pytest.mark.full),
         pytest.param(
             2, "python", ["++model.tensor_model_parallel_size=2"], marks=pytest.mark.full
         ),

@@ -302,7 +302,12 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
 
 @pytest.mark.parametrize(
     "launcher, tp, strip",
-    [("python", 1, 4), ("torchrun", 1, "null"), ("python", 2, "null"), ("torchrun", 2, 16)],
+    [
+        pytest.param("python", 1, 4, marks=pytest.mark.full),
+        ("torchrun", 1, "null"),
+        ("python", 2, "null"),
+        pytest.param("torchrun", 2, 16, marks=pytest.mark.full),
+    ],
     ids=["python-dp2", "torchrun-dp2", "python-tp2", "torchrun-tp2"],
 )
 def test_two_ranks_give_the_same_scores_and_end_clean(

@@ -326,7 +326,9 @@ def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
     )
 
 
-@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
+)
 def test_kto_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path, options
 ):
@@ -418,7 +420,9 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
         assert not job.leftovers(15)
 
 
-@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
+)
 def test_spin_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path, options
 ):
