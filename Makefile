@@ -138,7 +138,8 @@ test-full: $(VENV)/.installed-peers
 chaos: $(VENV)/.installed-test
 	$(RUN) -m pytest -n $(WORKERS) tests/chaos $(ARGS)
 
-# TRL goes without its requirements into a folder of its own: most tests compare with another release of it.
+# TRL goes without its requirements into a folder of its own: most tests compare with another
+# release of it.
 $(VENV)/.installed-peers: $(VENV)/.installed-test benchmarks/peers.txt
 	rm -rf $(VENV)/peers
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps --target $(VENV)/peers --requirement benchmarks/peers.txt

@@ -88,9 +88,9 @@ def _check_ranges(v: Values) -> None:
     overlong = v.get(PPO + "overlong_buffer_len")
     if v.get(PPO + "process_rewards") == "steps" and overlong:
         raise ConfigError(
-            f"trainer.ppo.overlong_buffer_len={overlong} is a penalty of whole responses, and "
-            "with trainer.ppo.process_rewards=steps what stands behind the last step has no "
-            "effect; set one of them back."
+            f"trainer.ppo.overlong_buffer_len={overlong} is a penalty at the last token of a "
+            "response. With trainer.ppo.process_rewards=steps it would count only where that "
+            "token ends a step; set one of them back."
         )
     v.number(PPO + "critic_gae_lambda", 0, 1)
     for key in (

@@ -42,7 +42,7 @@ class Job:
         script: that starts it.
         head: it has a head in place of the output layer.
         forward_key: of the samples of a forward pass without gradient; empty: there is none.
-        rollout_keys: of those that generate together; none: as many as a rank has.
+        rollout_keys: of those that are generated together; none: it generates nothing.
         unit: samples that `forward_key` counts as one, 2 for pairs.
         needs: overrides without which the script refuses to start.
         trains: False for a server of a finished model.
@@ -128,6 +128,7 @@ STUDENT = Job(
     "student",
     "gpt_knowledge_distillation",
     f"{SCRIPTS}/train_gpt_knowledge_distillation.py",
+    rollout_keys=("model.knowledge_distillation.on_policy.rollout_micro_batch_size",),
 )
 TEACHER = Job(
     "teacher",
@@ -265,7 +266,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
         return Workload(**common, forward_samples=forward, reference=not kept)
     if job is STEERLM2:
         return Workload(**common, forward_samples=forward)
-    if generates_a_batch(job, cfg):
+    if job is STUDENT and Values(cfg).get(ON_POLICY, 0) > 0:
         settings = model["knowledge_distillation"]["on_policy"]
         share = max(model["global_batch_size"] // split.dp, 1)
         return Workload(
@@ -310,11 +311,6 @@ def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
         "distributed_optimizer": optimizer.distributed,
         "state_bytes": state_bytes,
     }
-
-
-def generates_a_batch(job: Job, cfg: Mapping[str, Any]) -> bool:
-    """Whether a job generates all responses of an update at once: no key makes them fewer."""
-    return job is STUDENT and Values(cfg).get(ON_POLICY, 0) > 0
 
 
 def is_on_policy(cfg: Mapping[str, Any]) -> bool:

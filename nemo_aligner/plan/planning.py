@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.plan.jobs import Job, generates_a_batch
+from nemo_aligner.plan.jobs import Job
 from nemo_aligner.plan.splits import Candidate, Machine, find_candidates, powers_of_two
 
 MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends
@@ -79,13 +79,10 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
     enough = smallest(inputs, gpus, machine)
     what = f"{machine.memory / 2**30:.4g} GiB"
     names = " and ".join(item.job.name for item in inputs)
-    batch = ", a smaller model.global_batch_size, whose responses a student generates at once"
-    batch = batch if any(generates_a_batch(item.job, item.cfg) for item in inputs) else ""
     raise NothingFitsError(
         f"nothing fits: no split of {gpus} GPUs of {what} has room for the {names}. "
         + (f"{enough} such GPUs do" if enough else f"Not even {MOST_GPUS} of them do")
-        + f"; or use larger ones, shorter samples (model.encoder_seq_length){batch}, or a smaller "
-        "model."
+        + "; or use larger ones, shorter samples (model.encoder_seq_length), or a smaller model."
     )
 
 

@@ -187,11 +187,9 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
     return cost
 
 
-def fit_passes(
-    a: Architecture, split: Split, w: Workload, limit: float, rollout_is_free: bool = True
-) -> Workload:
-    """The workload with as many samples per pass without gradient as fit, and as many that
-    generate together if a key says their number.
+def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
+    """The workload with as many samples per pass without gradient, and as many responses that are
+    generated together, as fit.
     """
 
     def fits(phase: str, changed: Workload) -> bool:
@@ -209,7 +207,7 @@ def fit_passes(
         units = forward // w.unit
         units = halved_until(lambda n: fits(phase, with_forward(n * w.unit)), units) or 1
         forward = units * w.unit
-    if rollout and rollout_is_free:
+    if rollout:
         rollout = halved_until(lambda n: fits("generation", with_rollout(n)), rollout) or 1
     return replace(w, forward_samples=forward, rollout_samples=rollout)
 
@@ -250,7 +248,7 @@ def candidate(
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
         keys |= {f"++model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
-    workload = fit_passes(a, split, given, limit, bool(job.rollout_keys))
+    workload = fit_passes(a, split, given, limit)
     ranks_on_node = min(split.ranks, machine.gpus_per_node)
     stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]
     return Candidate(

@@ -436,8 +436,9 @@ def preference_texts(result: Result, form: TextForm, eos: str) -> tuple[str, str
 
 def check_shares(shares: Mapping[str, Any]) -> None:
     """Raise `UserError` unless the shares of --splits are numbers above 0 that add up to 1."""
-    numbers = [share for share in shares.values() if isinstance(share, int | float)]
-    if len(numbers) < len(shares) or min(numbers) <= 0 or abs(sum(numbers) - 1) > 1e-6:
+    numbers = [share for share in shares.values() if type(share) in (int, float)]
+    are_shares = len(numbers) == len(shares) and all(share > 0 for share in numbers)
+    if not are_shares or not abs(sum(numbers) - 1) <= 1e-6:
         raise UserError(f"--splits {shares}: the shares must be above 0 and add up to 1.")
 
 

@@ -124,7 +124,7 @@ CELLS = [
     ),
     *(Cell("ppo", "drawn", "any", f"seed {seed}") for seed in range(INSTANTS)),
 ]
-# Of each kind of culprit and of fault one, for `make test`; tests/functional has what is stopped.
+# A few, for `make test`; tests/functional/test_code_reward.py stops a reward worker.
 SELECTED = {
     Cell("ppo", "actor 1", "train", "SIGKILL"),
     Cell("ppo", "critic 0", "save", "SIGKILL"),

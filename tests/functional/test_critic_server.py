@@ -835,7 +835,7 @@ def test_a_triton_that_ends_while_it_starts_is_started_again():
 
 
 def test_a_triton_that_hangs_while_it_starts_is_started_again():
-    with CriticJob(start_s=[patience(5.0), 120.0]) as job:
+    with CriticJob(start_s=[patience(10.0), 120.0]) as job:
         wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.02)
         job.look_around()
         (triton,) = job.children_named("tritonserver")

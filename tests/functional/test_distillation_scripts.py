@@ -229,7 +229,9 @@ def port(data, teacher):
 
 
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(LORA, marks=pytest.mark.full)], ids=["weights", "adapters"]
+    "options",
+    [[], pytest.param([*LORA, "model.optim.lr=0.01"], marks=pytest.mark.full)],
+    ids=["weights", "adapters"],
 )
 def test_a_student_learns_from_its_own_responses_and_resumes_exactly(
     data, student, port, tmp_path, options

@@ -294,6 +294,15 @@ def test_intervals_of_parts_of_an_epoch():
     trainer.fit()  # 2 epochs of 5 steps
     assert [save.state["step"] for save in trainer.ckpt_callback.saves] == [2, 4, 6, 8, 10]
     assert sorted(trainer.logger.of("validation/")) == [2, 4, 6, 8, 10]
+    uneven = make(train=dataloader(140), val=dataloader(4, random=False), val_check_interval=0.1)
+    assert (uneven.num_steps_per_epoch, uneven.val_check_interval) == (35, 3)
+    saving = make(
+        train=dataloader(140),
+        val=dataloader(4, random=False),
+        val_check_interval=0.1,
+        save_interval=0.5,
+    )
+    assert saving.save_interval == 15  # 17 steps, less what is no multiple of 3
     assert make(save_interval=0.01, val_check_interval=0).save_interval == 1
     with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
         make(save_interval=2.5)
