@@ -789,6 +789,13 @@ MUTANTS = [
         _unit("test_environment.py", "test_a_conversation_keeps_its_state_and_its_random_stream"),
     ),
     Mutant(
+        "behind padding between buckets a checkpoint has the optimizer state of other weights",
+        "parallel/megatron_switches.py",
+        "padding.append(bucket.offset - gathered)",
+        "padding.append(0)",
+        (f"{DISTRIBUTED}test_optimizer_state.py",),
+    ),
+    Mutant(
         "a shuffled validation set goes on where the last pass over it ended",
         "algorithms/supervised.py",
         "sampler.consumed_samples = 0",

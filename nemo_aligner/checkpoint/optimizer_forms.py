@@ -20,7 +20,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.parallel.megatron_switches import all_weights_named, groups_in_order
+from nemo_aligner.parallel.megatron_switches import (
+    all_weights_named,
+    groups_in_order,
+    places_without_padding,
+)
 from nemo_aligner.training.optim import chained_optimizers, is_sgd
 
 State = dict[Any, Any]
@@ -45,7 +49,8 @@ def optimizer_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, weights: State, is_loading: bool, metadata: dict[str, Any]
 ) -> State:
-    """Megatron Core's sharded optimizer state, complete for models with weights of two dtypes.
+    """Megatron Core's sharded optimizer state, complete for models with weights of two dtypes, and
+    right where gradients are in several buckets.
 
     Args:
         optimizer: from `setup_megatron_optimization`.
@@ -53,7 +58,8 @@ def sharded_optimizer_state(
         is_loading: the state will be loaded, not saved.
         metadata: of Megatron Core.
     """
-    with all_weights_named(chained_optimizers(optimizer)):
+    parts = chained_optimizers(optimizer)
+    with all_weights_named(parts), places_without_padding(parts):
         state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     for part in _parts(state):
         if MAIN_WEIGHTS in part:  # Megatron Core cannot reassemble lists with empty lists in them

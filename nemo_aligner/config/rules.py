@@ -385,10 +385,11 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         )
     section = f"trainer.{SECTIONS[config_name]}"
     values.number(f"{section}.gradient_clip_val", 0)
-    values.whole(f"{section}.max_epochs", 1)
-    values.whole(f"{section}.max_steps", -1)
-    for key in ("val_check_interval", "save_interval"):
-        values.number(f"{section}.{key}")
+    if config_name != "gpt_ppo_critic":  # which ends when the actor does
+        values.whole(f"{section}.max_epochs", 1)
+        values.whole(f"{section}.max_steps", -1)
+        for key in ("val_check_interval", "save_interval"):
+            values.number(f"{section}.{key}")
     values.whole(f"{section}.alarms.replica_check_interval", 0)
     check_intervals(
         f"{section}.",

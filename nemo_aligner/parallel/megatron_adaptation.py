@@ -176,6 +176,12 @@ SWITCHED = {
             "megatron_switches.groups_in_order",
         ),
     },
+    "megatron.core.distributed.param_and_grad_buffer": {
+        "_ParamAndGradBuffer.param_index_map": (
+            "counts the padding between buckets, which a checkpoint's gathered state has not",
+            "megatron_switches.places_without_padding",
+        ),
+    },
     "megatron.core.distributed": {
         "DistributedDataParallel.__init__": (
             "reads the mark `allreduce` of a weight: False gives it the optimizer of the experts",

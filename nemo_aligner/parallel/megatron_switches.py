@@ -118,6 +118,37 @@ def all_weights_named(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def places_without_padding(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
+    """Let distributed optimizers find the state of each weight where they gather it for a
+    checkpoint.
+
+    Megatron Core leaves out the padding between buckets when it gathers, but not when it looks for
+    a weight: behind padding it would save the state of other weights. Buckets are several with
+    `overlap_grad_sync`, and in pipelines with tied embeddings.
+
+    Args:
+        optimizers: as `training.optim.chained_optimizers` returns them.
+    """
+    distributed = [part for part in optimizers if isinstance(part, DistributedOptimizer)]
+    buffers = [buffer for part in distributed for buffer in part.buffers]
+    places = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        padding, gathered = [], 0  # before each bucket
+        for bucket in buffer.buckets:
+            padding.append(bucket.offset - gathered)
+            gathered += bucket.numel_unpadded
+        buffer.param_index_map = {
+            weight: (start - padding[bucket], end - padding[bucket], bucket)
+            for weight, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, place in zip(buffers, places, strict=True):
+            buffer.param_index_map = place
+
+
+@contextlib.contextmanager
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
     """Load parameter groups in the order in which they are given.
 

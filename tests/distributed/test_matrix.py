@@ -24,7 +24,10 @@ BOUND_BF16 = 0.1  # 8 bits; what was measured is in docs/parallelism.md
 BF16 = ["TP2+SP bf16", "PP2+VPP2 bf16", "DP2 bf16", "DP2 adamw bf16"]
 RELOAD = {
     1: ["one rank", "one rank adamw"],
-    2: ["TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "CP2", "EP2", "EP2 adamw", *BF16],
+    2: [
+        *("TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "DP2 overlap", "CP2", "EP2", "EP2 adamw"),
+        *BF16,
+    ],
     4: ["TP2xPP2", "TP2xDP2", "TP2+SPxPP2+VPP2"],
 }
 # In a ring: each loads what the one before it saved.

@@ -139,6 +139,12 @@ def dataloader(size, random=True, consumed=0, workers=0, drop_last=True):
     )
 
 
+class Batches(list):
+    """A data loader of these batches."""
+
+    batch_sampler = SimpleNamespace(consumed_samples=0)
+
+
 class Numbers(torch.utils.data.Dataset):
     def __init__(self, size):
         self.size = size
@@ -240,7 +246,8 @@ def test_validation_is_weighted_and_monitored():
 
 def test_a_batch_of_empty_slots_does_not_spoil_the_mean():
     trainer = make()
-    metrics, samples = trainer._validate([torch.tensor([1, 2]), torch.tensor([-1, -1])], None)
+    batches = Batches([torch.tensor([1, 2]), torch.tensor([-1, -1])])
+    metrics, samples = trainer._validate(batches, None)
     assert metrics["acc"] == 1.5 and samples == 2
 
 
@@ -294,14 +301,13 @@ def test_intervals_of_parts_of_an_epoch():
     trainer.fit()  # 2 epochs of 5 steps
     assert [save.state["step"] for save in trainer.ckpt_callback.saves] == [2, 4, 6, 8, 10]
     assert sorted(trainer.logger.of("validation/")) == [2, 4, 6, 8, 10]
-    uneven = make(train=dataloader(140), val=dataloader(4, random=False), val_check_interval=0.1)
-    assert (uneven.num_steps_per_epoch, uneven.val_check_interval) == (35, 3)
     saving = make(
         train=dataloader(140),
         val=dataloader(4, random=False),
         val_check_interval=0.1,
         save_interval=0.5,
     )
+    assert (saving.num_steps_per_epoch, saving.val_check_interval) == (35, 3)
     assert saving.save_interval == 15  # 17 steps, less what is no multiple of 3
     assert make(save_interval=0.01, val_check_interval=0).save_interval == 1
     with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
