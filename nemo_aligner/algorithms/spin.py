@@ -95,7 +95,7 @@ class SPINTrainer(SupervisedTrainer):
         """
         sampler: Any = self.train_dataloader.batch_sampler
         steps_per_pass = int(sampler.total_samples) // self.global_batch_size
-        samples = self.model.responses_together(self.rollout_micro_batch_size)
+        samples: int = self.model.responses_together(self.rollout_micro_batch_size)
         samples *= parallel_state.get_data_parallel_world_size()
         return min(
             math.ceil(samples / self.global_batch_size),
