@@ -129,11 +129,11 @@ class SupervisedTrainer:
             interval_in_steps(key, cfg[key], self.num_steps_per_epoch)
             for key in ("val_check_interval", "save_interval")
         )
-        if isinstance(cfg.save_interval, float) and self.val_check_interval > 0:
-            # Of two parts of an epoch, one need not be a multiple of the other in whole steps.
-            excess = self.save_interval % self.val_check_interval
-            if self.save_interval > excess:
-                self.save_interval -= excess
+        validates = self.limit_val_batches != 0 and self.val_check_interval > 0
+        if validates and isinstance(cfg.save_interval, float):
+            # In whole steps a part of an epoch need not be a multiple of another.
+            whole = self.save_interval - self.save_interval % self.val_check_interval
+            self.save_interval = whole or self.save_interval
         self.set_max_steps()
         self._check_progress(None)  # refuses intervals that do not fit
         self._check_epochs()
