@@ -28,6 +28,34 @@ POSITIONS = 1024
 SCALE = 48.0  # logit of the token that comes next
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model.
+
+    Attributes:
+        hidden: its width, above `LONGEST`.
+        vocabulary: at least `VOCABULARY`, below which all tokens of prompts are.
+    """
+
+    hidden: int = HIDDEN
+    ffn: int = FFN
+    layers: int = LAYERS
+    heads: int = HEADS
+    groups: int = GROUPS
+    vocabulary: int = VOCABULARY
+
+    @property
+    def weights(self) -> int:
+        """Those of all matrix products; the table of input embeddings is none."""
+        attention = self.hidden**2 * (2 + 2 * self.groups / self.heads)
+        layer = attention + 3 * self.hidden * self.ffn
+        return int(self.layers * layer) + self.vocabulary * self.hidden
+
+
+SMALL = Shape()
+TINY_LLAMA = Shape(2048, 5632, 22, 32, 4, 32000)  # 1.1 billion weights
+
+
 @dataclass
 class Folders:
     """The same model in two forms.
@@ -41,13 +69,13 @@ class Folders:
     nemo: Path
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A Hugging Face tokenizer of `VOCABULARY` words."""
+def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """A Hugging Face tokenizer of so many words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<eos>": END, "<pad>": VOCABULARY - 1}
-    words |= {f"w{i}": i for i in range(1, VOCABULARY - 1)}
+    words = {"<eos>": END, "<pad>": vocabulary - 1}
+    words |= {f"w{i}": i for i in range(1, vocabulary - 1)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(
@@ -56,29 +84,26 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def build_peer(hidden: int = HIDDEN) -> Any:
-    """The Hugging Face model, fp32.
-
-    Args:
-        hidden: its width, a multiple of 64 above `LONGEST`; others scale the feed-forward layers
-            too.
-    """
+def build_peer(shape: Shape = SMALL) -> Any:
+    """The Hugging Face model, fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    hidden = shape.hidden
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=shape.vocabulary,
         hidden_size=hidden,
-        intermediate_size=FFN * hidden // HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
         max_position_embeddings=POSITIONS,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
         eos_token_id=END,
         bos_token_id=None,
-        pad_token_id=VOCABULARY - 1,
+        pad_token_id=shape.vocabulary - 1,
+        initializer_range=0.02 * (HIDDEN / hidden) ** 0.5,
     )
     model = LlamaForCausalLM(config)
     directions = torch.linalg.qr(torch.randn(hidden, LONGEST + 1))[0].T
@@ -91,14 +116,14 @@ def build_peer(hidden: int = HIDDEN) -> Any:
 
 
 @contextmanager
-def folders(hidden: int = HIDDEN) -> Iterator[Folders]:
-    """The model on disk, in both forms; `hidden` as for `build_peer`."""
+def folders(shape: Shape = SMALL) -> Iterator[Folders]:
+    """The model on disk, in both forms."""
     from nemo_aligner.convert import hugging_face as convert
 
     with tempfile.TemporaryDirectory() as name:
         found = Folders(Path(name, "hugging_face"), Path(name, "nemo"))
-        build_peer(hidden).save_pretrained(found.hugging_face)
-        write_tokenizer(found.hugging_face)
+        build_peer(shape).save_pretrained(found.hugging_face)
+        write_tokenizer(found.hugging_face, shape.vocabulary)
         convert.to_nemo(
             found.hugging_face, found.nemo, convert.Options(dtype="float32", progress=False)
         )
@@ -106,11 +131,14 @@ def folders(hidden: int = HIDDEN) -> Iterator[Folders]:
 
 
 def load_peer(at: Folders, precision: str = "32") -> Any:
-    """The Hugging Face model from disk."""
+    """The Hugging Face model from disk, on the GPU if there is one."""
     from transformers import AutoModelForCausalLM
 
+    from nemo_aligner.parallel.device import get_device
+
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return AutoModelForCausalLM.from_pretrained(at.hugging_face, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(at.hugging_face, dtype=dtype)
+    return model.to(get_device()).eval()
 
 
 def load_actor(at: Folders, precision: str = "32", **keys: Any) -> Any:

@@ -129,6 +129,7 @@ def build_peer(
     def run(case: Case) -> None:
         batches = zip(case.prompts.split(case.slots), case.lengths.split(case.slots), strict=True)
         for rows, lengths in batches:
+            rows = rows.to(model.device)
             output = model.generate(
                 rows,
                 attention_mask=torch.ones_like(rows),
@@ -138,7 +139,7 @@ def build_peer(
                 top_p=1.0,
                 num_return_sequences=case.copies,
             )
-            ended = output[:, case.prompt :] == countdown.END
+            ended = output[:, case.prompt :].cpu() == countdown.END
             found = ended.to(torch.uint8).argmax(1) + 1
             assert torch.equal(found, lengths.repeat_interleave(case.copies)), found
 
@@ -160,7 +161,7 @@ def build_ours(
         seeds = torch.arange(len(prompts))
         lengths = torch.full_like(seeds, case.prompt)
         output = model.generator.generate(prompts, lengths, seeds, params, slots=case.slots)
-        found = output.response_lengths - case.prompt
+        found = output.response_lengths.cpu() - case.prompt
         assert torch.equal(found, case.expected), found
 
     return {name: partial(run, case) for name, case in cases.items()}

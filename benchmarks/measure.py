@@ -172,6 +172,8 @@ def _serve(connection: Any, build: Callable, arguments: tuple) -> None:
             functions[case]()
         else:
             gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         connection.send((time.process_time() - cpu, time.perf_counter() - wall))
 
 

@@ -10,8 +10,9 @@ one update (student), one update (SFT, reward model). Cases of several ranks sta
 processes.
 
 Measured is every allocation of tensor memory, temporaries inside operations included, as PyTorch's
-allocator reports it to the profiler. That is not the resident size of the process, which also
-holds the interpreter and what the C library has not given back.
+allocator reports it: to the profiler on CPUs, directly on a GPU, where larger cases run. That is
+not the resident size of the process, which also holds the interpreter and what the C library has
+not given back.
 """
 
 import argparse
@@ -174,6 +175,32 @@ CASES: dict[str, dict[str, Any]] = {
         "critic", MEDIUM, LLAMA, vocab=16384, seq=256, mbs=2, **_split(2, True, tp=2)
     ),
 }
+# Of one GPU.
+TINY_LLAMA = dict(
+    num_layers=22,
+    hidden_size=2048,
+    ffn_hidden_size=5632,
+    num_attention_heads=32,
+    num_query_groups=4,
+)
+_LARGE = dict(vocab=32000, seq=1024, precision="bf16")
+GPU_CASES = {
+    "actor 1.1B bf16": _case("actor", TINY_LLAMA, LLAMA, mbs=8, forward=16, rollout=64, **_LARGE),
+    "actor 1.1B bf16, LoRA": _case(
+        "actor", TINY_LLAMA, LLAMA, _lora("all"), mbs=8, forward=16, rollout=64, **_LARGE
+    ),
+    "critic 1.1B bf16": _case("critic", TINY_LLAMA, LLAMA, mbs=8, forward=16, **_LARGE),
+    "SFT 1.1B bf16": _case("sft", TINY_LLAMA, LLAMA, mbs=8, **_LARGE),
+    "SFT 1.1B bf16, full recomputation": _case("sft", TINY_LLAMA, LLAMA, FULL, mbs=8, **_LARGE),
+    "student 1.1B bf16": _case("student", TINY_LLAMA, LLAMA, mbs=8, **_LARGE),
+    "SFT like GPT-2, 355M bf16": _case(
+        "sft",
+        GPT2,
+        dict(num_layers=24, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16),
+        mbs=8,
+        **_LARGE | dict(vocab=50257),
+    ),
+}
 
 
 def make_tokenizer(folder: Path, vocab: int) -> str:
@@ -224,6 +251,29 @@ def model_section(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
     return section
 
 
+class PhasesOnGpu:
+    """Runs the phases of a case, and asks PyTorch's allocator after each.
+
+    Attributes:
+        figures: by phase: its peak, and what is in use after it, in bytes since the start.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self.figures: dict[str, tuple[int, int]] = {}
+        self._before = torch.cuda.memory_allocated()
+
+    def __call__(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        result = function(*arguments)
+        figures = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        self.figures[name] = figures[0] - self._before, figures[1] - self._before
+        return result
+
+
 class Phases:
     """Runs the phases of a case, each marked for the profiler."""
 
@@ -259,7 +309,7 @@ def read_phases(profiler: Any) -> dict[str, tuple[int, int]]:
 # --- the phases of each job ----------------------------------------------------------------------
 
 
-def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases) -> None:
+def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases | PhasesOnGpu) -> None:
     """Build the model of the case and run the phases of its job."""
     import torch
     from omegaconf import OmegaConf
@@ -362,6 +412,8 @@ def measure(case: dict[str, Any], section: dict[str, Any]) -> dict[str, float]:
     from nemo_aligner.parallel import parallel_state
 
     gc.collect()
+    if torch.cuda.is_available():
+        return measure_on_gpu(case, section)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
@@ -379,11 +431,29 @@ def measure(case: dict[str, Any], section: dict[str, Any]) -> dict[str, float]:
     return result
 
 
+def measure_on_gpu(case: dict[str, Any], section: dict[str, Any]) -> dict[str, float]:
+    """Peak bytes of each phase on the GPU; copies are in host memory there."""
+    from nemo_aligner.parallel import parallel_state
+    from nemo_aligner.parallel.device import clear_memory
+
+    phases = PhasesOnGpu()
+    run_case(case, section, phases)
+    parallel_state.destroy()
+    clear_memory()
+    result = {"standing": float(phases.figures.pop("setup")[1])}
+    return result | {
+        name: float(peak)
+        for name, (peak, _after) in phases.figures.items()
+        if "copies" not in name
+    }
+
+
 def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[str, float]:
     """The same figures as `measure`, from the formulas."""
     from nemo_aligner.config.defaults import complete_model
     from nemo_aligner.config.parallel_rules import pad_vocab_size
     from nemo_aligner.config.values import plain_dict
+    from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
     from nemo_aligner.plan.memory import GRADIENTS, WEIGHTS, Workload, rank_memory
     from nemo_aligner.plan.memory import OPTIMIZER as STATES
     from nemo_aligner.plan.parameters import Split, read_architecture
@@ -413,7 +483,7 @@ def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[st
         recompute_layers=model["activations_checkpoint_num_layers"] or 1,
         block=model["activations_checkpoint_method"] == "block",
         distributed_optimizer=case.get("optimizer", OPTIMIZER) == OPTIMIZER,
-        on_gpu=False,
+        on_gpu=use_transformer_engine(),
     )
     memory = rank_memory(architecture, split, rank * split.pp // ranks, workload)
     parts = memory.phases["update"]
@@ -433,7 +503,7 @@ def work(names: list[str], folder: Path) -> None:
     rank = int(os.environ.get("RANK", 0))
     with (folder / f"rank{rank}-of-{os.environ.get('WORLD_SIZE', 1)}.jsonl").open("a") as file:
         for name in names:
-            case = CASES[name]
+            case = (CASES | GPU_CASES)[name]
             section = model_section(case, make_tokenizer(folder / f"rank{rank}", case["vocab"]))
             line = [name, rank, predict(case, section, rank), measure(case, section)]
             print(json.dumps(line), file=file, flush=True)
@@ -501,20 +571,23 @@ def table(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
+    known = CASES | GPU_CASES
+    parser.add_argument(
+        "cases", nargs="*", help=f"of {', '.join(known)}; default: all of a CPU, or of a GPU"
+    )
     args = parser.parse_args()
-    names = args.cases or list(CASES)
+    names = args.cases or list(GPU_CASES if Path("/dev/nvidia0").exists() else CASES)
     if args.worker:
         work(names, args.worker)
         return
     with tempfile.TemporaryDirectory() as folder:
-        alone = [name for name in names if CASES[name].get("ranks", 1) == 1]
+        alone = [name for name in names if known[name].get("ranks", 1) == 1]
         try:
             if alone:
                 start(alone, 1, Path(folder))
             for name in names:  # process groups cannot be made anew, so in new processes
                 if name not in alone:
-                    start([name], CASES[name]["ranks"], Path(folder))
+                    start([name], known[name]["ranks"], Path(folder))
         finally:
             print(table(Path(folder)))
 

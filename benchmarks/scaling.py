@@ -73,6 +73,11 @@ VARIED: dict[str, list[Run]] = {
 PREFILLS = [replace(BASE, samples=samples, response=1) for samples in (4, 16, 64)]
 
 
+def shape_of(hidden: int) -> countdown.Shape:
+    """The model of that width; its feed-forward layers grow with it."""
+    return countdown.Shape(hidden, countdown.FFN * hidden // countdown.HIDDEN)
+
+
 def weights_of(hidden: int) -> int:
     """Weights of all matrix products of the model."""
     ffn = countdown.FFN * hidden // countdown.HIDDEN
@@ -159,7 +164,7 @@ def measure_one_rank(repeats: int) -> Measured:
     runs = dict.fromkeys(run for varied in [*VARIED.values(), PREFILLS] for run in varied)
     functions: dict[Run, dict[str, Callable[[], object]]] = {}
     for hidden in sorted({run.hidden for run in runs}):
-        with countdown.folders(hidden) as at:
+        with countdown.folders(shape_of(hidden)) as at:
             rank = OneRank(at)
         for run in [run for run in runs if run.hidden == hidden]:
             all_kinds = rank.functions(run)

@@ -13,6 +13,7 @@ weights and computes log-probs in bf16; ours has fp32 weights in its optimizer a
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import countdown
@@ -20,50 +21,71 @@ import measure
 import torch
 from torch import Tensor
 
-SAMPLES, PROMPT, MICRO_BATCH, FORWARD_BATCH = 16, 32, 4, 16
 CLIP, LR, RATIO_EPS = 1.0, 1e-6, 0.2
-LENGTHS = {
-    "32 + 128 tokens": countdown.fixed_lengths(SAMPLES),
-    "skewed lengths": countdown.skewed_lengths(SAMPLES),
-}
-LOGPROBS, UPDATE = "log-probs of 16 samples, ", "update on 16 samples, "
+LOGPROBS, UPDATE = "log-probs, ", "update, "
 
 
-def samples(lengths: Tensor) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Sizes:
+    """Samples with prompts of one width, and how many of them go through a model at a time."""
+
+    samples: int
+    prompt: int
+    micro_batch: int
+    forward_batch: int
+
+    @property
+    def lengths(self) -> dict[str, Tensor]:
+        """Lengths of the responses, by the names of their cases."""
+        fixed = f"{self.samples} samples of {self.prompt} + {countdown.LONGEST} tokens"
+        return {
+            fixed: countdown.fixed_lengths(self.samples),
+            f"{self.samples} samples of skewed lengths": countdown.skewed_lengths(self.samples),
+        }
+
+    @property
+    def cases(self) -> list[str]:
+        return [kind + name for kind in (LOGPROBS, UPDATE) for name in self.lengths]
+
+
+SMALL = Sizes(samples=16, prompt=32, micro_batch=4, forward_batch=16)
+
+
+def samples(lengths: Tensor, prompt: int) -> dict[str, Tensor]:
     """A rollout as the actor is trained on it; what a rollout computes is random."""
     generator = torch.Generator().manual_seed(3)
-    width = PROMPT + int(lengths.max())
+    count, width = len(lengths), prompt + int(lengths.max())
     tokens = torch.randint(
-        countdown.LONGEST + 1, countdown.VOCABULARY - 1, (SAMPLES, width), generator=generator
+        countdown.LONGEST + 1, countdown.VOCABULARY - 1, (count, width), generator=generator
     )
     positions = torch.arange(1, width)
-    ends = (PROMPT + lengths).unsqueeze(1)
+    ends = (prompt + lengths).unsqueeze(1)
     return {
         "response_tokens": torch.where(torch.arange(width) < ends, tokens, countdown.END),
-        "response_lengths": PROMPT + lengths,
-        "prompt_lengths": torch.full((SAMPLES,), PROMPT),
-        "is_end": torch.ones(SAMPLES, dtype=torch.bool),
-        "mask": ((positions >= PROMPT) & (positions < ends)).float(),
-        "advantages": torch.randn(SAMPLES, width - 1, generator=generator),
+        "response_lengths": prompt + lengths,
+        "prompt_lengths": torch.full((count,), prompt),
+        "is_end": torch.ones(count, dtype=torch.bool),
+        "mask": ((positions >= prompt) & (positions < ends)).float(),
+        "advantages": torch.randn(count, width - 1, generator=generator),
     }
 
 
-def build_ours(at: countdown.Folders, precision: str) -> dict[str, Callable]:
+def build_ours(at: countdown.Folders, precision: str, sizes: Sizes = SMALL) -> dict[str, Callable]:
     """Our log-probs and updates of each kind of lengths."""
     from nemo_aligner.training.update import train_on_batch
 
     optim = {"name": "distributed_fused_adam", "lr": LR, "sched": {"name": "constant"}}
-    sizes = {"micro_batch_size": MICRO_BATCH, "global_batch_size": SAMPLES}
-    model = countdown.load_actor(at, precision, optim=optim, **sizes)
+    batches = {"micro_batch_size": sizes.micro_batch, "global_batch_size": sizes.samples}
+    model = countdown.load_actor(at, precision, optim=optim, **batches)
     training = model.setup_megatron_optimization(max_steps=10**6)
     functions: dict[str, Callable] = {}
-    for name, lengths in LENGTHS.items():
-        batch = samples(lengths)
+    for name, lengths in sizes.lengths.items():
+        batch = samples(lengths, sizes.prompt)
 
         def logprobs(batch: dict[str, Tensor] = batch) -> Tensor:
             model.set_eval()
             return model.get_inference_log_probs(
-                batch["response_tokens"], FORWARD_BATCH, batch["response_lengths"]
+                batch["response_tokens"], sizes.forward_batch, batch["response_lengths"]
             )
 
         def update(batch: dict[str, Tensor] = batch) -> None:
@@ -80,8 +102,10 @@ def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     return chosen - torch.stack([row.logsumexp(-1) for row in logits])
 
 
-def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
+def build_peer(at: countdown.Folders, precision: str, sizes: Sizes = SMALL) -> dict[str, Callable]:
     """The peer's log-probs and updates of each kind of lengths."""
+    from nemo_aligner.parallel.device import cuda_dict
+
     model = countdown.load_peer(at, precision)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.1, fused=True
@@ -92,20 +116,23 @@ def build_peer(at: countdown.Folders, precision: str) -> dict[str, Callable]:
         return selected_logprobs(logits, tokens[:, 1:]).float()
 
     functions: dict[str, Callable] = {}
-    for name, lengths in LENGTHS.items():
-        batch = samples(lengths)
+    for name, lengths in sizes.lengths.items():
+        batch = cuda_dict(samples(lengths, sizes.prompt))
 
         def logprobs(batch: dict[str, Tensor] = batch) -> Tensor:
             model.eval()
             with torch.no_grad():
                 return torch.cat(
-                    [logprobs_of(rows) for rows in batch["response_tokens"].split(FORWARD_BATCH)]
+                    [
+                        logprobs_of(rows)
+                        for rows in batch["response_tokens"].split(sizes.forward_batch)
+                    ]
                 )
 
         def update(batch: dict[str, Tensor] = batch) -> None:
             model.train()
             keys = ("response_tokens", "prev_logprobs", "advantages", "mask")
-            for part in zip(*(batch[key].split(MICRO_BATCH) for key in keys), strict=True):
+            for part in zip(*(batch[key].split(sizes.micro_batch) for key in keys), strict=True):
                 tokens, previous, advantages, mask = part
                 ratio = (logprobs_of(tokens) - previous).exp()
                 clamped = ratio.clamp(1 - RATIO_EPS, 1 + RATIO_EPS)
@@ -134,7 +161,7 @@ def main() -> None:
                 measure.Side(build_peer, at, precision) as peer,
             ):
                 sides = {"ours": ours, "peer": peer}
-                for case in [kind + name for kind in (LOGPROBS, UPDATE) for name in LENGTHS]:
+                for case in SMALL.cases:
                     figures = measure.in_turns(sides, case, args.repeats)
                     rows.append(measure.pair_row(f"{case}, {precision}", figures))
     measure.report("updates", "Log-probs and updates, against Hugging Face", rows, args.json)

@@ -34,9 +34,12 @@ CORPUS = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """The process that reads the command line, not those that run a part of the tests for it; and
-    not with planted faults, which may be in what removes.
+    """Hide GPUs from all tests but those of `tests/gpu`. And what tests left is removed, by the
+    process that reads the command line, not by those that run a part of the tests for it; and not
+    with planted faults, which may be in what removes.
     """
+    if not any("gpu" in Path(arg).parts for arg in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests compare with numbers of a CPU
     if not hasattr(config, "workerinput") and "MUTANT_REPORT" not in os.environ:
         config.add_cleanup(Traces().remove)
 

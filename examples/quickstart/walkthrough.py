@@ -50,6 +50,10 @@ class Switch:
     help: str
 
 
+GPU = Switch("--gpu", "run each job on a GPU in bf16, in place of the CPU in fp32")
+ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=bf16")  # the last of two overrides counts
+
+
 def parse_args(
     argv: list[str] | None,
     doc: str,
@@ -58,9 +62,9 @@ def parse_args(
     variants: Sequence[Variant] = (),
     switches: Sequence[Switch] = (),
 ) -> argparse.Namespace:
-    """`run_dir` (created if missing), `seed`, one number per entry of `choices`, one name per
-    entry of `variants` and True or False per entry of `switches`; exits with 2 if they make no
-    sense.
+    """`run_dir` (created if missing), `seed`, `gpu`, one number per entry of `choices`, one name
+    per entry of `variants` and True or False per entry of `switches`; exits with 2 if they make
+    no sense.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,7 +79,7 @@ def parse_args(
         parser.add_argument(
             variant.option, choices=variant.values, default=variant.values[0], help=variant.help
         )
-    for switch in switches:
+    for switch in (GPU, *switches):
         parser.add_argument(switch.option, action="store_true", help=switch.help)
     args = parser.parse_args(argv)
     for choice in choices:
@@ -136,6 +140,9 @@ class Walk:
             JobFailed: the job or a server failed.
         """
         self.narrator.start(self.phases[phase], detail)
+        if self.args.gpu:
+            for each in (*servers, job):
+                each.command += ON_GPU
         for server in servers:
             self.jobs.start(server)
         self.jobs.start(job)

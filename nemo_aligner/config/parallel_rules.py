@@ -121,9 +121,16 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def hide_gpus() -> None:
+    """Let this process and those that it starts run on the CPU of a machine that has GPUs, as
+    `trainer.accelerator=cpu` asks. It acts only before PyTorch has looked for a GPU.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    """Raise `ConfigError` when a GPU is asked for that is not there. `visible_devices`: GPUs of
-    this machine.
+    """Raise `ConfigError` when a GPU is asked for that is not there, or the CPU in a process that
+    has found GPUs. `visible_devices`: GPUs that this process sees.
     """
     if accelerator not in ACCELERATORS:
         raise ConfigError(
@@ -135,6 +142,11 @@ def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) 
             f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; "
             "use trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check "
             "that nvidia-smi lists the GPUs."
+        )
+    if accelerator == "cpu" and visible_devices:
+        raise ConfigError(
+            "trainer.accelerator=cpu, but this process looked for GPUs before it read that, and "
+            "would use them; start it with an empty environment variable CUDA_VISIBLE_DEVICES."
         )
     if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
         raise ConfigError(

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 
 from hydra._internal.utils import _run_hydra, get_args_parser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config.parallel_rules import hide_gpus
 from nemo_aligner.core.endings import ExitCode
 
 # The script stays in its working directory, writes no .hydra folder and logs to stdout only;
@@ -43,6 +44,8 @@ def hydra_runner(
             def task(cfg: DictConfig) -> None:
                 nonlocal is_composed
                 is_composed = True
+                if OmegaConf.select(cfg, "trainer.accelerator") == "cpu":
+                    hide_gpus()  # before anything asks PyTorch for them
                 main(cfg)
 
             parser = get_args_parser()

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
+from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, hide_gpus
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.leftovers import sweep_once
@@ -118,7 +118,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     its own loops are not used.
 
     Raises:
-        ConfigError: a GPU was asked for on a machine without CUDA.
+        ConfigError: a GPU was asked for on a machine without CUDA, or the CPU in a process that
+        has used a GPU.
     """
     sweep_once()
     adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
@@ -129,7 +130,10 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
     OmegaConf.resolve(cfg)
     trainer_cfg = plain_dict(complete(cfg.trainer, "gpt_sft", "trainer"))
     options = {key: trainer_cfg[key] for key in LIGHTNING_OPTIONS}
-    accelerator, gpus = options.pop("accelerator"), cuda_devices()
+    accelerator = options.pop("accelerator")
+    if accelerator == "cpu":
+        hide_gpus()
+    gpus = cuda_devices()
     check_accelerator(accelerator, 1, gpus)
     options["precision"] = "bf16-true" if "bf16" in str(options["precision"]) else "32-true"
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
@@ -142,7 +146,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         pop_trainer_key,
         **options,
         plugins=environments,
-        accelerator="gpu" if gpus and accelerator != "cpu" else "cpu",
+        accelerator="gpu" if gpus else "cpu",
         strategy=DDPStrategy(process_group_backend=get_backend(), timeout=TIMEOUT),
         enable_progress_bar=False,
         enable_model_summary=False,

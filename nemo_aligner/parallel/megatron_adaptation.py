@@ -29,7 +29,6 @@ import megatron.core
 import torch
 from packaging.version import Version
 
-_ADAM_STATE = "native Adam: loads in place into leaves that need a gradient, and asks for a 'step'"
 _TENSOR_TYPE = "sorts parameters by the type name 'torch.cuda.…Tensor'"
 _ONE_RANK = "gloo copies the whole buffer, twice, in a group of one rank"
 _RNG = "random-number tracker of tensor parallelism"
@@ -98,12 +97,6 @@ REPLACED = {
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": {
         "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
     },
-    "megatron.core.optimizer.distrib_optimizer": {
-        "DistributedOptimizer._set_main_param_and_optimizer_states": f"{_ADAM_STATE} that the "
-        "checkpoint lacks",
-        "DistributedOptimizer.load_state_dict": "native Adam: one 'step' tensor shared by all "
-        "parameters would be advanced once per parameter",
-    },
     "megatron.core.distributed.param_and_grad_buffer": {
         "dist_all_gather_func": _ONE_RANK,
         "dist_reduce_scatter_func": _ONE_RANK,
@@ -118,6 +111,17 @@ REPLACED = {
         "_gather_along_first_dim": "experts with tensor parallelism gather shares of unequal "
         "sizes, which gloo cannot",
         "_reduce_scatter_along_first_dim": "the backward pass of the same",
+    },
+}
+
+# module -> name -> reason. Replaced on any device where Megatron Core trains with PyTorch's Adam,
+# because neither Transformer Engine nor apex is installed; see `native_adam.py`.
+REPLACED_FOR_NATIVE_ADAM = {
+    "megatron.core.optimizer.distrib_optimizer": {
+        "DistributedOptimizer._set_main_param_and_optimizer_states": "loads in place into leaves "
+        "that need a gradient, and asks for a 'step' that the checkpoint lacks",
+        "DistributedOptimizer.load_state_dict": "one 'step' tensor shared by all parameters would "
+        "be advanced once per parameter",
     },
 }
 
@@ -308,6 +312,7 @@ def _is_in_this_release(module: str, name: str) -> bool:
 TOUCHED = [
     *_flat(REMAPPED_CONSTANTS, "megatron_adaptation.adapt_megatron_core"),
     *_flat(REPLACED, "megatron_on_cpu.replacements"),
+    *_flat(REPLACED_FOR_NATIVE_ADAM, "native_adam.replacements"),
     *_flat(SWITCHED),
     *_flat(PRIVATE),
 ]
@@ -375,7 +380,8 @@ def _cpu_constant(constant: Any) -> Any:
 
 @functools.cache
 def adapt_megatron_core() -> None:
-    """Check the names that are touched, and make Megatron Core usable in a process without CUDA.
+    """Check the names that are touched, and make Megatron Core usable in a process without CUDA,
+    and its distributed optimizer usable with PyTorch's Adam.
 
     `parallel_state.initialize()` calls it, and nothing else needs to.
 
@@ -384,6 +390,10 @@ def adapt_megatron_core() -> None:
             it.
     """
     check_touched_names()
+    from nemo_aligner.parallel import native_adam  # which imports the optimizers
+
+    if native_adam.is_used():
+        _replace(REPLACED_FOR_NATIVE_ADAM, native_adam.replacements())
     if torch.cuda.is_available():
         return
     from nemo_aligner.parallel.megatron_on_cpu import replacements  # only needed without CUDA
@@ -392,7 +402,10 @@ def adapt_megatron_core() -> None:
         _owner, _name, function = resolve(touched.module, touched.name)
         function = inspect.unwrap(getattr(function, "__func__", function))
         function.__code__ = _cpu_constant(function.__code__)
-    counterparts = replacements()
-    for touched in _flat(REPLACED):
+    _replace(REPLACED, replacements())
+
+
+def _replace(names: dict, counterparts: dict[tuple[str, str], Any]) -> None:
+    for touched in _flat(names):
         owner, name, _value = resolve(touched.module, touched.name)
         setattr(owner, name, counterparts[touched.module, touched.name])

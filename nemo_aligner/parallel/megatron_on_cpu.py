@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -62,17 +61,6 @@ def _reduce_scatter_unequal_shares(
     return total.split(input_split_sizes)[group.rank()].contiguous()
 
 
-def _set_optimizer_states(
-    self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]
-) -> None:
-    group, order = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group]["params"][order]
-    destination = {"param": main_param, **self.optimizer.state[main_param]}
-    with torch.no_grad():
-        for key, tensor in tensors.items():
-            destination[key].copy_(tensor)
-
-
 def _chunks_of_context_rank(embeddings: Tensor, seq_dim: int, cp_group: ProcessGroup) -> Tensor:
     chunks = embeddings.chunk(2 * cp_group.size(), seq_dim)
     return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], seq_dim)
@@ -103,15 +91,6 @@ def _unless_alone(
 
 def replacements() -> dict[tuple[str, str], Any]:
     """The CPU counterpart of each entry of `REPLACED`, by (module, name)."""
-    load_state_dict = DistributedOptimizer.load_state_dict
-
-    @functools.wraps(load_state_dict)
-    def load_with_own_steps(self: DistributedOptimizer, state_dict: dict) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    optimizer = "megatron.core.optimizer.distrib_optimizer"
     dispatcher = "megatron.core.transformer.moe.token_dispatcher"
     rotary = "megatron.core.models.common.embeddings.rotary_pos_embedding"
     yarn = "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding"
@@ -130,11 +109,6 @@ def replacements() -> dict[tuple[str, str], Any]:
             apply_rotary, rope_utils._apply_rotary_pos_emb_bshd
         ),
         (yarn, "get_pos_emb_on_this_cp_rank"): _chunks_of_context_rank,
-        (
-            optimizer,
-            "DistributedOptimizer._set_main_param_and_optimizer_states",
-        ): _set_optimizer_states,
-        (optimizer, "DistributedOptimizer.load_state_dict"): load_with_own_steps,
         (buffers.__name__, "dist_all_gather_func"): functools.partial(
             _unless_alone, buffers.dist_all_gather_func
         ),

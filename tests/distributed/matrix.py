@@ -448,7 +448,7 @@ def gathered(model, local=lambda parameter: parameter) -> dict[str, torch.Tensor
             part.data, torch.nn.Parameter
         ):
             continue
-        data = local(part.data).detach()
+        data = local(part.data).detach().cpu()
         if isinstance(part, ShardedTensorFactory):
             built = nested_values(dataclasses.replace(part, data=data).build())
         else:
@@ -647,7 +647,7 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
 
 
 def of_all_samples(outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack(all_samples(value)) for name, value in outputs.items()}
+    return {name: torch.stack(all_samples(value.cpu())) for name, value in outputs.items()}
 
 
 def reference_logprobs(model, role: str) -> dict[str, torch.Tensor]:
@@ -680,7 +680,7 @@ def samples_of(output) -> list[tuple]:
     """What was generated, a tuple per sample."""
     samples = []
     for i, length in enumerate(output.response_lengths.tolist()):
-        logprobs = () if output.logprobs is None else (output.logprobs[i, : length - 1],)
+        logprobs = () if output.logprobs is None else (output.logprobs[i, : length - 1].cpu(),)
         tokens = output.response_tokens[i, :length].tolist()
         samples.append((tokens, bool(output.is_end[i]), *logprobs))
     return samples

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One GPU, bf16: generation, log-probs and updates against Hugging Face's model with PyTorch's
+fused AdamW, on the same weights and the same samples.
+
+    python benchmarks/one_gpu.py
+
+The model has the shape of TinyLlama (1.1 billion weights) and counts down, so that both give
+responses of the same lengths (`benchmarks/countdown.py`). The cases are those of `generate.py` and
+`updates.py` in sizes that fill a GPU; the measure are seconds on the clock. TFLOP/s count two
+operations for each weight and token, six in updates, and no padding.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import countdown
+import generate
+import measure
+import torch
+import updates
+
+SHAPE, PRECISION = countdown.TINY_LLAMA, "bf16"
+PROMPT = 256
+CASES = {
+    "64 rows, 256 + 128 tokens": generate.Case(countdown.fixed_lengths(64), 64, PROMPT),
+    "256 rows, 256 + 128 tokens": generate.Case(countdown.fixed_lengths(256), 256, PROMPT),
+    "256 skewed responses, 64 slots": generate.Case(countdown.skewed_lengths(256), 64, PROMPT),
+    "prefill: 4 responses to each of 16 prompts of 768 tokens": generate.Case(
+        torch.ones(16, dtype=torch.int64), 64, prompt=768, copies=4
+    ),
+}
+SIZES = updates.Sizes(samples=64, prompt=384, micro_batch=8, forward_batch=16)
+OPERATIONS = {updates.LOGPROBS: 2, updates.UPDATE: 6}  # for each weight and token
+Functions = dict[str, Callable[[], object]]
+
+
+def build_ours(at: countdown.Folders) -> Functions:
+    return generate.build_ours(at, PRECISION, CASES) | updates.build_ours(at, PRECISION, SIZES)
+
+
+def build_peer(at: countdown.Folders) -> Functions:
+    return generate.build_peer(at, PRECISION, CASES) | updates.build_peer(at, PRECISION, SIZES)
+
+
+def row(name: str, figures: dict[str, measure.Figures], **more: Any) -> measure.Row:
+    """Median seconds on the clock of both sides, and their ratio."""
+    ours, peer = (statistics.median(figures[side].wall) for side in ("ours", "peer"))
+    spreads = [
+        (max(figures[side].wall) - min(figures[side].wall)) / statistics.median(figures[side].wall)
+        for side in ("ours", "peer")
+    ]
+    return {
+        "case": name,
+        "ours, s": round(ours, 3),
+        "peer, s": round(peer, 3),
+        "ratio": round(peer / ours, 2),
+        "spread": ", ".join(f"{spread:.0%}" for spread in spreads),
+        **{key: round(value / ours) for key, value in more.items()},
+    }
+
+
+def main() -> None:
+    args = measure.arguments(__doc__, repeats=3).parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    rows, tables = [], []
+    with countdown.folders(SHAPE) as at:
+        with measure.Side(build_ours, at) as ours, measure.Side(build_peer, at) as peer:
+            sides = {"ours": ours, "peer": peer}
+            for name, case in CASES.items():
+                figures = measure.in_turns(sides, name, args.repeats)
+                rows.append(row(name, figures, **{"tokens/s": int(case.expected.sum())}))
+            weights = SHAPE.weights
+            for kind, operations in OPERATIONS.items():
+                for name, lengths in SIZES.lengths.items():
+                    tokens = int((SIZES.prompt + lengths).sum())
+                    work = operations * weights * tokens / 1e12
+                    figures = measure.in_turns(sides, kind + name, args.repeats)
+                    tables.append(row(kind + name, figures, **{"TFLOP/s": work}))
+    more = {"tables": {"Log-probs and updates": tables}}
+    measure.report("one_gpu", "One GPU, generation", rows, args.json, **more)
+
+
+if __name__ == "__main__":
+    main()
