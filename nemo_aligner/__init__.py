@@ -5,3 +5,7 @@ models to feed it.
 """
 
 __version__ = "0.1.0"
+
+from nemo_aligner.core.gpus import do_without_hidden_gpus
+
+do_without_hidden_gpus()

@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402  (the environment comes first)
 
+from nemo_aligner.core.gpus import hide_gpus  # noqa: E402
 from tests.patience import patience  # noqa: E402
 from tests.traces import Traces  # noqa: E402
 
@@ -39,7 +40,7 @@ def pytest_configure(config):
     with planted faults, which may be in what removes.
     """
     if not any("gpu" in Path(arg).parts for arg in config.args):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests compare with numbers of a CPU
+        hide_gpus()  # the other tests compare with numbers of a CPU
     if not hasattr(config, "workerinput") and "MUTANT_REPORT" not in os.environ:
         config.add_cleanup(Traces().remove)
 

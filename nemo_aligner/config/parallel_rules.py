@@ -121,13 +121,6 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def hide_gpus() -> None:
-    """Let this process and those that it starts run on the CPU of a machine that has GPUs, as
-    `trainer.accelerator=cpu` asks. It acts only before PyTorch has looked for a GPU.
-    """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
     """Raise `ConfigError` when a GPU is asked for that is not there, or the CPU in a process that
     has found GPUs. `visible_devices`: GPUs that this process sees.

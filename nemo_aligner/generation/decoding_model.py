@@ -56,6 +56,8 @@ class DecodingModel:
             self._stages.append(layers)
         self._rotation = _Rotation(chunks[0])
         self._output = _output(chunks[-1]) if chunks[-1].post_process else None
+        final_norm = chunks[-1].decoder.final_layernorm
+        self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
         """Feed `tokens` int64 `[b, s]` to the model.
@@ -92,10 +94,9 @@ class DecodingModel:
         """float32 logits `[b, V]` of the last stage's output `[1, b, h]`; the ranks of its
         tensor-parallel group call it.
         """
-        chunk = self.chunks[-1]
         assert self._output is not None
-        if chunk.decoder.final_layernorm is not None:
-            hidden = chunk.decoder.final_layernorm(hidden)
+        if self._final_norm is not None:
+            hidden = self._final_norm(hidden)
         logits = gather_from_tensor_model_parallel_region(
             self._output(hidden), group=self.split.tensor
         )
@@ -123,8 +124,14 @@ class _Layer:
         self.how = AttentionSettings(
             number, config.softmax_scale, config.window_size[0] if windowed else None
         )
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.pre_mlp_layernorm
+        self.input_norm, self.mlp_norm = map(
+            _norm, (layer.input_layernorm, layer.pre_mlp_layernorm)
+        )
         self.attention = attention
+        if attention.q_layernorm is not None:
+            self.query_norm, self.key_norm = map(
+                _norm, (attention.q_layernorm, attention.k_layernorm)
+            )
         self.rotated = not (config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1])
         self.qkv, self.projection = (
             _linear(linear, group) for linear in (attention.linear_qkv, attention.linear_proj)
@@ -148,7 +155,7 @@ class _Layer:
         mixed = self.qkv(hidden).view(*hidden.shape[:2], groups, heads + 2, channels)
         if attention.q_layernorm is not None:
             query, key, value = mixed.split([heads, 1, 1], dim=3)
-            query, key = attention.q_layernorm(query), attention.k_layernorm(key)
+            query, key = self.query_norm(query), self.key_norm(key)
             mixed = torch.cat([query, key, value], dim=3)
         return mixed
 
@@ -221,24 +228,69 @@ class _Angles:
 
 
 _Function = Callable[[Tensor], Tensor]
+_ENGINE_LAYERS = "megatron.core.extensions.transformer_engine"
+_ENGINE_NORMS = ("RMSNorm", "LayerNorm")
 
 
 def _linear(module: Any, group: ProcessGroup) -> _Function:
-    """A linear layer, divided among the ranks of `group`, as a function that adds its bias.
+    """A linear layer, divided among the ranks of `group`, as a function that adds its bias, with
+    the norm before it if Transformer Engine has both in one.
 
-    Megatron Core's own is called only where it does more than multiply: with an adapter that is
-    not merged, or with Transformer Engine, which fuses the norm before it.
+    The module itself is called only where it does more, with an adapter that is not merged: those
+    of Transformer Engine take longer to start than one token's products take on a GPU.
     """
     adapter = getattr(module, "lora", None)
-    plain = adapter is None or adapter.merged
-    if isinstance(module, ColumnParallelLinear) and plain:
+    if adapter is not None and not adapter.merged:
+        return lambda x: _with_bias(*module(x))
+    if isinstance(module, ColumnParallelLinear):
         return _product(module.weight, module.bias)
-    if isinstance(module, RowParallelLinear) and plain:
-        if torch.distributed.get_world_size(group) == 1:
-            return _product(module.weight, module.bias)
-        part = _product(module.weight, None)
-        return lambda x: _summed(part(x), module.bias, group)
-    return lambda x: _with_bias(*module(x))
+    if isinstance(module, RowParallelLinear):
+        return _divided_product(module.weight, module.bias, group)
+    if not any(kind.__module__ == _ENGINE_LAYERS for kind in type(module).__mro__):
+        return lambda x: _with_bias(*module(x))
+    bias = module.bias if module.use_bias else None
+    if module.parallel_mode == "row":
+        return _divided_product(module.weight, bias, group)
+    product = _product(module.weight, bias)
+    if not hasattr(module, "layer_norm_weight"):
+        return product
+    norm = _normalization(
+        module.normalization,
+        module.layer_norm_weight,
+        module.layer_norm_bias,
+        module.eps,
+        module.zero_centered_gamma,
+    )
+    return lambda x: product(norm(x))
+
+
+def _norm(module: Any) -> _Function:
+    """A norm as a function; of Transformer Engine's without the module around it."""
+    if type(module).__name__ not in _ENGINE_NORMS or not type(module).__module__.startswith(
+        "transformer_engine."
+    ):
+        return module
+    kind, bias = type(module).__name__, getattr(module, "bias", None)
+    return _normalization(kind, module.weight, bias, module.eps, module.zero_centered_gamma)
+
+
+def _normalization(
+    kind: str, weight: Tensor, bias: Tensor | None, eps: float, one_added: bool
+) -> _Function:
+    """RMSNorm or LayerNorm; `weight` counts from 1 if `one_added`, in float32 as in Transformer
+    Engine: in bf16 1 + weight would lose the last digits.
+    """
+    shape = weight.shape
+    if one_added:
+        weight, bias = weight.float() + 1, None if bias is None else bias.float()
+
+    def normalized(x: Tensor) -> Tensor:
+        wide = x.float() if one_added else x
+        if kind == "RMSNorm":
+            return F.rms_norm(wide, shape, weight, eps).to(x.dtype)
+        return F.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)
+
+    return normalized
 
 
 def _output(chunk: Any) -> _Function:
@@ -256,6 +308,14 @@ def _product(weight: Tensor, bias: Tensor | None) -> _Function:
     if weight.device.type == "cpu":
         return packed_linear(weight, bias)
     return lambda x: F.linear(x, weight, bias)
+
+
+def _divided_product(weight: Tensor, bias: Tensor | None, group: ProcessGroup) -> _Function:
+    """`_product` of inputs that are divided among the ranks of `group`."""
+    if torch.distributed.get_world_size(group) == 1:
+        return _product(weight, bias)
+    part = _product(weight, None)
+    return lambda x: _summed(part(x), bias, group)
 
 
 def _summed(part: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from hydra._internal.utils import _run_hydra, get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.config.parallel_rules import hide_gpus
 from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.core.gpus import hide_gpus
 
 # The script stays in its working directory, writes no .hydra folder and logs to stdout only;
 # `exp_manager` makes the folder of a job.

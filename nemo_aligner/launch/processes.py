@@ -19,9 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, hide_gpus
+from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.gpus import hide_gpus
 from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch

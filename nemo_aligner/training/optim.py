@@ -118,10 +118,11 @@ def is_sgd(optimizer: MegatronOptimizer) -> bool:
 
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its (zero) state now, if Adam is PyTorch's own, or with momentum.
+    """Give every parameter its (zero) state now: of Adam, and of SGD with momentum.
 
-    Megatron Core reads the state's layout when it loads a checkpoint, before any step has made
-    it. For SGD it brings no function that makes it.
+    Megatron Core reads the states when it saves and loads a checkpoint, also before any step has
+    made them. For SGD it brings no function that makes them, and that for Adam leaves out the
+    step count of PyTorch's own.
     """
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
@@ -129,7 +130,10 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
             part.init_state_fn = _start_momentum
             if inner is not None:
                 _start_momentum(inner)
-        if not isinstance(inner, torch.optim.Adam):
+        if is_sgd(part) or inner is None:
+            continue
+        if not isinstance(inner, torch.optim.Adam):  # Transformer Engine's or apex's
+            part.init_state_fn(inner, part.config)
             continue
         for group in inner.param_groups:
             for parameter in group["params"]:

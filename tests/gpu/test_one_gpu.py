@@ -14,7 +14,10 @@ pytestmark = [
 ]
 
 
-def make_actor(tokenizer_dir):
+OPTIMIZERS = ["distributed_fused_adam", "adamw"]
+
+
+def make_actor(tokenizer_dir, optimizer="distributed_fused_adam"):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
     from tests.tiny_models import PPO, tiny_config
 
@@ -25,6 +28,7 @@ def make_actor(tokenizer_dir):
         ffn_hidden_size=256,
         ppo=PPO,
         micro_batch_size=2,
+        optim={"name": optimizer},
     )
     actor = MegatronGPTActorModel(cfg)
     actor.set_reference_policy()
@@ -71,10 +75,11 @@ def rollout_and_update(actor, optimizer, scheduler):
     return tokens, logprobs, reference, loss, metrics, grad_norm
 
 
-def test_actor_on_one_gpu(tiny_tokenizer_dir, tmp_path):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_actor_on_one_gpu(tiny_tokenizer_dir, tmp_path, name):
     from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 
-    actor, optimizer, scheduler = make_actor(tiny_tokenizer_dir)
+    actor, optimizer, scheduler = make_actor(tiny_tokenizer_dir, name)
     tokens, logprobs, reference, loss, metrics, grad_norm = rollout_and_update(
         actor, optimizer, scheduler
     )
@@ -88,10 +93,28 @@ def test_actor_on_one_gpu(tiny_tokenizer_dir, tmp_path):
     callback.custom_save({"step": 1}, trainer_state={"step": 1})
     uninterrupted = rollout_and_update(actor, optimizer, scheduler)
 
-    resumed, optimizer, scheduler = make_actor(tiny_tokenizer_dir)
+    resumed, optimizer, scheduler = make_actor(tiny_tokenizer_dir, name)
     callback = CheckpointCallback(tmp_path, resumed, optimizer, scheduler, name="actor")
     assert callback.load_latest() == {"step": 1}
     again = rollout_and_update(resumed, optimizer, scheduler)
     assert torch.equal(uninterrupted[0], again[0])
     torch.testing.assert_close(uninterrupted[1], again[1])
     assert uninterrupted[3] == pytest.approx(again[3], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_checkpoint_from_before_the_first_step(tiny_tokenizer_dir, tmp_path, name):
+    """Such as a critic server writes: the optimizer has made no step that made its states."""
+    from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+
+    actor, *training = make_actor(tiny_tokenizer_dir, name)
+    CheckpointCallback(tmp_path, actor, *training, name="actor").custom_save(
+        {"step": 0}, trainer_state={"step": 0}
+    )
+    rollout_and_update(actor, *training)
+    resumed, *training = make_actor(tiny_tokenizer_dir, name)
+    callback = CheckpointCallback(tmp_path, resumed, *training, name="actor")
+    assert callback.load_latest() == {"step": 0}
+    rollout_and_update(resumed, *training)
+    for one, other in zip(actor.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
