@@ -112,7 +112,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
     own = chained_optimizers(optimizer)
     parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
     parts = [
-        state if is_sgd(part) else _with_step(state)
+        _with_step(state) if isinstance(part.optimizer, torch.optim.Adam) else state
         for part, state in zip(own, parts, strict=True)
     ]
     state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
@@ -144,11 +144,11 @@ def _with_step(state: State) -> State:
 def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
     """The state `loaded` in the form of `optimizer`, with the settings of `optimizer`.
 
-    A distributed optimizer keeps its step count with the settings of the parameter groups,
-    PyTorch's Adam with the parameters. Only that count is needed of the stored settings: the rest
-    comes from the configuration. Megatron Core 0.19 would refuse groups of another learning rate,
-    and without the distributed optimizer they list only the parameters of the first pipeline
-    stage.
+    A distributed optimizer, and the Adam of Transformer Engine or apex, keep the step count with
+    the settings of the parameter groups, PyTorch's Adam with the parameters. Only that count is
+    needed of the stored settings: the rest comes from the configuration. Megatron Core 0.19 would
+    refuse groups of another learning rate, and without the distributed optimizer they list only
+    the parameters of the first pipeline stage.
     """
     if getattr(optimizer, "is_stub_optimizer", False):
         return loaded
@@ -157,9 +157,9 @@ def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
     own = optimizer.state_dict()
     groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
     is_pytorch = isinstance(optimizer.optimizer, torch.optim.Adam)
-    if is_sgd(optimizer):
+    if not is_pytorch:
         state = {key: value for key, value in state.items() if key != "common_step"}
-    elif is_distributed or not is_pytorch:
+    if not is_sgd(optimizer) and (is_distributed or not is_pytorch):
         groups = [{**group, "step": float(step) if is_pytorch else int(step)} for group in groups]
     if is_distributed:
         return {

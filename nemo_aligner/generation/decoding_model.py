@@ -331,11 +331,12 @@ def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
 def _mlp(module: Any, group: ProcessGroup) -> _Function:
     """An MLP, or a mixture of experts, as a function."""
     config = module.config
-    fused = config.bias_activation_fusion or config.use_te_activation_func
-    if fused or not isinstance(module, MLP):
+    activation = config.activation_func
+    # A fused GELU is the tanh form, a fused SwiGLU the same function.
+    fused = config.bias_activation_fusion and activation is not F.silu
+    if fused or config.use_te_activation_func or not isinstance(module, MLP):
         return lambda x: _with_bias(*module(x))
     first, second = _linear(module.linear_fc1, group), _linear(module.linear_fc2, group)
-    activation = config.activation_func
     if not config.gated_linear_unit:
         return lambda x: second(activation(first(x)))
 

@@ -116,5 +116,6 @@ def test_a_checkpoint_from_before_the_first_step(tiny_tokenizer_dir, tmp_path, n
     callback = CheckpointCallback(tmp_path, resumed, *training, name="actor")
     assert callback.load_latest() == {"step": 0}
     rollout_and_update(resumed, *training)
-    for one, other in zip(actor.parameters(), resumed.parameters(), strict=True):
+    pairs = zip(actor.model[0].parameters(), resumed.model[0].parameters(), strict=True)
+    for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)

@@ -511,7 +511,8 @@ def test_fused_kernels_compute_the_tanh_form():
 )
 def test_gelu_has_one_form_on_every_machine(tiny_tokenizer_dir, monkeypatch, keys, tanh, kernel):
     """Megatron Core's kernels compute the tanh form, so they run where that form is wanted."""
-    cfg = complete_model(tiny_config(tiny_tokenizer_dir, **{"bias": True} | keys))
+    keys = {"bias": True, "apply_rope_fusion": False} | keys  # a kernel that is not here
+    cfg = complete_model(tiny_config(tiny_tokenizer_dir, **keys))
     x = torch.linspace(-3, 3, 50)
     expected = F.gelu(x, approximate="tanh" if tanh else "none")
     for accelerated in (False, True):
@@ -522,6 +523,17 @@ def test_gelu_has_one_form_on_every_machine(tiny_tokenizer_dir, monkeypatch, key
             assert config.activation_func is F.gelu  # by which Megatron Core knows its kernel
         else:
             assert torch.equal(config.activation_func(x), expected)
+
+
+@pytest.mark.parametrize("keys, kernel", [({}, True), ({"bias": True}, True), (MOE, False)])
+def test_a_swiglu_is_computed_at_once_with_transformer_engine(
+    tiny_tokenizer_dir, monkeypatch, keys, kernel
+):
+    cfg = complete_model(tiny_config(tiny_tokenizer_dir, apply_rope_fusion=False, **keys))
+    assert not megatron_config.build_transformer_config(cfg).bias_activation_fusion
+    monkeypatch.setattr(megatron_config, "use_transformer_engine", lambda: True)
+    config = megatron_config.build_transformer_config(cfg)
+    assert config.bias_activation_fusion == kernel and config.activation_func is F.silu
 
 
 def test_a_gelu_without_bias_cannot_be_fused(build):

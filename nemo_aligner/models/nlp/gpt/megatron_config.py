@@ -131,7 +131,7 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
 
 
 def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
-    """The activation, and whether Megatron Core's kernel fuses it with the bias.
+    """The activation, and whether Megatron Core's kernel computes it at once, with the bias.
 
     Those kernels compute the tanh form of GELU, so NeMo's key `bias_activation_fusion` chooses the
     form, here on every machine alike. A fused SwiGLU is the same function.
@@ -147,7 +147,8 @@ def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
             f"model.openai_gelu=True would replace model.activation={name}; set it to False, or "
             "the activation to gelu or geglu."
         )
-    fused = use_transformer_engine() and cfg.bias and function is F.silu and gated
+    # Not of experts, which weigh their output inside the kernel.
+    fused = use_transformer_engine() and function is F.silu and gated and not cfg.num_moe_experts
     if function is F.gelu and cfg.bias_activation_fusion and not cfg.openai_gelu:
         if not gated and not cfg.bias:
             raise ConfigError(
@@ -275,7 +276,10 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
         "persist_layer_norm": accelerated and bool(cfg.persist_layer_norm),
         "masked_softmax_fusion": accelerated and bool(cfg.masked_softmax_fusion),
         "bias_dropout_fusion": accelerated and bool(cfg.bias_dropout_add_fusion),
-        "apply_rope_fusion": accelerated and bool(cfg.apply_rope_fusion),
+        # The kernel has no scale, which YaRN needs.
+        "apply_rope_fusion": accelerated
+        and bool(cfg.apply_rope_fusion)
+        and cfg.position_embedding_type == "rope",
     }
 
 
