@@ -450,6 +450,8 @@ def measure_on_gpu(case: dict[str, Any], section: dict[str, Any]) -> dict[str, f
 
 def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[str, float]:
     """The same figures as `measure`, from the formulas."""
+    import torch
+
     from nemo_aligner.config.defaults import complete_model
     from nemo_aligner.config.parallel_rules import pad_vocab_size
     from nemo_aligner.config.values import plain_dict
@@ -483,6 +485,7 @@ def predict(case: dict[str, Any], section: dict[str, Any], rank: int) -> dict[st
         recompute_layers=model["activations_checkpoint_num_layers"] or 1,
         block=model["activations_checkpoint_method"] == "block",
         distributed_optimizer=case.get("optimizer", OPTIMIZER) == OPTIMIZER,
+        offloads=is_actor and torch.cuda.is_available(),
         on_gpu=use_transformer_engine(),
     )
     memory = rank_memory(architecture, split, rank * split.pp // ranks, workload)

@@ -107,6 +107,8 @@ def imported(package: str, wrong: dict[str, str]) -> Finding:
         importlib.import_module(IMPORTED[package])
     except Exception as error:  # whatever a package that is broken raises
         there = f"{version} does not import ({_first_line(error)})" if version else "not installed"
+        if "transformer_engine" in str(error):  # which Megatron Core imports
+            return Finding(MISSING, package, there, "See Transformer Engine below")
         again = "--force-reinstall " * bool(version)
         return Finding(MISSING, package, there, f"pip install {again}'{wanted}'")
     finally:
@@ -166,7 +168,7 @@ def transformer_engine(gpu: bool) -> Finding:
     if not gpu:
         return Finding(OK, subject, "not needed without a GPU")
     if importlib.util.find_spec("transformer_engine") is None:
-        text = "not installed: jobs use Megatron Core's own layers, which are slower"
+        text = "not installed: jobs use PyTorch's layers, as on a CPU"
         return Finding(WARNING, subject, text, remedy)
     try:
         importlib.import_module("transformer_engine.pytorch")

@@ -233,17 +233,18 @@ def gate_numbers(a: Architecture, on_gpu: bool, training: bool) -> int:
     """
     if not a.gated:
         return 2
-    if on_gpu or not a.swiglu:
+    # With experts anywhere in the model nothing is fused on a GPU.
+    if not a.swiglu or (on_gpu and a.expert_ffn):
         return 5
-    return 4 if training else 3
+    return 4 if training and not on_gpu else 3
 
 
 def feed_forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
     """What the feed-forward layer keeps, beside its input.
 
     Gated: both halves of the first product, the activated half and their product, and, but for
-    SwiGLU on a CPU, the other half, to which Megatron Core adds 0. Experts also keep the product
-    before it is weighted.
+    SwiGLU, the other half, to which Megatron Core adds 0. Its kernel for SwiGLU on a GPU computes
+    the activated half anew. Experts also keep the product before it is weighted.
     """
     e = a.number_bytes
     if not a.experts:

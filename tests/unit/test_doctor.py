@@ -106,6 +106,13 @@ def test_a_package_that_does_not_import(faked):
     says(packages.imported("torch", {}), MISSING, words)
 
 
+def test_megatron_core_with_a_broken_transformer_engine(faked):
+    error = OSError("/site-packages/transformer_engine/libtransformer_engine.so: undefined symbol")
+    faked({"megatron.core": error}, {"megatron-core": "0.19.2"})
+    words = r"0.19.2 does not import .*undefined symbol.*See Transformer Engine below"
+    says(packages.imported("megatron-core", {}), MISSING, words)
+
+
 def test_a_package_of_another_version(faked):
     faked({}, {"torch": "2.5.0"})
     wrong = {"torch": "torch<2.14,>=2.6 (installed: 2.5.0)"}

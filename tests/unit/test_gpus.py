@@ -1,0 +1,86 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Processes on the CPU of a machine that has GPUs, and Megatron Core around PyTorch's Adam."""
+
+import os
+import subprocess
+import sys
+
+import megatron.core.optimizer
+import pytest
+import torch
+
+from nemo_aligner.config.parallel_rules import check_accelerator
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.parallel import native_adam
+
+FINDS = """
+import importlib.util
+found = [importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex")]
+try:
+    import transformer_engine
+except ImportError:
+    found.append("refused")
+print(found, os.environ["CUDA_VISIBLE_DEVICES"])
+"""
+
+
+def run(tmp_path, code: str, visible: str) -> str:
+    """What a process prints that finds Transformer Engine and apex in `tmp_path`."""
+    for name in ("transformer_engine", "apex"):
+        (tmp_path / f"{name}.py").write_text("")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
+    command = [sys.executable, "-c", f"import os\n{code}\n{FINDS}"]
+    return subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_packages_that_need_a_gpu_are_not_found_where_it_is_hidden(tmp_path, hidden):
+    assert run(tmp_path, "import nemo_aligner", hidden) == f"[False, False, 'refused'] {hidden}\n"
+
+
+def test_they_are_found_where_it_is_not(tmp_path):
+    assert run(tmp_path, "import nemo_aligner", "0") == "[True, True] 0\n"
+
+
+def test_a_job_on_the_cpu_hides_the_gpus(tmp_path):
+    code = "from nemo_aligner.core.gpus import hide_gpus; hide_gpus()"
+    assert run(tmp_path, code, "0") == "[False, False, 'refused'] \n"
+
+
+def test_a_script_hides_them_before_anything_else(monkeypatch, capsys):
+    from omegaconf import OmegaConf
+
+    from nemo_aligner.launch import command_line
+
+    seen = []
+    monkeypatch.setattr(sys, "argv", ["script", "trainer.accelerator=cpu"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def main(cfg):
+        seen.append(
+            (OmegaConf.select(cfg, "trainer.accelerator"), os.environ["CUDA_VISIBLE_DEVICES"])
+        )
+
+    main.__module__ = "examples.nlp.gpt.train_gpt_sft"
+    folder = os.path.join(os.path.dirname(__file__), "../../conf")
+    command_line.hydra_runner(config_path=os.path.abspath(folder), config_name="gpt_sft")(main)()
+    assert seen == [("cpu", "")]
+
+
+def test_a_gpu_that_was_found_is_not_used_silently():
+    with pytest.raises(ConfigError, match="accelerator=cpu.*would use them.*CUDA_VISIBLE_DEVICES"):
+        check_accelerator("cpu", 1, visible_devices=2)
+    check_accelerator("cpu", 4, visible_devices=0)
+
+
+def test_the_adam_of_pytorch_is_known(monkeypatch):
+    assert native_adam.is_used()
+    monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.SGD)
+    assert not native_adam.is_used()
+
+
+def test_the_tests_see_no_gpu():
+    assert not torch.cuda.is_available()
