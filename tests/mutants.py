@@ -1130,6 +1130,21 @@ MUTANTS = [
         "error = kl / self.target - 1.0",
         _unit("test_kl.py", "test_adaptive_controller_by_hand"),
     ),
+    # --- machines with GPUs
+    Mutant(
+        "a job on the CPU takes the GPUs all the same",
+        "launch/command_line.py",
+        'if OmegaConf.select(cfg, "trainer.accelerator") == "cpu":',
+        "if False:",
+        _unit("test_gpus.py", "test_a_script_hides_them_before_anything_else"),
+    ),
+    Mutant(
+        "decoding takes a weight of a norm that counts from 1 as it is",
+        "generation/decoding_model.py",
+        "weight, bias = weight.float() + 1,",
+        "weight, bias = weight.float(),",
+        _unit("test_decoding_model.py", "test_a_layer_with_a_norm"),
+    ),
     # --- files from elsewhere
     Mutant(
         "a checkpoint is used without a look at its checksums",
