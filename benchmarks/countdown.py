@@ -134,11 +134,9 @@ def load_peer(at: Folders, precision: str = "32") -> Any:
     """The Hugging Face model from disk, on the GPU if there is one."""
     from transformers import AutoModelForCausalLM
 
-    from nemo_aligner.parallel.device import get_device
-
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(at.hugging_face, dtype=dtype)
-    return model.to(get_device()).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def load_actor(at: Folders, precision: str = "32", **keys: Any) -> Any:

@@ -579,7 +579,9 @@ def main() -> None:
         "cases", nargs="*", help=f"of {', '.join(known)}; default: all of a CPU, or of a GPU"
     )
     args = parser.parse_args()
-    names = args.cases or list(GPU_CASES if Path("/dev/nvidia0").exists() else CASES)
+    import torch
+
+    names = args.cases or list(GPU_CASES if torch.cuda.is_available() else CASES)
     if args.worker:
         work(names, args.worker)
         return

@@ -46,7 +46,7 @@ WIDTH, ROW, LEFT = 760, 22, 400  # of the plot
 def run(name: str) -> bool:
     """Run one benchmark; returns whether it succeeded."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # figures of CPUs
     if name in OWN_THREADS:
         del environment["OMP_NUM_THREADS"]
     script, figures = ROOT / f"benchmarks/{name}.py", RESULTS / f"{name}.json"

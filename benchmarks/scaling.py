@@ -30,7 +30,7 @@ import countdown
 import fits
 import measure
 import torch
-from gpu_costs import Shape, assumptions
+from gpu_costs import assumptions
 from gpu_steps import gpu_curves, gpu_rows, phase_rows
 from step_simulation import (
     Workload,
@@ -80,16 +80,7 @@ def shape_of(hidden: int) -> countdown.Shape:
 
 def weights_of(hidden: int) -> int:
     """Weights of all matrix products of the model."""
-    ffn = countdown.FFN * hidden // countdown.HIDDEN
-    shape = Shape(
-        countdown.LAYERS,
-        hidden,
-        ffn,
-        countdown.VOCABULARY,
-        countdown.HEADS,
-        countdown.GROUPS,
-    )
-    return int(shape.weights)
+    return shape_of(hidden).weights
 
 
 def sizes_of(samples: int) -> dict[str, Any]:

@@ -104,8 +104,6 @@ def selected_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
 def build_peer(at: countdown.Folders, precision: str, sizes: Sizes = SMALL) -> dict[str, Callable]:
     """The peer's log-probs and updates of each kind of lengths."""
-    from nemo_aligner.parallel.device import cuda_dict
-
     model = countdown.load_peer(at, precision)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.1, fused=True
@@ -117,7 +115,9 @@ def build_peer(at: countdown.Folders, precision: str, sizes: Sizes = SMALL) -> d
 
     functions: dict[str, Callable] = {}
     for name, lengths in sizes.lengths.items():
-        batch = cuda_dict(samples(lengths, sizes.prompt))
+        batch = {
+            key: value.to(model.device) for key, value in samples(lengths, sizes.prompt).items()
+        }
 
         def logprobs(batch: dict[str, Tensor] = batch) -> Tensor:
             model.eval()

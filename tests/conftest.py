@@ -24,6 +24,7 @@ from tests.traces import Traces  # noqa: E402
 # The limit of a test ends the whole run, so it strikes after those of the ranks and jobs in it.
 LAST = 4
 
+GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 END_OF_TEXT = "<|endoftext|>"
 CORPUS = [
     "the film was a joy from the first scene to the last",
@@ -39,7 +40,9 @@ def pytest_configure(config):
     process that reads the command line, not by those that run a part of the tests for it; and not
     with planted faults, which may be in what removes.
     """
-    if not any("gpu" in Path(arg).parts for arg in config.args):
+    folder = config.invocation_params.dir
+    paths = [(folder / argument.split("::")[0]).resolve() for argument in config.args]
+    if not any(path.is_relative_to(GPU_TESTS) for path in paths):
         hide_gpus()  # the other tests compare with numbers of a CPU
     if not hasattr(config, "workerinput") and "MUTANT_REPORT" not in os.environ:
         config.add_cleanup(Traces().remove)

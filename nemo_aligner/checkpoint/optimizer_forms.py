@@ -25,7 +25,7 @@ from nemo_aligner.parallel.megatron_switches import (
     groups_in_order,
     places_without_padding,
 )
-from nemo_aligner.training.optim import chained_optimizers, is_sgd
+from nemo_aligner.training.optim import chained_optimizers, is_pytorch_adam, is_sgd
 
 State = dict[Any, Any]
 
@@ -112,7 +112,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
     own = chained_optimizers(optimizer)
     parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
     parts = [
-        _with_step(state) if isinstance(part.optimizer, torch.optim.Adam) else state
+        _with_step(state) if is_pytorch_adam(part.optimizer) else state
         for part, state in zip(own, parts, strict=True)
     ]
     state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
@@ -156,7 +156,7 @@ def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
     state, step = _state_and_step(loaded)
     own = optimizer.state_dict()
     groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
-    is_pytorch = isinstance(optimizer.optimizer, torch.optim.Adam)
+    is_pytorch = is_pytorch_adam(optimizer.optimizer)
     if not is_pytorch:
         state = {key: value for key, value in state.items() if key != "common_step"}
     if not is_sgd(optimizer) and (is_distributed or not is_pytorch):

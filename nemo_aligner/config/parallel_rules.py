@@ -122,8 +122,8 @@ def cuda_devices() -> int:
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    """Raise `ConfigError` when a GPU is asked for that is not there, or the CPU in a process that
-    has found GPUs. `visible_devices`: GPUs that this process sees.
+    """Raise `ConfigError` when a GPU is asked for that is not there. `visible_devices`: GPUs of
+    this machine.
     """
     if accelerator not in ACCELERATORS:
         raise ConfigError(
@@ -135,11 +135,6 @@ def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) 
             f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; "
             "use trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check "
             "that nvidia-smi lists the GPUs."
-        )
-    if accelerator == "cpu" and visible_devices:
-        raise ConfigError(
-            "trainer.accelerator=cpu, but this process looked for GPUs before it read that, and "
-            "would use them; start it with an empty environment variable CUDA_VISIBLE_DEVICES."
         )
     if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
         raise ConfigError(

@@ -107,8 +107,8 @@ def imported(package: str, wrong: dict[str, str]) -> Finding:
         importlib.import_module(IMPORTED[package])
     except Exception as error:  # whatever a package that is broken raises
         there = f"{version} does not import ({_first_line(error)})" if version else "not installed"
-        if "transformer_engine" in str(error):  # which Megatron Core imports
-            return Finding(MISSING, package, there, "See Transformer Engine below")
+        if isinstance(error, OSError) and "transformer_engine" in str(error):
+            return Finding(MISSING, package, there, BROKEN_ENGINE)
         again = "--force-reinstall " * bool(version)
         return Finding(MISSING, package, there, f"pip install {again}'{wanted}'")
     finally:
@@ -162,6 +162,12 @@ def cuda(torch: ModuleType | None, gpus: list[str]) -> Finding:
     return Finding(WARNING, "CUDA", text, remedy)
 
 
+BROKEN_ENGINE = (
+    "Install the release of Transformer Engine that fits this torch (docs/versions.md), or remove "
+    "it: pip uninstall transformer-engine"
+)
+
+
 def transformer_engine(gpu: bool) -> Finding:
     """Whether jobs on GPUs have its layers."""
     subject, remedy = "Transformer Engine", "pip install --no-build-isolation '.[gpu]'"
@@ -174,7 +180,7 @@ def transformer_engine(gpu: bool) -> Finding:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
         # A job takes it where it is installed.
-        return Finding(MISSING, subject, f"does not import ({_first_line(error)})", remedy)
+        return Finding(MISSING, subject, f"does not import ({_first_line(error)})", BROKEN_ENGINE)
     return Finding(OK, subject, versions.installed_version("transformer-engine") or "there")
 
 

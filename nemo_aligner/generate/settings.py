@@ -10,9 +10,10 @@ import re
 import warnings
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.gpus import hide_gpus
 
 RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
 
@@ -74,8 +75,11 @@ def compose_settings(name: str, settings: list[str]) -> DictConfig:
     overrides = [word if word.startswith(("+", "~")) else f"++{word}" for word in settings]
     try:
         with initialize_config_dir(str(CONF.resolve()), version_base=None):
-            return compose(name, overrides)
+            cfg = compose(name, overrides)
     except HydraException as error:
         raise UserError(
             f"the settings {' '.join(settings)} cannot be read: {str(error).strip()}"
         ) from error
+    if OmegaConf.select(cfg, "trainer.accelerator") == "cpu":
+        hide_gpus()  # before anything asks PyTorch for them
+    return cfg

@@ -21,8 +21,8 @@ from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
 from nemo_aligner.config.values import plain_dict
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.gpus import hide_gpus
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.gpus import hide_gpus, packages_in_use
 from nemo_aligner.core.leftovers import sweep_once
 from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch
@@ -120,7 +120,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
 
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA, or the CPU in a process that
-        has used a GPU.
+            has found a GPU.
     """
     sweep_once()
     adopt_mpi_ranks(os.environ)  # scripts of NeMo-Aligner have nobody else to do it
@@ -136,6 +136,13 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
         hide_gpus()
     gpus = cuda_devices()
     check_accelerator(accelerator, 1, gpus)
+    if accelerator == "cpu" and (gpus or packages_in_use()):
+        found = f"{gpus} GPUs" if gpus else " and ".join(packages_in_use())
+        raise ConfigError(
+            f"trainer.accelerator=cpu, but this process had found {found} before it read that, "
+            "and would use them; start it with an empty environment variable "
+            "CUDA_VISIBLE_DEVICES."
+        )
     options["precision"] = "bf16-true" if "bf16" in str(options["precision"]) else "32-true"
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])

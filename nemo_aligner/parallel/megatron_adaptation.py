@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every name of Megatron Core that this project changes, overrides or uses although it is private.
 
-Three lists, of which `TOUCHED` is the whole:
+Four lists, of which `TOUCHED` is the whole:
 
 * `REMAPPED_CONSTANTS` and `REPLACED` are changed for the whole process, and only without CUDA,
   where Megatron Core names the device "cuda" and means "the device of this process".
   `adapt_megatron_core()` applies them; its one caller is `parallel_state.initialize()`, which runs
   before any model is built. So the order of imports does not matter.
+* `REPLACED_FOR_NATIVE_ADAM` are changed for the whole process where neither Transformer Engine nor
+  apex is installed, with CUDA too.
 * `SWITCHED` are changed on single objects or for the duration of a `with` block, with CUDA too.
   Each entry says where.
 * `PRIVATE` are private names that subclasses of ours override, or that our code calls. Each entry

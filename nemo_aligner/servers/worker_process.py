@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.core.gpus import users_environment
 from nemo_aligner.servers import worker_keeper
 
 # A worker that has died without closing its pipe (a process that it started may hold it, too) is
@@ -54,7 +55,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**users_environment(), "PYTHONPATH": os.pathsep.join(paths)},
             )
         except BaseException:
             self.release()

@@ -117,6 +117,11 @@ def is_sgd(optimizer: MegatronOptimizer) -> bool:
     return str(optimizer.config.optimizer) == "sgd"
 
 
+def is_pytorch_adam(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether it is PyTorch's own Adam: `AdamW` is a kind of `Adam` from 2.7 on only."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
 def _start_states(optimizer: MegatronOptimizer) -> None:
     """Give every parameter its (zero) state now: of Adam, and of SGD with momentum.
 
@@ -132,7 +137,7 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
                 _start_momentum(inner)
         if is_sgd(part) or inner is None:
             continue
-        if not isinstance(inner, torch.optim.Adam):  # Transformer Engine's or apex's
+        if not is_pytorch_adam(inner):  # Transformer Engine's or apex's
             part.init_state_fn(inner, part.config)
             continue
         for group in inner.param_groups:
@@ -156,7 +161,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
-        if isinstance(inner, torch.optim.Adam):
+        if is_pytorch_adam(inner):
             set_fused(inner)
             inner.register_load_state_dict_post_hook(set_fused)
 

@@ -109,7 +109,7 @@ def test_a_package_that_does_not_import(faked):
 def test_megatron_core_with_a_broken_transformer_engine(faked):
     error = OSError("/site-packages/transformer_engine/libtransformer_engine.so: undefined symbol")
     faked({"megatron.core": error}, {"megatron-core": "0.19.2"})
-    words = r"0.19.2 does not import .*undefined symbol.*See Transformer Engine below"
+    words = r"0.19.2 does not import .*undefined symbol.*that fits this torch.*pip uninstall"
     says(packages.imported("megatron-core", {}), MISSING, words)
 
 

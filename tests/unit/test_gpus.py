@@ -9,9 +9,11 @@ import sys
 import megatron.core.optimizer
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from nemo_aligner.config.parallel_rules import check_accelerator
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.generate.settings import compose_settings
+from nemo_aligner.launch import processes
 from nemo_aligner.parallel import native_adam
 
 FINDS = """
@@ -36,7 +38,7 @@ def run(tmp_path, code: str, visible: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
+@pytest.mark.parametrize("hidden", ["", "-1", "-1,0", "NoDevFiles"])
 def test_packages_that_need_a_gpu_are_not_found_where_it_is_hidden(tmp_path, hidden):
     assert run(tmp_path, "import nemo_aligner", hidden) == f"[False, False, 'refused'] {hidden}\n"
 
@@ -51,8 +53,6 @@ def test_a_job_on_the_cpu_hides_the_gpus(tmp_path):
 
 
 def test_a_script_hides_them_before_anything_else(monkeypatch, capsys):
-    from omegaconf import OmegaConf
-
     from nemo_aligner.launch import command_line
 
     seen = []
@@ -70,10 +70,30 @@ def test_a_script_hides_them_before_anything_else(monkeypatch, capsys):
     assert seen == [("cpu", "")]
 
 
-def test_a_gpu_that_was_found_is_not_used_silently():
-    with pytest.raises(ConfigError, match="accelerator=cpu.*would use them.*CUDA_VISIBLE_DEVICES"):
-        check_accelerator("cpu", 1, visible_devices=2)
-    check_accelerator("cpu", 4, visible_devices=0)
+@pytest.mark.parametrize(
+    "found", [{"cuda_devices": lambda: 2}, {"packages_in_use": lambda: ["transformer_engine"]}]
+)
+def test_a_gpu_that_was_found_is_not_used_silently(monkeypatch, found):
+    for name, value in found.items():
+        monkeypatch.setattr(processes, name, value)
+    cfg = OmegaConf.create({"trainer": {"accelerator": "cpu", "devices": 1, "num_nodes": 1}})
+    with pytest.raises(ConfigError, match="cpu, but .* had found .*empty.*CUDA_VISIBLE_DEVICES"):
+        processes.resolve_and_create_trainer(cfg)
+
+
+def test_the_commands_without_a_script_hide_them(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    cfg = compose_settings("generate", ["trainer.accelerator=gpu", "trainer.accelerator=cpu"])
+    assert cfg.trainer.accelerator == "cpu"  # the last of two settings counts
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_code_of_the_user_keeps_the_gpus(tmp_path):
+    code = (
+        "from nemo_aligner.core.gpus import hide_gpus, users_environment; hide_gpus(); hide_gpus()"
+    )
+    code += "; print(users_environment()['CUDA_VISIBLE_DEVICES'])"
+    assert run(tmp_path, code, "0,1").splitlines()[0] == "0,1"
 
 
 def test_the_adam_of_pytorch_is_known(monkeypatch):

@@ -511,8 +511,7 @@ def test_fused_kernels_compute_the_tanh_form():
 )
 def test_gelu_has_one_form_on_every_machine(tiny_tokenizer_dir, monkeypatch, keys, tanh, kernel):
     """Megatron Core's kernels compute the tanh form, so they run where that form is wanted."""
-    keys = {"bias": True, "apply_rope_fusion": False} | keys  # a kernel that is not here
-    cfg = complete_model(tiny_config(tiny_tokenizer_dir, **keys))
+    cfg = complete_model(tiny_config(tiny_tokenizer_dir, **{"bias": True} | keys))
     x = torch.linspace(-3, 3, 50)
     expected = F.gelu(x, approximate="tanh" if tanh else "none")
     for accelerated in (False, True):
@@ -529,7 +528,7 @@ def test_gelu_has_one_form_on_every_machine(tiny_tokenizer_dir, monkeypatch, key
 def test_a_swiglu_is_computed_at_once_with_transformer_engine(
     tiny_tokenizer_dir, monkeypatch, keys, kernel
 ):
-    cfg = complete_model(tiny_config(tiny_tokenizer_dir, apply_rope_fusion=False, **keys))
+    cfg = complete_model(tiny_config(tiny_tokenizer_dir, **keys))
     assert not megatron_config.build_transformer_config(cfg).bias_activation_fusion
     monkeypatch.setattr(megatron_config, "use_transformer_engine", lambda: True)
     config = megatron_config.build_transformer_config(cfg)

@@ -276,11 +276,22 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
         "persist_layer_norm": accelerated and bool(cfg.persist_layer_norm),
         "masked_softmax_fusion": accelerated and bool(cfg.masked_softmax_fusion),
         "bias_dropout_fusion": accelerated and bool(cfg.bias_dropout_add_fusion),
-        # The kernel has no scale, which YaRN needs.
+        # The kernel has no scale, which YaRN needs, and Megatron Core 0.16 does not tell that of
+        # packed sequences how the channels are paired.
         "apply_rope_fusion": accelerated
         and bool(cfg.apply_rope_fusion)
-        and cfg.position_embedding_type == "rope",
+        and cfg.position_embedding_type == "rope"
+        and not cfg.rotary_interleaved,
     }
+
+
+# They choose kernels that compute the same.
+KERNELS = (
+    "apply_rope_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+)
 
 
 def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
@@ -298,7 +309,8 @@ def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
     fields = {field.name for field in dataclasses.fields(TransformerConfig)} - known_model_keys()
     given = {f"model.{name}": (name, cfg[name]) for name in cfg if name in fields}
     for name, value in (cfg.get("mcore_customization_config") or {}).items():
-        if not has_no_effect(name):
+        is_swiglu = name == "bias_activation_fusion" and config.activation_func is F.silu
+        if not has_no_effect(name) and name not in KERNELS and not is_swiglu:
             given[f"model.mcore_customization_config.{name}"] = (name, value)
     for key, (name, value) in given.items():
         built = getattr(config, name, None)
