@@ -16,6 +16,7 @@ from nemo_aligner.core.masks import one_row_per_sample
 from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
 from nemo_aligner.data.nlp.packing import PackedDataset, pack
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.parallel.device import get_device
 from tests.tiny_models import tiny_config
 
 LINES = [
@@ -169,7 +170,9 @@ def test_loss_and_gradient_are_those_of_the_examples_alone(
     losses = []
     for number in range(len(LINES)):
         ids, start = plain[number]["tokens"], plain[number]["answer_start"]
-        logits = reference(torch.tensor([ids]), torch.arange(len(ids))[None], None)[0, :, :vocab]
+        tokens = torch.tensor([ids], device=get_device())
+        positions = torch.arange(len(ids), device=get_device())[None]
+        logits = reference(tokens, positions, None)[0, :, :vocab]
         predicted = range(max(start, 1), len(ids))
         losses.append(
             torch.stack([-torch.log_softmax(logits[t - 1], -1)[ids[t]] for t in predicted])
