@@ -60,7 +60,7 @@ def row(name: str, figures: dict[str, measure.Figures], **more: Any) -> measure.
         (max(figures[side].wall) - min(figures[side].wall)) / statistics.median(figures[side].wall)
         for side in ("ours", "peer")
     ]
-    return {
+    found = {
         "case": name,
         "ours, s": round(ours, 3),
         "peer, s": round(peer, 3),
@@ -68,6 +68,8 @@ def row(name: str, figures: dict[str, measure.Figures], **more: Any) -> measure.
         "spread": ", ".join(f"{spread:.0%}" for spread in spreads),
         **{key: round(value / ours) for key, value in more.items()},
     }
+    print(found, flush=True)  # a run that is cut off leaves what it has found
+    return found
 
 
 def main() -> None:
