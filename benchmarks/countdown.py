@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_costs import Shape
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -28,32 +29,8 @@ POSITIONS = 1024
 SCALE = 48.0  # logit of the token that comes next
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model.
-
-    Attributes:
-        hidden: its width, above `LONGEST`.
-        vocabulary: at least `VOCABULARY`, below which all tokens of prompts are.
-    """
-
-    hidden: int = HIDDEN
-    ffn: int = FFN
-    layers: int = LAYERS
-    heads: int = HEADS
-    groups: int = GROUPS
-    vocabulary: int = VOCABULARY
-
-    @property
-    def weights(self) -> int:
-        """Those of all matrix products; the table of input embeddings is none."""
-        attention = self.hidden**2 * (2 + 2 * self.groups / self.heads)
-        layer = attention + 3 * self.hidden * self.ffn
-        return int(self.layers * layer) + self.vocabulary * self.hidden
-
-
-SMALL = Shape()
-TINY_LLAMA = Shape(2048, 5632, 22, 32, 4, 32000)  # 1.1 billion weights
+SMALL = Shape(LAYERS, HIDDEN, FFN, VOCABULARY, HEADS, GROUPS)
+TINY_LLAMA = Shape(22, 2048, 5632, 32000, 32, 4)  # 1.1 billion weights
 
 
 @dataclass
@@ -85,7 +62,7 @@ def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
 
 
 def build_peer(shape: Shape = SMALL) -> Any:
-    """The Hugging Face model, fp32."""
+    """The Hugging Face model, fp32, wider than `LONGEST` and with at least `VOCABULARY` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

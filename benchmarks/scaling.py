@@ -30,7 +30,7 @@ import countdown
 import fits
 import measure
 import torch
-from gpu_costs import assumptions
+from gpu_costs import Shape, assumptions
 from gpu_steps import gpu_curves, gpu_rows, phase_rows
 from step_simulation import (
     Workload,
@@ -73,14 +73,14 @@ VARIED: dict[str, list[Run]] = {
 PREFILLS = [replace(BASE, samples=samples, response=1) for samples in (4, 16, 64)]
 
 
-def shape_of(hidden: int) -> countdown.Shape:
+def shape_of(hidden: int) -> Shape:
     """The model of that width; its feed-forward layers grow with it."""
-    return countdown.Shape(hidden, countdown.FFN * hidden // countdown.HIDDEN)
+    return replace(countdown.SMALL, hidden=hidden, ffn=countdown.FFN * hidden // countdown.HIDDEN)
 
 
 def weights_of(hidden: int) -> int:
     """Weights of all matrix products of the model."""
-    return shape_of(hidden).weights
+    return int(shape_of(hidden).weights)
 
 
 def sizes_of(samples: int) -> dict[str, Any]:
