@@ -64,8 +64,7 @@ def main(argv: list[str] | None, doc: str | None, algorithm: Algorithm) -> int:
     phases = {name: phase for name, phase in reviews.phases(args).items() if name != "rm"}
     shown = {"train/loss": "loss", **algorithm.shown}
     phases[algorithm.name] = Phase(algorithm.title, args.steps, 60, "train/loss", shown)
-    phases["before"] = Phase("Responses of the SFT policy", 1, 10)
-    phases["after"] = Phase("Responses of the trained policy", 1, 10)
+    phases["responses"] = Phase("Responses before and after", 1, 15)
     return walkthrough.run(
         args,
         phases,
@@ -91,15 +90,8 @@ def story_of(algorithm: Algorithm) -> Callable[[Walk], None]:
 
         job = training_job(algorithm, run_dir, args.seed, args.steps)
         walk.follow(algorithm.name, job, result=on_held_out)
-        for phase, policy in (("before", "sft"), ("after", algorithm.name)):
-            walk.follow(phase, responses_job(run_dir, phase, policy, args.seed))
-        lines = [
-            {**sample, "step": step}
-            for step, phase in ((0, "before"), (args.steps, "after"))
-            for sample in read_jsonl(run_dir / phase / "responses.jsonl")
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "val_samples.jsonl").write_text(text, encoding="utf-8")
+        respond(walk, {"before": "sft", "after": algorithm.name})
+        write_samples(folder, args.steps)
 
     return story
 
@@ -125,6 +117,26 @@ def training_job(algorithm: Algorithm, run_dir: Path, seed: int, steps: int) -> 
     )
 
 
+def respond(walk: Walk, policies: dict[str, str]) -> None:
+    """The phase "responses": the policy of each folder responds to the validation prompts."""
+    job, *beside = (
+        responses_job(walk.run_dir, name, policy, walk.args.seed)
+        for name, policy in policies.items()
+    )
+    walk.follow("responses", job, beside=tuple(beside))
+
+
+def write_samples(folder: Path, steps: int) -> None:
+    """The responses before and after `steps` updates, as a job that validates writes them."""
+    samples = [
+        {**sample, "step": step}
+        for step, name in ((0, "before"), (steps, "after"))
+        for sample in read_jsonl(folder.parent / name / "responses.jsonl")
+    ]
+    text = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (folder / "val_samples.jsonl").write_text(text, encoding="utf-8")
+
+
 def responses_job(
     run_dir: Path, name: str, policy: str, seed: int, prompts: Path | None = None
 ) -> Job:
@@ -142,4 +154,4 @@ def responses_job(
     command += ["--prompts", str(prompts)]
     command += ["--out", str(folder / "responses.jsonl")]
     command += [f"{key}={hydra_value(value)}" for key, value in settings.items()]
-    return Job(f"Responses {name}", command, folder, env={"OMP_NUM_THREADS": "2"})
+    return Job(f"Responses {name}", command, folder, env={"OMP_NUM_THREADS": "1"})

@@ -16,7 +16,6 @@ the teacher's, 1 if not, 2 if a job failed or the arguments make no sense, 128 +
 it was stopped.
 """
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from commands import (
 from jobs import Job
 from narrator import Phase
 from outcome import read_jsonl
-from preferences import responses_job
+from preferences import respond, responses_job, write_samples
 from reviews import BATCH_SIZE, GOLD, MAX_RESPONSE, SEQ_LENGTH
 from run_dpo import dpo_job
 from walkthrough import Ending, Steps, Switch, Walk
@@ -73,9 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         "written": Phase("Reviews by the teacher", 1, 9),
         "logits": Phase("Logits of the teacher", 1, 7),
         "distilled": Phase("Knowledge distillation", args.steps, 10, "train/loss", kl),
-        "before": Phase("Responses of the student before", 1, 8),
-        "after": Phase("Responses of the student after", 1, 8),
-        "teacher": Phase("Responses of the teacher", 1, 8),
+        "responses": Phase("Responses before and after, and of the teacher", 1, 15),
     }
     if args.on_policy:
         del phases["logits"]  # the server gives them
@@ -109,16 +106,9 @@ def story(walk: Walk) -> None:
         walk.follow("logits", logits_job(run_dir))
         data = {"model.data.data_prefix": [str(run_dir / "logits" / "reviews.jsonl")]}
         walk.follow("distilled", distillation_job(run_dir, args.seed, args.steps, data))
-    for phase, policy in (("before", "student"), ("after", "distilled"), ("teacher", "dpo")):
-        walk.follow(phase, responses_job(run_dir, phase, policy, args.seed))
+    respond(walk, {"before": "student", "after": "distilled", "teacher": "dpo"})
     walk.findings["teacher_gold"] = ("Gold score of the teacher", mean_gold(run_dir / "teacher"))
-    samples = [
-        {**sample, "step": step}
-        for step, phase in ((0, "before"), (args.steps, "after"))
-        for sample in read_jsonl(run_dir / phase / "responses.jsonl")
-    ]
-    text = "".join(json.dumps(sample) + "\n" for sample in samples)
-    (run_dir / "distilled" / "val_samples.jsonl").write_text(text, encoding="utf-8")
+    write_samples(run_dir / "distilled", args.steps)
 
 
 def ending(run_dir: Path) -> Ending:

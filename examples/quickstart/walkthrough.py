@@ -128,6 +128,7 @@ class Walk:
         servers: tuple[Job, ...] = (),
         detail: str = "starting",
         result: Callable = str,
+        beside: tuple[Job, ...] = (),
     ) -> None:
         """Run a phase that is a job.
 
@@ -135,22 +136,26 @@ class Walk:
             servers: started first; the job needs them until it ends.
             detail: what the phase shows at its start.
             result: returns a description of the result once the job has ended.
+            beside: started with the job, which does not need them; the phase ends with the last.
 
         Raises:
-            JobFailed: the job or a server failed.
+            JobFailed: one of them failed.
         """
         self.narrator.start(self.phases[phase], detail)
         if self.args.gpu:
-            for each in (*servers, job):
+            for each in (*servers, job, *beside):
                 each.command += ON_GPU
         for server in servers:
             self.jobs.start(server)
-        self.jobs.start(job)
+        for each in (job, *beside):
+            self.jobs.start(each)
         self.jobs.follow(
             job,
             lambda records: self.narrator.update(self.phases[phase], records),
             companions=servers,
         )
+        for each in beside:
+            self.jobs.follow(each, lambda records: None)
         self.narrator.finish(self.phases[phase], result())
 
 

@@ -16,14 +16,20 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import NonFiniteError, PolicyReferenceError
 from nemo_aligner.core.interfaces import Tokenizer
-from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch, Scores
+from nemo_aligner.core.types import (
+    PPOTrainBatch,
+    ReinforceTrainBatch,
+    Rollout,
+    RolloutBatch,
+    Scores,
+)
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import all_reduce_dict, masked_global_mean_var
@@ -144,6 +150,15 @@ WARNINGS = (
         "of the teacher. Compute logits with a larger top_k, raise model.data.top_k, or set "
         "model.knowledge_distillation.outside_top_k=bucket.",
     ),
+    Watched(
+        "effective_responses",
+        lambda metrics: metrics.get("effective_responses"),
+        False,
+        "The target of SteerLM 2.0 gives nearly all weight to one response of each prompt, so the "
+        "policy learns to imitate it, and the others tell it nothing. Usual causes: log P(a|x,y) "
+        "or log P(y|x) of other scales or of another model, or an attribute model that is too "
+        "sure of itself.",
+    ),
 )
 
 
@@ -179,6 +194,10 @@ class Alarms:
     def needs_sampling_logprobs(self) -> bool:
         """Whether the sampler must tell the log-probs of the tokens that it chose."""
         return "sampling_mismatch" in self.thresholds
+
+    def concern(self, metrics: Metrics) -> bool:
+        """Whether a threshold is set for one of the quantities in `metrics`."""
+        return any(w.key in self.thresholds and w.quantity(metrics) is not None for w in WARNINGS)
 
     def watch(self, metrics: Metrics, step: int, age: int | None = None) -> dict[str, int]:
         """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
@@ -287,7 +306,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1.0 - variances[0] / variances[1] if variances[1] > 0 else math.nan
 
 
-def rollout_health(rollout_batch: RolloutBatch, data: PPOTrainBatch) -> dict[str, float]:
+def rollout_health(
+    rollout_batch: RolloutBatch, data: PPOTrainBatch | ReinforceTrainBatch
+) -> dict[str, float]:
     """The quantities above whose tensors are present, over the samples of all DP ranks; all ranks
     call it.
 
@@ -300,9 +321,10 @@ def rollout_health(rollout_batch: RolloutBatch, data: PPOTrainBatch) -> dict[str
         metrics |= sampling_ratio_metrics(
             rollout_batch["logprobs"], rollout_batch["sampling_logprobs"], data["mask"]
         )
-    if "values" in data and "returns" in data:
+    tensors = cast(Mapping[str, Tensor], data)
+    if "values" in tensors and "returns" in tensors:
         metrics["explained_variance"] = explained_variance(
-            data["values"], data["returns"], data["mask"]
+            tensors["values"], tensors["returns"], tensors["mask"]
         )
     return metrics
 

@@ -136,7 +136,9 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.model.check_reference_policy()
         sampling_step = self.step if sampling_step is None else sampling_step
         prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
-        sampled = self.alarms.needs_sampling_logprobs or self.source_of_logprobs == "sampler"
+        source = self.source_of_logprobs
+        compared = self.alarms.needs_sampling_logprobs and source is not None
+        sampled = compared or source == "sampler"
         with self.training_rollout(prompts, sampling_step, sampled) as collected:
             local = self._with_logprobs(collected.rollout)
             scores = self.wait_for_scores(collected)

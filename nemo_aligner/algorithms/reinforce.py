@@ -21,6 +21,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     fraction_without_signal,
@@ -120,7 +121,8 @@ class ReinforceTrainer(PolicyGradientTrainer):
         return self.train_policy(self.global_batches(cast(dict[str, Tensor], data)))
 
     def make_data(self, local: RolloutBatch) -> tuple[ReinforceTrainBatch, dict[str, Any]]:
-        return self.generate_reinforce_data(local)
+        data, metrics = self.generate_reinforce_data(local)
+        return data, metrics | rollout_health(local, data)
 
     def generate_reinforce_data(
         self, rollout_batch: RolloutBatch

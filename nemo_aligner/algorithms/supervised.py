@@ -75,6 +75,7 @@ class SupervisedTrainer:
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
         run_init_validation: bool = False,
+        section: str | None = None,
     ):
         """Every rank builds one.
 
@@ -92,6 +93,7 @@ class SupervisedTrainer:
             test_dataloader: is run through once at the end of training, under `test/`; or None.
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
             run_init_validation: validate before the first step too.
+            section: name of `cfg` in messages; None: that of the algorithm, `trainer.sft`.
 
         Raises:
             ConfigError: values that cannot work together.
@@ -112,7 +114,7 @@ class SupervisedTrainer:
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
-        self.alarms = Alarms("alarms", cfg.alarms)
+        self.alarms = Alarms(f"{section or self.JOB[1]}.alarms", cfg.alarms)
 
         self.step = 0
         self.consumed_samples = 0
@@ -242,7 +244,7 @@ class SupervisedTrainer:
             )
         self.consumed_samples += self.global_batch_size
         summary = self.model.summarize_metrics(metrics) | dict(known)
-        if self.alarms.thresholds:
+        if self.alarms.concern(summary):
             summary |= self.alarms.watch(summary, self.step, self.objective_age)
         counters = {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
         return summary | self.timer.consume_durations() | counters

@@ -103,7 +103,9 @@ def check_prompts_can_be_read(data_impl: str) -> None:
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
             'where a response begins; give jsonl files, of {"prompt": ..., "chosen": ..., '
-            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}.'
+            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}. In place of '
+            "pairs that were packed beforehand give the files that they were made of, with "
+            "model.data.data_impl=jsonl and model.dynamic_micro_batch_tokens."
         )
 
 

@@ -364,6 +364,7 @@ def check_reinforce_actor(values: Values, dp: dict[str, int]) -> None:
     v, key = values, "trainer.reinforce.num_rollouts_per_prompt"
     check_policy(v, "reinforce", "remote_rm", dp)
     v.number("trainer.reinforce.initial_policy_kl_penalty", 0)
+    v.number("trainer.reinforce.alarms.sampling_mismatch", 0, above=True)
     responses = v.size(key)
     check_compares_responses("REINFORCE", key, responses)
     check_responses_differ(v, "model.reinforce.", responses, key)

@@ -464,6 +464,7 @@ def _check_sft(values: Values, dp: dict[str, int]) -> None:
     values.choice("model.loss_reduction", LOSS_REDUCTIONS)
     for name in ("micro_batch_size", "forward_micro_batch_size"):
         values.whole(f"model.steerlm2.{name}", 1)
+    values.number("trainer.sft.alarms.effective_responses", 1)
     _check_sft_data(values, dp, ("train_ds", "validation_ds"))
 
 

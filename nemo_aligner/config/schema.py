@@ -201,7 +201,8 @@ _REINFORCE = (
         """max_epochs max_steps run_init_validation val_check_interval save_interval
         gradient_clip_val rollout_batch_seq_length model_gbs model_mbs initial_policy_kl_penalty
         use_absolute_kl num_rollouts_per_prompt trt_llm.enable trt_llm.reshard
-        batch_iterator.use_flask alarms.truncated_fraction alarms.replica_check_interval""",
+        batch_iterator.use_flask alarms.sampling_mismatch alarms.truncated_fraction
+        alarms.replica_check_interval""",
     )
     | _REMOTE_RM
     | dotted("model.reinforce", f"{_POLICY} trt_llm.enable trt_llm.reshard")
@@ -295,7 +296,8 @@ _SFT = (
     | dotted(
         "trainer.sft",
         """max_epochs max_steps val_check_interval save_interval limit_train_batches
-        limit_val_batches gradient_clip_val alarms.replica_check_interval""",
+        limit_val_batches gradient_clip_val alarms.replica_check_interval
+        alarms.effective_responses""",
     )
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
     | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")

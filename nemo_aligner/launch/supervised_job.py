@@ -213,6 +213,7 @@ def train_supervised(
         logger=job.logger,
         ckpt_callback=ckpt_callback,
         run_timer=run_timer(cfg),
+        section=f"trainer.{job.section}",
     )
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:

@@ -47,6 +47,8 @@ POLICY_MEASURES = (
             "train_rollouts/fraction_of_samples_properly_ended",
         ),
     ),
+    Measure("turns of a conversation", ("train_rollouts/turns",)),
+    Measure("rewards of a response", ("train_rollouts/rewards_per_response",)),
 )
 SUPERVISED_MEASURES = (
     Measure("loss, validation", ("validation/loss",), "loss"),
@@ -59,6 +61,8 @@ SUPERVISED_MEASURES = (
     ),
     Measure("divergence from the teacher, validation", ("validation/kd_loss",), "divergence"),
     Measure("divergence from the teacher, training", ("train/kd_loss",), "divergence"),
+    Measure("divergence from the target, validation", ("validation/distance",), "divergence"),
+    Measure("divergence from the target, training", ("train/distance",), "divergence"),
     Measure("response length in tokens, self-play", ("train/avg_generated_lengths",)),
     Measure("correlation, validation", ("validation/correlation",)),
     Measure("explained variance", ("train/explained_variance",)),
@@ -103,9 +107,11 @@ WATCHED = (
     ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", False),
     ("own responses that equal the data's", "train/identical_fraction", True),
     ("what chosen and rejected responses have both lost", "train/likelihood_fall", True),
+    ("accuracy", "train/acc", False),
     ("margin of rewards", "train/margin", False),
     ("margin of rewards", "train/rewards_margin", False),
     ("probability of the teacher's top-k tokens", "train/teacher_mass", False),
+    ("responses that share the weight of a prompt", "train/effective_responses", False),
 )
 
 

@@ -134,17 +134,17 @@ SPLITS = {
         _sizes(tp=2, sp=True),
         ALL,
         slim=True,
-        slim_roles=("regression", "rs", "distillation"),
+        slim_roles=("regression", "rs", "distillation", "rpo"),
     ),
     "PP2": Split(2, _sizes(pp=2), ALL),
-    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True, slim_roles=("reinforce", "spin")),
+    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True, slim_roles=("reinforce", "spin", "sft")),
     "CP2": Split(2, _sizes(cp=2), ALL),  # test_context_parallel.py has it in `make test`
     "DP2": Split(
         2,
         _sizes(),
         ALL,
         slim=True,
-        slim_roles=("critic of a language model", "kto", "steerlm2"),
+        slim_roles=("critic of a language model", "dpo", "kto", "steerlm2"),
     ),
     "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
     "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
@@ -210,6 +210,7 @@ ROLES = {
     "rs": Role(MegatronGPTRSModel, "lm"),
     "reinforce": Role(MegatronGPTReinforceActorModel, "lm"),
     "dpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),
+    "rpo": Role(MegatronGPTDPOModel, "lm", ("pairs",)),  # `rpo_fwd_kl`, of sums of log-probs
     "distillation": Role(GPTKnowledgeDistillationModel, "lm"),
     "kto": Role(MegatronGPTKTOModel, "lm", ("pairs",)),
     "spin": Role(MegatronGPTSPINModel, "lm", ("pairs",)),
@@ -223,9 +224,12 @@ TOP_K = 4  # logits of a teacher
 SIZES = {"token": (1, 2, 4, DYNAMIC), "sequence": (1, 4, DYNAMIC), "microbatch": (1, 2)}
 VARIANTS = tuple((reduction, size) for reduction, sizes in SIZES.items() for size in sizes)
 # Where not all roles run.
+_NEW_HEADS = ("critic of a language model", "regression")
 ROLES_OF_ARCHITECTURES = {
-    "moe": ("actor", "sft", "dpo", "distillation", "kto", "spin", "steerlm2"),
-    "lora": ("actor", "critic", "sft", "dpo", "distillation", "kto", "reinforce", "spin"),
+    "moe": tuple(
+        role for role in ROLES if ROLES[role].base == "lm" and role not in ("rpo", *_NEW_HEADS)
+    ),
+    "lora": tuple(role for role in ROLES if role not in ("reward model", *_NEW_HEADS)),
 }
 # Losses of the architectures, where a role has several.
 DPO_LOSSES = {
@@ -233,6 +237,11 @@ DPO_LOSSES = {
     "lora": {"preference_loss": "ipo"},
     "moe": {"preference_loss": "rpo_sq"},
     "llama": {"preference_loss": "dpo", "label_smoothing": 0.1},
+}
+RPO = {
+    "preference_loss": "rpo_fwd_kl",
+    "label_smoothing": 0.0,
+    "preference_average_log_probs": False,
 }
 KD_LOSSES = {
     "gpt2": {"kd_loss": "fwd_kl", "outside_top_k": "renormalize"},
@@ -244,7 +253,7 @@ KD_LOSSES = {
 # most likely to be wrong (`Split.slim_roles`); test_experts.py has the experts.
 SLIM_ROLES = {
     "gpt2": ("actor",),
-    "llama": ("actor", "critic", "reward model", "sft", "dpo"),
+    "llama": ("actor", "critic", "reward model"),
     "lora": ("actor",),
 }
 SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}
@@ -328,7 +337,7 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
     if role == "reward model":
         lengths = {"chosen_length": LENGTHS, "rejected_length": LENGTHS.flip(0)}
         return {"chosen": first, "rejected": second, **lengths, "loss_mask": responses.float()}
-    if role == "dpo":
+    if role in ("dpo", "rpo"):
         rejected = (column >= 2) & (column < LENGTHS.flip(0)[:, None]) & responses.any(1)[:, None]
         references = {}
         for name, mask in (("chosen", responses), ("rejected", rejected)):
@@ -519,9 +528,8 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             "sampling_params": {**PPO["sampling_params"], "temperature": 1.3},
             "forward_micro_batch_size": 3,
         },
-        # Means over tokens for the rewards: differences of sums would lose digits.
         dpo={
-            "preference_average_log_probs": True,
+            "preference_average_log_probs": architecture != "llama",
             "sft_average_log_probs": False,
             "sft_loss_weight": 0.1,
             **DPO_LOSSES[architecture],
@@ -535,11 +543,11 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
         spin={
             **{key: PPO[key] for key in ("offload_adam_states", "length_params")},
             "sampling_params": PPO["sampling_params"],
-            "preference_average_log_probs": True,
+            "preference_average_log_probs": architecture != "llama",
             "log_prob_forward_micro_batch_size": 3,
         },
         kto={
-            "preference_average_log_probs": True,
+            "preference_average_log_probs": architecture != "llama",
             "sft_average_log_probs": False,
             "sft_loss_weight": 0.1,
             "desirable_loss_weight": 1.3,
@@ -573,6 +581,7 @@ def build(tokenizer_dir, folder, architecture: str, role: str, overrides: dict):
         architecture,
         output_sequence=role.startswith("critic"),
         regression={"num_attributes": ATTRIBUTES if role == "regression" else 1},
+        dpo=RPO if role == "rpo" else {},
         **overrides,
     )
     weights = "llama" if architecture == "lora" else architecture
@@ -617,7 +626,7 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
     )[my_samples()]
     model.set_eval()
     outputs = {}
-    if role in ("dpo", "kto", "spin"):
+    if role in ("dpo", "rpo", "kto", "spin"):
         model.set_reference_policy()
         outputs |= reference_logprobs(model, role)
         model.set_eval()

@@ -147,7 +147,7 @@ def test_split_gives_the_numbers_of_one_rank(slim, name):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_every_split_gives_the_numbers_of_one_rank(full_splits):
     names, report = full_splits
     wrong = [line for name in names for line in out_of_bounds(name, report)]

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's scripts as child processes of a test, with time limits and nothing left behind."""
 
+import functools
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -163,10 +165,22 @@ def read_metrics(folder: Path, key: str) -> list[float]:
 
 
 def metric_names(folder: Path) -> list[str]:
-    """Names of all metrics that a job has logged, except its timers."""
+    """Names of all metrics that a job has logged, except its timers. Fails if there is one that
+    docs/metrics.md does not explain.
+    """
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for record in records for name in record} - {"step", "time"}
+    bare = {name.rpartition("/")[2].removeprefix("validation_") for name in names}
+    unexplained = sorted(name for name in bare if not _explained().fullmatch(name))
+    assert not unexplained, f"docs/metrics.md does not explain {unexplained}"
     return sorted(name for name in names if not name.startswith(("timers/", "tokens/")))
+
+
+@functools.cache
+def _explained() -> re.Pattern[str]:
+    """Matches the names, without their family, that docs/metrics.md explains."""
+    quoted = re.findall(r"`([^`]+)`", (ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
+    return re.compile("|".join(re.sub("<[a-z]+>", ".+", re.escape(name)) for name in quoted))
 
 
 def reward_server(

@@ -208,9 +208,11 @@ def test_other_actors_take_the_same_environment(inputs, tmp_path, kind):  # noqa
 
 
 def test_an_environment_that_fails_ends_the_job_with_one_line(inputs, tmp_path):  # noqa: F811
-    with grpo(inputs, tmp_path, 2, fails="0.5") as job:
+    """Of two ranks, of which one may wait for the other."""
+    with grpo(inputs, tmp_path, 2, 2, fails="0.5") as job:
         assert job.wait(120) == ExitCode.USER_ERROR, job.log[-4000:]
         assert not job.leftovers()
+    assert job.log.count("ERROR: ") == 1
     message = job.log.split("ERROR: ")[-1]
     for words in (
         "talk.py:Talk failed on response",

@@ -1,17 +1,23 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """GRPO as users start it: the actor script and a reward server, and no critic anywhere; killed and
-resumed.
+resumed; and with rewards of steps.
 """
 
 import importlib.util
 import json
 import signal
+import textwrap
 
 import pytest
 
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import assert_ended_well, read_metrics, wait_until_serving
+from tests.functional.jobs import (
+    assert_ended_well,
+    read_metrics,
+    reward_server,
+    wait_until_serving,
+)
 from tests.functional.test_code_reward import code_reward_server
 from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)
 from tests.patience import wait_until
@@ -34,7 +40,7 @@ COMPARED = [
 ]
 
 
-def grpo(inputs, folder, reward_port):  # noqa: F811
+def grpo(inputs, folder, reward_port, *extra):  # noqa: F811
     """At the critic's port nobody listens."""
     folder.mkdir(exist_ok=True)
     return actor(
@@ -54,6 +60,7 @@ def grpo(inputs, folder, reward_port):  # noqa: F811
         "model.ppo.num_rollout_samples=4",
         f"model.ppo.num_rollouts_per_prompt={RESPONSES}",
         "model.ppo.kl_loss_coef=0.1",
+        *extra,
     )
 
 
@@ -117,3 +124,61 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
     assert [sample["reward"] for sample in samples] == [
         module.score_of(sample["prompt"], sample["response"]) for sample in samples
     ]
+
+
+WORDS = """
+    def lengths_of_words(prompts, responses, lengths):
+        ends = [response.count(" ") for response in responses]
+        words = [response.split(" ") for response in responses]
+        blank = [not each[-1].strip() for each in words]
+        return [
+            [float(len(word)) for word in each][: max(count + (not b), 1)]
+            for each, count, b in zip(words, ends, blank)
+        ]
+"""
+STEPWISE = ["inference.rewards_per=step", "inference.step_end=' '"]
+ESTIMATORS = {
+    "grpo of each step": ["trainer.ppo.process_rewards=steps"],
+    "rloo": ["trainer.ppo.advantage_estimator=rloo"],
+}
+
+
+@pytest.mark.parametrize("source", ["function", "model"])
+def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs):  # noqa: F811
+    """The words of a response are its steps. Their rewards add up to those of the responses, and
+    what the policy learns from them depends on the estimator.
+    """
+    port, server = find_free_port(), tmp_path / "server"
+    server.mkdir()
+    (server / "words.py").write_text(textwrap.dedent(WORDS))
+    file = inputs / "policy.nemo"
+    extra = ["inference.reward_fn=words.py:lengths_of_words"]
+    if source == "model":
+        file, extra = inputs / "rm.nemo", []
+    runs = {}
+    with reward_server(file, server, port, 1, "python", *extra, *STEPWISE) as reward:
+        wait_until_serving(reward)
+        for name, options in ESTIMATORS.items():
+            runs[name] = tmp_path / name.replace(" ", "_")
+            options = [*options, "trainer.ppo.max_steps=2", "model.ppo.train_on_truncated=True"]
+            with grpo(inputs, runs[name], port, *options) as job:
+                assert_ended_well(job, job.wait(240))
+        assert_ended_well(reward, reward.stop())
+    first = {}
+    for name, folder in runs.items():
+        counts = read_metrics(folder / "actor", "train_rollouts/rewards_per_response")
+        assert len(counts) == 2 and all(count > 0 for count in counts)
+        assert read_metrics(folder / "actor", "train_rollouts/init_policy_kl")[0] == 0
+        norms = read_metrics(folder / "actor", "train_optim/grad_norm")
+        assert len(norms) == 2 * RESPONSES and any(norms)
+        rewards = read_metrics(folder / "actor", "train_rollouts/rewards")[0]
+        first[name] = rewards, norms[0]
+    (grpo_reward, grpo_norm), (rloo_reward, rloo_norm) = first.values()
+    assert grpo_reward == rloo_reward and grpo_norm != rloo_norm
+    if source == "function":
+        samples = [
+            json.loads(line) for line in (runs["rloo"] / "actor" / "val_samples.jsonl").open()
+        ]
+        for sample in samples:
+            letters = len(sample["response"].replace(" ", ""))
+            assert sample["reward"] == pytest.approx(letters), sample

@@ -146,11 +146,17 @@ def test_any_split_gives_the_same_numbers(
 
 @pytest.mark.full
 def test_adapters_have_their_base_as_the_reference(inputs, server_port, tmp_path):  # noqa: F811
+    """And resume to the bit."""
     lora = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.adapter_dim=4"]
-    with actor(inputs, tmp_path, server_port, 2, 1, "python", *lora) as job:
-        assert_ended_well(job, job.wait())
-    kl = read_metrics(tmp_path / "actor", "train_rollouts/init_policy_kl")
-    assert kl[0] == 0 and kl[1] != 0
+    for folder, ends in ((tmp_path / "whole", [4]), (tmp_path / "parts", [2, 4])):
+        for steps in ends:
+            with actor(inputs, folder, server_port, steps, 1, "python", *lora) as job:
+                assert_ended_well(job, job.wait())
+    whole, parts = tmp_path / "whole/actor", tmp_path / "parts/actor"
+    kl = read_metrics(whole, "train_rollouts/init_policy_kl")
+    assert kl[0] == 0 and all(kl[1:])
+    for key in COMPARED:
+        assert read_metrics(parts, key) == read_metrics(whole, key), key
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,15 @@ def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exac
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
 
 
-@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        LORA,
+        pytest.param([], marks=pytest.mark.full),
+        pytest.param(["model.dpo.preference_loss=rpo_bwd_kl"], marks=pytest.mark.full),
+    ],
+    ids=["lora", "full", "rpo"],
+)
 def test_dpo_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path, options
 ):
@@ -276,8 +284,11 @@ def test_dpo_with_log_probs_of_the_reference_that_are_kept(data, sft_run, tmp_pa
     """The same training on one rank; a job of two ranks finds them when it resumes."""
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
     without = "++model.hidden_dropout=0.0"  # two ranks draw other numbers than one
-    keep = [without, f"model.dpo.ref_log_probs_dir={tmp_path / 'kept'}"]
-    must_succeed(dpo(data, base, tmp_path / "fresh", without))
+    without = [without, "model.dpo.preference_loss=ipo", "model.dpo.ref_policy_kl_penalty=1.0"]
+    keep = [*without, f"model.dpo.ref_log_probs_dir={tmp_path / 'kept'}"]
+    must_succeed(dpo(data, base, tmp_path / "fresh", *without))
+    losses = read_metrics(tmp_path / "fresh", "train/loss")
+    assert losses[0] == pytest.approx(0.25, abs=1e-4)  # that of IPO at the reference
     must_succeed(dpo(data, base, tmp_path / "keeps", *keep))
     assert len(list((tmp_path / "kept").iterdir())) == 2  # training and validation data
     for key in ("train/loss", "train/margin", "train/grad_norm", "validation/loss"):

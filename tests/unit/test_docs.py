@@ -227,10 +227,21 @@ def test_every_algorithm_has_a_command_and_a_test():
         assert all((ROOT / "conf" / f"{config}.yaml").is_file() for config in configs)
         file, _, name = test.partition(":")
         assert name in definitions(ROOT / file), test
+        assert script.stem in with_helpers(ROOT / file), f"{file} does not run {script.name}"
         if script.parent.name == "gpt":
             scripts.add(script.name)
     trained = {path.name for path in (ROOT / "examples/nlp/gpt").glob("train_*.py")}
     assert scripts == trained
+
+
+def with_helpers(file: Path) -> str:
+    """The text of a test file and of the modules of functional tests that it imports."""
+    text = file.read_text(encoding="utf-8")
+    helpers = re.findall(r"(?m)^from tests\.functional\.(\w+) import", text)
+    for names in re.findall(r"(?m)^from tests\.functional import (.+)$", text):
+        helpers += re.findall(r"\w+", names)
+    folder = ROOT / "tests/functional"
+    return text + "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in helpers)
 
 
 def test_readme_and_results_tell_of_the_same_run():

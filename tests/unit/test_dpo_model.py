@@ -29,6 +29,7 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from tests import hugging_face
+from tests.chat_forms import TEMPLATES
 from tests.oracles import trl_dpo
 from tests.tiny_models import tiny_config
 from tests.trl_dpo_steps import PEERS
@@ -133,6 +134,46 @@ def test_lines_that_are_no_pairs_are_named(tiny_tokenizer, tmp_path, record, mes
     path = write(tmp_path / "pairs.jsonl", [next(records(1)), record])
     with pytest.raises(UserError, match=f"(?s){message}"):
         DPOModelDataset([path], tiny_tokenizer, LENGTH)
+
+
+def test_pairs_of_the_same_tokens_are_named(tiny_tokenizer, tmp_path):
+    """As those of Llama 3 and Gemma, the template leaves out the spaces around a message."""
+    template = tmp_path / "trims.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    record = {"prompt": "a", "chosen": "Yes", "rejected": "Yes "}
+    path = write(tmp_path / "pairs.jsonl", [{**record, "rejected": "No"}, record])
+    chat = {"chat_template": str(template)}
+    with pytest.raises(UserError, match="(?s)line 2.*have the same tokens .* nothing to prefer"):
+        DPOModelDataset([path], tiny_tokenizer, LENGTH, chat)
+    assert len(DPOModelDataset([path], tiny_tokenizer, LENGTH)) == 2  # as texts they differ
+
+
+def test_texts_that_a_tokenizer_does_not_tell_apart_are_named(
+    tiny_tokenizer, tmp_path, monkeypatch
+):
+    to_ids = type(tiny_tokenizer).text_to_ids
+    monkeypatch.setattr(
+        type(tiny_tokenizer), "text_to_ids", lambda self, text: to_ids(self, text.lower())
+    )
+    path = write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": " B", "rejected": " b"}])
+    with pytest.raises(UserError, match="(?s)line 1.*have the same tokens"):
+        DPOModelDataset([path], tiny_tokenizer, LENGTH)
+
+
+def test_a_conversation_that_begins_with_the_other_is_no_pair(tiny_tokenizer, tmp_path):
+    chosen = [{"role": "assistant", "content": "a joy"}]
+    longer = [*chosen, {"role": "user", "content": "why?"}, {**chosen[0], "content": "dull"}]
+    chat = {"chat_template": str(TEMPLATES / "chatml.jinja")}
+    for sides, words in (
+        ({"chosen": chosen, "rejected": longer}, "'chosen' is the beginning of 'rejected'"),
+        ({"chosen": longer, "rejected": "a joy"}, "'rejected' is the beginning of 'chosen'"),
+    ):
+        path = write(tmp_path / "pairs.jsonl", [{"prompt": "a", **sides}])
+        with pytest.raises(UserError, match=f"(?s)line 1.*{words}"):
+            DPOModelDataset([path], tiny_tokenizer, LENGTH, chat)
 
 
 def test_files_of_tokens_are_refused(tiny_tokenizer):

@@ -19,6 +19,7 @@ from nemo_aligner.core.losses import (
     ppo_actor_loss,
     ppo_critic_loss,
     preference_loss,
+    reinforce_loss,
     sft_loss,
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
@@ -33,6 +34,7 @@ from tests.oracles import (
     nemo_aligner_distillation,
     nemo_aligner_dpo,
     nemo_aligner_kto,
+    nemo_aligner_spin,
     oracle,
     trl_dpo,
     trl_jsd,
@@ -46,8 +48,6 @@ COMPARISONS = Comparisons()
 ONLY_ONE = {
     "token log-likelihood": "only OpenRLHF has it of log-probs; test_losses.py uses cross entropy",
     "explained variance": "trl alone reports it",
-    "Jensen-Shannon": "trl alone has it; test_distillation.py has a naive loop",
-    "backward KL to a teacher": "NeMo-Aligner alone; test_distillation.py has a naive loop",
     "RPO": "NeMo-Aligner's own; test_preference.py has a naive loop",
 }
 compares = COMPARISONS.of
@@ -200,6 +200,30 @@ def _(case, library):
         if library == "verl" and reduction == "token":
             yield metrics["dual_clip_fraction"], torch.tensor(theirs[2]["actor/pg_clipfrac_lower"])
     assert metrics["dual_clip_fraction"] > 0.01
+
+
+@compares("REINFORCE loss", "verl", "openrlhf")
+def _(case, library):
+    """OpenRLHF has none, but the gradient of its clipped loss at a ratio of 1 is the same."""
+    c = LossCase(case)
+    for reduction in REDUCTIONS:
+        logprobs = c.planted_leaf(c.logprobs)
+        loss, _ = reinforce_loss(
+            logprobs=logprobs,
+            advantages=case.planted(c.advantages),
+            weights=loss_weights(c.mask, reduction),
+        )
+        loss, gradient = value_and_gradient(loss, logprobs)
+        if library == "openrlhf":
+            c.prev_logprobs = c.logprobs
+            yield gradient, openrlhf_policy(c, reduction)[1]
+            continue
+        theirs = c.leaf(c.logprobs)
+        config = SimpleNamespace(global_batch_info={})
+        expected, _ = oracle("verl.trainer.ppo.core_algos").compute_policy_loss_gpg(
+            theirs, theirs, c.advantages, c.mask, REDUCTIONS[reduction], config
+        )
+        yield from zip((loss, gradient), value_and_gradient(expected, theirs))
 
 
 @compares("KL in the loss", "verl", "openrlhf")
@@ -438,6 +462,26 @@ def _(case, library):
         yield from zip((loss, gradient), value_and_gradient(expected, leaf))
 
 
+@compares("SPIN", "trl", "nemo-aligner")
+def _(case, library):
+    """The loss of DPO on other pairs; trl trains them with its `DPOTrainer`."""
+    c = PairCase(case)
+    for average in (False, True):
+        loss, gradient, metrics = c.ours(preference_loss="dpo", average_log_probs=average)
+        leaf = case.logprobs.clone().requires_grad_()
+        if library == "trl":
+            four = [*c.sequences(leaf, average), *c.sequences(case.ref_logprobs, average)]
+            dpo = trl_dpo(beta=BETA, label_smoothing=0.0, loss_type="sigmoid")
+            losses = dpo.dpo_loss(*four)[0]
+        else:
+            order, _ = halves(c)
+            rows = leaf[order], case.ref_logprobs[order], c.mask[order]
+            spin = nemo_aligner_spin(ref_policy_kl_penalty=BETA)
+            losses, acc = spin.loss_func(*rows, average_log_probs=average)
+            yield metrics["acc"], acc
+        yield from zip((loss, gradient), value_and_gradient(losses.mean(), leaf))
+
+
 @compares("RPO", "nemo-aligner")
 def _(case):
     c = PairCase(case)
@@ -624,31 +668,59 @@ def _(case, library):
     if library == "nemo-aligner":
         yield from distilled_as_nemo_aligner(case, "fwd_kl")
         return
+    yield from distilled_as_verl(case, lambda student, teacher: verl_kl(teacher, student))
+
+
+def verl_kl(p, q):
+    """KL of q from p, log-probs of all tokens, in each slot."""
+    return oracle("verl.trainer.distillation.fsdp.losses").kl_divergence(log_q=q, log_p=p)
+
+
+def distilled_as_verl(case, divergence, **options):
     c = DistilledCase(case, 12)  # verl does not renormalize
     leaf = c.student.clone().requires_grad_()
-    kl = oracle("verl.trainer.distillation.fsdp.losses").kl_divergence
-    each = kl(log_q=leaf.log_softmax(-1), log_p=c.teacher.log_softmax(-1))
+    each = divergence(leaf.log_softmax(-1), c.teacher.log_softmax(-1))
     for reduction, name in REDUCTIONS.items():
-        loss, gradient, _ = c.ours(reduction)
+        loss, gradient, _ = c.ours(reduction, **options)
         expected = oracle("verl.trainer.ppo.core_algos").agg_loss(each, case.mask, name)
         (slope,) = torch.autograd.grad(expected, leaf, retain_graph=True)
         yield from ((loss, expected.detach()), (gradient, slope))
 
 
-@compares("backward KL to a teacher", "nemo-aligner")
-def _(case):
-    yield from distilled_as_nemo_aligner(case, "bwd_kl")
-
-
-@compares("Jensen-Shannon", "trl")
-def _(case):
-    """This release of trl exchanges the weights of the mixture, which 0.5 does not show."""
+def distilled_as_trl(case, beta, **options):
     c = DistilledCase(case, 12)
-    loss, gradient, _ = c.ours(kd_loss="jsd", jsd_beta=0.5)
+    loss, gradient, _ = c.ours(**options)
     leaf = c.student.clone().requires_grad_()
     labels = torch.where(case.keep, c.labels, -100)
-    expected = trl_jsd(leaf, c.teacher, labels, beta=0.5)
+    expected = trl_jsd(leaf, c.teacher, labels, beta=beta)
     yield from zip((loss, gradient), value_and_gradient(expected, leaf))
+
+
+@compares("backward KL to a teacher", "trl", "verl", "nemo-aligner")
+def _(case, library):
+    if library == "nemo-aligner":
+        yield from distilled_as_nemo_aligner(case, "bwd_kl")
+    elif library == "trl":  # 0 is 1 in the paper: see the next comparison
+        yield from distilled_as_trl(case, 0.0, kd_loss="bwd_kl")
+    else:
+        yield from distilled_as_verl(case, verl_kl, kd_loss="bwd_kl")
+
+
+@compares("Jensen-Shannon", "trl", "verl")
+def _(case, library):
+    """This release of trl exchanges the weights of the mixture, which 0.5 does not show. verl has
+    the two parts.
+    """
+    if library == "trl":
+        yield from distilled_as_trl(case, 0.5, kd_loss="jsd", jsd_beta=0.5)
+        return
+    for beta in (0.1, 0.5, 0.8):
+
+        def divergence(student, teacher, beta=beta):
+            mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+            return beta * verl_kl(teacher, mixture) + (1 - beta) * verl_kl(student, mixture)
+
+        yield from distilled_as_verl(case, divergence, kd_loss="jsd", jsd_beta=beta)
 
 
 @pytest.mark.parametrize("quantity,library", COMPARISONS.params())

@@ -33,6 +33,7 @@ GAMMA, LAMBDA, CRITIC_LAMBDA, BETA = 0.97, 0.9, 0.98, 0.05
 COMPARISONS = Comparisons()
 # Quantities that fewer than two of the libraries have in a form that can be called.
 ONLY_ONE = {
+    "GAE of several turns": "the others take the tokens between the turns for steps",
     "mask": "the others make theirs where they tokenize",
     "top-k": "the others have no rejection sampling",
 }
@@ -103,6 +104,21 @@ def _(case, library):
         if critic_lam is not None:  # decoupled GAE: the returns are those of another lambda
             returns = their_gae(case, library, critic_lam)[1]
         yield ours[1][case.keep], returns[case.keep]
+
+
+@compares("GAE of several turns", "verl")
+def _(case):
+    """A third of the tokens of each response are an environment's."""
+    keep = case.keep & (torch.arange(case.mask.shape[1]) % 3 != 1)
+    values, rewards = (torch.where(keep, x, torch.nan) for x in (case.values, case.rewards))
+    advantages, returns = calculate_advantages_and_returns(
+        values, rewards, GAMMA, LAMBDA, keep.float()
+    )
+    theirs = verl().compute_gae_advantage_return(
+        case.rewards * keep, case.values, keep.float(), GAMMA, LAMBDA
+    )[1]
+    yield advantages[keep], (theirs - case.values)[keep]
+    yield returns[keep], theirs[keep]
 
 
 def their_gae(case, library, lam):

@@ -213,8 +213,16 @@ def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_p
                 "own responses that end by themselves",
             ],
         ),
+        (
+            {"acc": 0.5, "distance": 0.7, "effective_responses": 1.5},
+            [
+                "accuracy",
+                "divergence from the target, training",
+                "responses that share the weight of a prompt",
+            ],
+        ),
     ],
-    ids=["DPO", "KTO", "distillation"],
+    ids=["DPO", "KTO", "distillation", "SteerLM 2.0"],
 )
 def test_what_other_algorithms_show(tmp_path, metrics, titles):
     write_supervised(tmp_path, 1000.0, alarms_active=0, **metrics)

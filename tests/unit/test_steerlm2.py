@@ -26,6 +26,7 @@ from nemo_aligner.data.nlp.steerlm2 import (
 from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
 from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
 from nemo_aligner.training.update import optimizer_step
+from tests.oracles import nemo_aligner_steerlm2_loss
 from tests.tiny_models import tiny_config
 
 MARKS = {
@@ -101,17 +102,22 @@ def test_factors_are_the_gradient_by_autograd(masked_value):
 
 
 def test_the_surrogate_is_that_of_nemo_aligner():
-    """Its gradient, from its formula of micro-batches: the negative log-likelihood of a response
-    times (w - b), over the mean length of the prompt's responses, with the mean over prompts.
+    """Its gradient, by NeMo-Aligner's own loss of micro-batches: the negative log-likelihood of a
+    response times (w - b), over the mean length of the prompt's responses.
     """
     log_policy, log_q, targets, tokens = (x[:1] for x in ragged(0.0))
     w, b = targets.double(), torch.softmax((log_policy - log_q).double(), -1)
     prompts, responses, micro_batches = 1, 3, 3
     average = tokens.double().mean(-1, keepdim=True) / (micro_batches / prompts)
-    of_likelihood = (w - b) / average / micro_batches  # what the schedule divides by
-    assert responses == tokens.shape[1]
+    mask = torch.arange(10) < tokens[0][:, None]
+    losses = torch.rand(responses, 10, dtype=torch.float64).requires_grad_()
+    for row in range(micro_batches):  # each divided by their number, as by the schedule
+        one = slice(row, row + 1)
+        loss = nemo_aligner_steerlm2_loss(mask[one], average[0], losses[one], (w - b)[0, one])
+        (loss / micro_batches).backward()
     found = prompt_weights(log_policy, log_q, targets, tokens).factors.double()
-    torch.testing.assert_close(found, -of_likelihood, rtol=1e-6, atol=1e-9)
+    expected = -found[0][:, None] * mask
+    torch.testing.assert_close(losses.grad, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_targets_are_the_normalized_importance_weights():

@@ -175,26 +175,26 @@ STORIES = {
         "share of games won",
     ),
     "run_dpo": (
-        "[3/5] Direct preference optimization: done",
+        "[3/4] Direct preference optimization: done",
         "held-out accuracy 0.969",
         "DPO: accuracy on held-out preferences: 0.969",
         "gold -1.00",
         "gold +1.00",
     ),
     "run_kto": (
-        "[3/5] Kahneman-Tversky optimization: done",
+        "[3/4] Kahneman-Tversky optimization: done",
         "held-out margin 6.781",
         "KTO: margin on held-out thumbs: 6.781",
         "gold +1.00",
     ),
     "run_spin": (
-        "[3/5] Self-play fine-tuning: done",
+        "[3/4] Self-play fine-tuning: done",
         "SPIN: loss on held-out reviews: 1.938",
         "gold +1.00",
     ),
     "run_distill": (
-        "[5/10] Reviews by the teacher: done",
-        "[7/10] Knowledge distillation: done",
+        "[5/8] Reviews by the teacher: done",
+        "[7/8] Knowledge distillation: done",
         "Gold score of the teacher",
         "gold -1.00",
         "gold +1.00",
@@ -314,6 +314,27 @@ def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, scrip
     said = capsys.readouterr().out
     assert "the value 7 is too odd" in said and "exit code 1" in said and "failed" in said
     assert children() == before
+
+
+def test_policies_respond_at_the_same_time_and_each_may_fail(tmp_path, scripts, capsys):
+    """The one before waits until the other one has begun; and the one after fails."""
+    together = """
+        import time
+        place = pathlib.Path(out).parent.parent
+        (place / kind_of).touch()
+        deadline = time.monotonic() + 30
+        while not all((place / name).exists() for name in ("sft", "dpo")):
+            assert time.monotonic() < deadline, "alone"
+            time.sleep(0.05)
+    """
+    code = textwrap.dedent(FAKE_GENERATOR) + "kind_of = pathlib.Path(model).parents[1].name\n"
+    code += textwrap.dedent(together)
+    scripts("generate.py", code)
+    assert run_dpo.main(["--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 0
+    scripts("generate.py", code + "assert kind_of == 'sft', 'the value 7 is too odd'\n")
+    assert run_dpo.main(["--run-dir", str(tmp_path / "other"), "--steps", "2"]) == 2
+    said = capsys.readouterr().out
+    assert "the value 7 is too odd" in said and "Responses after ended with exit code 1" in said
 
 
 def test_a_student_of_its_own_responses_has_the_served_teacher(tmp_path, scripts, capsys):

@@ -85,7 +85,7 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
 
     Raises:
         UserError: a field is missing or broken, a conversation does not end with a response, or
-            the two are the same or respond to different prompts.
+            the two are the same, or respond to different prompts.
     """
     for field in ("chosen", "rejected"):
         if record.get(field) is None:
@@ -101,8 +101,13 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
                     f"'chosen' and 'rejected' differ in message {number}, which is of the role "
                     f"{one['role']!r}: they are no responses to the same prompt."
                 )
-            break
-    return chosen, rejected
+            return chosen, rejected
+    fields = ("chosen", "rejected")
+    shorter, longer = fields if len(chosen) < len(rejected) else reversed(fields)
+    raise UserError(
+        f"'{shorter}' is the beginning of '{longer}', so there is no other response to the same "
+        "prompt: end both with the responses that are to be compared."
+    )
 
 
 def response_messages(record: Record) -> tuple[list[Message], int]:

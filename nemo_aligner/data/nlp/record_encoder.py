@@ -4,6 +4,7 @@
 conversations in the form that `model.data` asks for.
 """
 
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,17 +77,18 @@ class RecordEncoder:
     def pair(self, record: Record) -> Pair:
         """The tokens of both samples of a pair that stands in one record."""
         if self.form is not None:
-            chosen, rejected = self.form.pair(self._fixed(record))
+            chosen, rejected = self._formed_pair(record)
             return chosen.tokens, rejected.tokens
-        first, second = _pair_texts(record)
-        return self.encode_text(first), self.encode_text(second)
+        first, second = map(self.encode_text, _pair_texts(record))
+        _check_differ(first, second)
+        return first, second
 
     def pair_with_responses(self, record: Record) -> tuple[Encoded, Encoded]:
         """The tokens of both samples of such a pair, and which of them are of the response: what
         follows `prompt`, or the messages of the assistant from the first one that differs.
         """
         if self.form is not None:
-            chosen, rejected = self.form.pair(self._fixed(record))
+            chosen, rejected = self._formed_pair(record)
             first = _common(chosen.tokens, rejected.tokens)
             return _from_turn_at(chosen, first), _from_turn_at(rejected, first)
         prompt = self.encode_text.without_end(record["prompt"])
@@ -124,7 +126,17 @@ class RecordEncoder:
         """
         if self.form is not None:
             return max(map(len, self.pair(record)))
-        return max(self.encode_text.length(text, limit) for text in _pair_texts(record))
+        texts = _pair_texts(record)
+        if len(set(map(_without_form, texts))) == 1:  # their tokens may be the same
+            self.pair(record)
+        return max(self.encode_text.length(text, limit) for text in texts)
+
+    def _formed_pair(self, record: Record) -> tuple[Encoded, Encoded]:
+        """Both conversations of a pair."""
+        assert self.form is not None
+        chosen, rejected = self.form.pair(self._fixed(record))
+        _check_differ(chosen.tokens, rejected.tokens)
+        return chosen, rejected
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
         """The text of a prompt that stays as it is; None for a conversation."""
@@ -172,6 +184,20 @@ class RecordEncoder:
             return value
 
         return record if fix is None else fixed(record)
+
+
+def _check_differ(chosen: list[int], rejected: list[int]) -> None:
+    if chosen == rejected:
+        raise UserError(
+            "'chosen' and 'rejected' have the same tokens (they differ only in what the tokenizer "
+            "or the chat template leaves out, such as spaces at the end), so there is nothing to "
+            "prefer."
+        )
+
+
+def _without_form(text: str) -> str:
+    """The text without spaces, cases and forms of characters, which a tokenizer may leave out."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def _common(first: list[int], second: list[int]) -> int:

@@ -1,0 +1,179 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters trained on conversations by every algorithm that has responses of its own or compares
+given ones: each job ends well, and goes on exactly from its last checkpoint but one.
+"""
+
+import json
+
+import pytest
+
+from nemo_aligner.servers.ports import find_free_port
+from tests.functional import test_ppo_job, test_reinforce_job
+from tests.functional.jobs import (
+    assert_ended_well,
+    metric_names,
+    must_succeed,
+    read_metrics,
+    wait_until_serving,
+)
+from tests.functional.test_distillation_scripts import on_policy, served
+from tests.functional.test_environment_job import settings
+from tests.functional.test_lora_job import (
+    LORA,
+    base,  # noqa: F401  (a fixture)
+    write_lines,
+)
+from tests.functional.test_sft_rm_scripts import dpo, kto, resume_from, spin
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+
+RESPONSES = ["was a joy", "is dull", "bad", "a sad and very long evening"]
+NEMO_LORA = [
+    "model.data.chat=True",
+    *(setting for setting in LORA if "chat_template" not in setting),
+]
+
+
+def ask(number: int) -> dict:
+    return {"role": "user", "content": f"film {number}?"}
+
+
+def reply(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Conversations for each of the algorithms."""
+    folder = tmp_path_factory.mktemp("conversations")
+    for name, count in (("train", 24), ("validation", 6)):
+        bad = [RESPONSES[1 + i % 3] for i in range(count)]
+        records = {
+            "dpo": [
+                {"prompt": [ask(i)], "chosen": reply("was a joy"), "rejected": reply(bad[i])}
+                for i in range(count)
+            ],
+            "kto": [
+                {"prompt": [ask(i)], "response": reply(text), "preference": preference}
+                for i in range(count)
+                for text, preference in (("was a joy", "chosen"), (bad[i], "rejected"))
+            ],
+            "sft": [{"messages": [ask(i), *reply(RESPONSES[i % 4])]} for i in range(count)],
+            "nemo": [
+                {
+                    "system": "Be kind.",
+                    "mask": "User",
+                    "conversations": [
+                        {"from": "User", "value": f"film {i}?"},
+                        {"from": "Assistant", "value": RESPONSES[i % 4]},
+                    ],
+                }
+                for i in range(count)
+            ],
+            "own": [
+                {"prompt": [ask(i)], "response": reply(RESPONSES[i % 4])} for i in range(count)
+            ],
+        }
+        for kind, lines in records.items():
+            write_lines(folder / f"{kind}_{name}.jsonl", lines)
+    write_lines(folder / "prompts.jsonl", [{"messages": [ask(i)]} for i in range(48)])
+    return folder
+
+
+def of_sft(data, kind: str) -> list[str]:
+    return [
+        f"model.data.{name}_ds.file_path={data}/{kind}_{name}.jsonl"
+        for name in ("train", "validation")
+    ]
+
+
+def job(algorithm, data, base, folder):  # noqa: F811
+    if algorithm in ("dpo", "kto"):
+        function = {"dpo": dpo, "kto": kto}[algorithm]
+        return function(data, base, folder, *LORA, "++model.data.append_eod=False")
+    if algorithm == "spin":
+        return spin(data, base, folder, *LORA)
+    return spin(data, base, folder, *of_sft(data, "nemo"), *NEMO_LORA)
+
+
+@pytest.mark.parametrize(
+    "algorithm, key",
+    [
+        ("dpo", "train/margin"),
+        ("kto", "train/rewards_margin"),
+        ("spin", "train/margin"),
+        ("spin in NeMo's format", "train/margin"),
+    ],
+)
+def test_conversations_train_adapters(algorithm, key, data, base, tmp_path):  # noqa: F811
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    must_succeed(job(algorithm, data, base, whole))
+    steps = len(read_metrics(whole, "train/loss"))
+    assert read_metrics(whole, key)[0] == pytest.approx(0, abs=1)  # but for dropout
+    assert all(norm > 0 for norm in read_metrics(whole, "train/grad_norm"))
+    if algorithm.startswith("spin"):
+        samples = [json.loads(line) for line in (whole / "train_samples.jsonl").open()]
+        assert {sample["actual"].strip() for sample in samples} <= set(RESPONSES), samples
+    resume_from(whole, again, lost_step=steps)
+    must_succeed(job(algorithm, data, base, again))
+    for name in metric_names(again):
+        if not name.endswith("time") and name != "train/generate":
+            last = read_metrics(again, name)
+            assert read_metrics(whole, name)[-len(last) :] == last, name
+
+
+def test_a_student_ends_its_own_turns(data, base, tmp_path):  # noqa: F811
+    """With the teacher's weights it writes what the teacher expects, in the form of the template:
+    nothing is left to learn.
+    """
+    port, folder = find_free_port(), tmp_path / "same"
+    options = [*LORA, "model.data.columns=null", "++model.hidden_dropout=0.0"]
+    options += ["model.knowledge_distillation.on_policy.fraction=1"]
+    prefix = f"{{train: [{data}/own_train.jsonl], validation: [{data}/own_validation.jsonl]}}"
+    with served(base, tmp_path / "teacher.log", port, "inference.top_k=302") as server:
+        wait_until_serving(server)
+        must_succeed(
+            on_policy(data, base, folder, port, *options, f"model.data.data_prefix={prefix}")
+        )
+    assert read_metrics(folder, "train/kd_loss")[0] == pytest.approx(0, abs=1e-6)
+    assert read_metrics(folder, "train/on_policy") == [1] * 4
+
+
+def actor(kind, data, base, folder, steps, port):  # noqa: F811
+    """Four conversations with an environment per step, by PPO with a critic or REINFORCE."""
+    options = [
+        *settings(folder, kind),
+        *LORA,
+        f"pretrained_checkpoint.restore_from_path={base}",
+        f"model.{kind}.train_on_truncated=True" if kind == "ppo" else "model.seed=3",
+        "model.optim.sched.name=constant",
+        f"trainer.{kind}.val_check_interval=2",
+        f"trainer.{kind}.save_interval=2",
+    ]
+    if kind == "reinforce":
+        return test_reinforce_job.actor(data, folder, port, steps, 1, "python", *options)
+    options += [f"trainer.ppo.max_steps={steps}", "trainer.ppo.process_rewards=steps"]
+    options += ["remote_critic_rm.combine_rm_and_critic_server=False"]
+    options += ["trainer.ppo.advantage_estimator=rloo", "model.ppo.num_rollout_samples=4"]
+    options += ["model.ppo.num_rollouts_per_prompt=4", "model.ppo.rollout_micro_batch_size=2"]
+    return test_ppo_job.actor(data, folder, port, 1, "python", *options)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "reinforce"])
+def test_conversations_of_several_turns_train_adapters(
+    kind,
+    data,
+    base,  # noqa: F811
+    tmp_path,
+):
+    port = find_free_port()  # nobody listens: the environment gives the rewards
+    for folder, ends in ((tmp_path / "whole", [4]), (tmp_path / "parts", [2, 4])):
+        for steps in ends:
+            with actor(kind, data, base, folder, steps, port) as process:
+                assert_ended_well(process, process.wait(240))
+    whole, parts = (tmp_path / name / "actor" for name in ("whole", "parts"))
+    assert read_metrics(whole, "train_rollouts/init_policy_kl")[0] == 0
+    assert max(read_metrics(whole, "train_rollouts/turns")) > 1
+    for name in metric_names(whole):
+        assert read_metrics(parts, name) == read_metrics(whole, name), name
