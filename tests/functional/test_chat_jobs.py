@@ -89,12 +89,13 @@ def of_sft(data, kind: str) -> list[str]:
 
 
 def job(algorithm, data, base, folder):  # noqa: F811
+    without = "++model.hidden_dropout=0.0"
     if algorithm in ("dpo", "kto"):
         function = {"dpo": dpo, "kto": kto}[algorithm]
-        return function(data, base, folder, *LORA, "++model.data.append_eod=False")
+        return function(data, base, folder, *LORA, without, "++model.data.append_eod=False")
     if algorithm == "spin":
-        return spin(data, base, folder, *LORA)
-    return spin(data, base, folder, *of_sft(data, "nemo"), *NEMO_LORA)
+        return spin(data, base, folder, *LORA, without)
+    return spin(data, base, folder, *of_sft(data, "nemo"), *NEMO_LORA, without)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +111,11 @@ def test_conversations_train_adapters(algorithm, key, data, base, tmp_path):  # 
     whole, again = tmp_path / "whole", tmp_path / "again"
     must_succeed(job(algorithm, data, base, whole))
     steps = len(read_metrics(whole, "train/loss"))
-    assert read_metrics(whole, key)[0] == pytest.approx(0, abs=1)  # but for dropout
+    assert read_metrics(whole, key)[0] == pytest.approx(0, abs=1e-4)
     assert all(norm > 0 for norm in read_metrics(whole, "train/grad_norm"))
     if algorithm.startswith("spin"):
         samples = [json.loads(line) for line in (whole / "train_samples.jsonl").open()]
-        assert {sample["actual"].strip() for sample in samples} <= set(RESPONSES), samples
+        assert all(sample["actual"].strip().startswith(tuple(RESPONSES)) for sample in samples)
     resume_from(whole, again, lost_step=steps)
     must_succeed(job(algorithm, data, base, again))
     for name in metric_names(again):
@@ -153,7 +154,7 @@ def actor(kind, data, base, folder, steps, port):  # noqa: F811
     ]
     if kind == "reinforce":
         return test_reinforce_job.actor(data, folder, port, steps, 1, "python", *options)
-    options += [f"trainer.ppo.max_steps={steps}", "trainer.ppo.process_rewards=steps"]
+    options += [f"trainer.ppo.max_steps={steps}"]
     options += ["remote_critic_rm.combine_rm_and_critic_server=False"]
     options += ["trainer.ppo.advantage_estimator=rloo", "model.ppo.num_rollout_samples=4"]
     options += ["model.ppo.num_rollouts_per_prompt=4", "model.ppo.rollout_micro_batch_size=2"]
@@ -176,4 +177,5 @@ def test_conversations_of_several_turns_train_adapters(
     assert read_metrics(whole, "train_rollouts/init_policy_kl")[0] == 0
     assert max(read_metrics(whole, "train_rollouts/turns")) > 1
     for name in metric_names(whole):
-        assert read_metrics(parts, name) == read_metrics(whole, name), name
+        if "sampling_ratio" not in name:  # docs/environments.md says why
+            assert read_metrics(parts, name) == read_metrics(whole, name), name
