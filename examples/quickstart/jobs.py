@@ -139,7 +139,7 @@ class Jobs:
         job.start()
 
     def follow(
-        self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.5
+        self, job: Job, on_records, companions: tuple[Job, ...] = (), poll_seconds: float = 0.1
     ) -> None:
         """Wait for `job`, and hand its new metrics records to `on_records` as they appear.
 

@@ -24,6 +24,8 @@ SPLITS = {
 # Its experts are in each layer, as those of Qwen1.5-MoE are.
 ALL_EXPERTS = "Qwen 2 MoE, experts in each layer"
 EXPERTS = ("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "Qwen 3 MoE, experts in one layer", ALL_EXPERTS)
+# Those of `make test`; tests/unit/test_hugging_face_folders.py has all on one rank.
+FEW = ("Llama 3.2", "GPT-2", "Gemma 3", ALL_EXPERTS)
 # Their first layer has no experts, and each stage must have one that has.
 NOT_AT = {"PP2": ("Qwen 2 MoE", "Qwen 3 MoE, experts in one layer")}
 SHORT, LENGTHS = TOKENS[:, :20].clamp(min=1), torch.tensor([20, 13])
@@ -34,6 +36,10 @@ def all_experts() -> torch.nn.Module:
     config = hugging_face.FOLDERS["Qwen 2 MoE"]().config
     config.decoder_sparse_step = 1
     return type(hugging_face.FOLDERS["Qwen 2 MoE"]())._from_config(config)
+
+
+BUILDS = hugging_face.FOLDERS | {ALL_EXPERTS: all_experts}
+ALL = tuple(BUILDS)
 
 
 def logits(folder: str, split: dict) -> torch.Tensor | None:
@@ -96,8 +102,11 @@ def at_each(function: Callable, folders: dict[str, str], splits: dict[str, dict]
 
 
 @pytest.mark.timeout(400)
-def test_logits_at_each_split_are_those_of_hugging_face(write_folder):
-    builds = hugging_face.FOLDERS | {ALL_EXPERTS: all_experts}
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(ALL, marks=pytest.mark.full)], ids=["few", "all"]
+)
+def test_logits_at_each_split_are_those_of_hugging_face(write_folder, names):
+    builds = {name: BUILDS[name] for name in names}
     models = {name: hugging_face.randomized(build) for name, build in builds.items()}
     folders = {name: str(write_folder(model, name)) for name, model in models.items()}
     ranks = run_ranks(at_each, 2, 120, logits, folders, SPLITS)

@@ -80,7 +80,7 @@ def assert_scores_are_direct(port: int, models) -> None:
     [
         ("python", 1, 1, "null"),
         pytest.param("torchrun", 2, 1, 4, marks=pytest.mark.full),
-        ("python", 2, 2, 5),
+        pytest.param("python", 2, 2, 5, marks=pytest.mark.full),
     ],
     ids=["one-rank", "dp2-strip", "tp2-strip"],
 )

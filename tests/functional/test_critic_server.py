@@ -39,6 +39,11 @@ pytestmark = [
 ]
 
 each_frontend = pytest.mark.parametrize("frontend", FRONTENDS)
+# Of what both do alike, that of Triton is in `make test-full`: it takes twice as long.
+asgi_frontend = pytest.mark.parametrize(
+    "frontend",
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "asgi")) for name in FRONTENDS],
+)
 
 
 def expected_scores(model, tokens, lengths):
@@ -581,7 +586,7 @@ def in_background(function, **arguments):
     return errors, thread
 
 
-@each_frontend
+@asgi_frontend
 def test_two_data_parallel_ranks_under_torchrun(frontend):
     """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an
     update.
@@ -660,7 +665,7 @@ def test_a_save_that_is_abandoned_is_no_success():
         job.assert_nothing_left()
 
 
-@each_frontend
+@asgi_frontend
 def test_a_checkpoint_is_written_in_the_background(frontend):
     """Meanwhile requests are served and the critic learns; the reply says how it went; SIGTERM
     waits for it.
@@ -723,7 +728,7 @@ def save_in_background(job):
     return started
 
 
-@each_frontend
+@asgi_frontend
 def test_two_tensor_parallel_ranks_with_a_separate_reward_model(frontend):
     """The critic alone answers values only; then SIGTERM to rank 1 alone, idle, without a launcher
     above the ranks.
@@ -743,7 +748,7 @@ def test_two_tensor_parallel_ranks_with_a_separate_reward_model(frontend):
         job.assert_nothing_left()
 
 
-@each_frontend
+@asgi_frontend
 def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client(frontend):
     with CriticJob(ranks=2, server={"frontend": frontend}) as job:
         raw = Raw(job.wait_until_serving())

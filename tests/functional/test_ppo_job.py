@@ -366,18 +366,18 @@ def half(inputs):
     return inputs / "half"
 
 
-def test_the_same_command_resumes_and_mismatched_pairs_are_refused(inputs, whole, half, tmp_path):
-    """Two steps, then the same commands with four: as four uninterrupted ones. Then an actor
-    without its critic.
-    """
+@pytest.mark.full  # below, a pair that is killed continues
+def test_the_same_command_resumes(inputs, whole, half, tmp_path):
+    """Two steps, then the same commands with four: as four uninterrupted ones, to the bit."""
     parts = shutil.copytree(half, tmp_path / "parts")
     run_pair(inputs, parts, 4)
     for key in metric_names(whole / "actor"):
-        assert read_metrics(parts / "actor", key) == read_metrics(whole / "actor", key), (
-            key
-        )  # to the bit
+        assert read_metrics(parts / "actor", key) == read_metrics(whole / "actor", key), key
 
-    port = find_free_port()
+
+def test_mismatched_pairs_are_refused(inputs, whole, tmp_path):
+    """An actor without its critic."""
+    parts, port = shutil.copytree(whole, tmp_path / "parts"), find_free_port()
     with critic(inputs, tmp_path / "fresh", port) as server:
         with actor(inputs, parts, port, 1, "python", "trainer.ppo.max_steps=6") as job:
             assert job.wait() == ExitCode.USER_ERROR

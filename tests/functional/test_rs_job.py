@@ -157,13 +157,12 @@ def test_a_run_trains_saves_and_counts_prompts(single):
     }
 
 
+@pytest.mark.full  # the matrix has the actor, test_reward_server.py the server in `make test`
 @pytest.mark.parametrize(
     "reward_split, actor_split",
     [
         (("python", 2, 1), ("torchrun", 2, 2)),  # server DP2, actor TP2
-        pytest.param(  # server TP2, actor DP2
-            ("torchrun", 2, 2), ("python", 2, 1), marks=pytest.mark.full
-        ),
+        (("torchrun", 2, 2), ("python", 2, 1)),  # server TP2, actor DP2
     ],
     ids=["reward-dp2-actor-tp2", "reward-tp2-actor-dp2"],
 )

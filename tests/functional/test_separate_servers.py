@@ -35,10 +35,11 @@ def separate(port: int, ip: str = "127.0.0.1") -> list[str]:
     ]
 
 
+@pytest.mark.full  # tests/functional/test_fleet.py has separate servers in `make test`
 @pytest.mark.parametrize(
     "critic_split, reward_split, actor_split",
     [
-        pytest.param((1, "python"), (1, "python"), (1, "python"), marks=pytest.mark.full),
+        ((1, "python"), (1, "python"), (1, "python")),
         ((1, "torchrun"), (2, "python"), (2, "torchrun")),  # data-parallel reward server and actor
     ],
     ids=["one-rank-each", "reward-dp2-actor-dp2"],

@@ -6,11 +6,9 @@ culprit named, and what is slow does not.
 
 import contextlib
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import pytest
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import patience, wait_until
+from tests.warm_start import start_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TIMEOUT_S = 4.0
@@ -68,30 +67,40 @@ with progress.expected():
 """
 
 
+class Job:
+    """A process at its work, and what it says."""
+
+    def __init__(self, process, log):
+        self.process, self.log_path, self.pid = process, log, process.pid
+
+    @property
+    def log(self):
+        return self.log_path.read_text()
+
+    def ended(self):
+        """(exit code, output) once it has ended."""
+        return self.process.wait(min(patience(60), 180)), self.log
+
+
 @pytest.fixture
 def start(tmp_path):
-    """`start(what, rank, size) -> process`, which is at its work."""
+    """`start(what, rank, size) -> Job`, which is at its work."""
     port, jobs = find_free_port(), []
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
 
     def start(what, rank=0, size=1):
         timeout_s = min(patience(TIMEOUT_S), MOST_S)
         words = map(str, [what, timeout_s, rank, size, tmp_path, port])
-        job = subprocess.Popen(
-            [sys.executable, "-c", JOB, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        guard = threading.Timer(min(patience(60), 180), job.kill)
-        guard.start()
-        jobs.append((job, guard))
-        return job
+        log = tmp_path / f"{rank}.log"
+        command = [str(script), *words]
+        jobs.append(Job(start_python(command, {**os.environ}, tmp_path, log), log))
+        return jobs[-1]
 
     yield start
-    for job, guard in jobs:
-        guard.cancel()
-        job.kill()
-        job.communicate()
+    for job in jobs:
+        job.process.kill()
+        job.process.wait(10)
 
 
 def is_alive(process):
@@ -132,16 +141,15 @@ def ending(folder):
 def test_slow_work_goes_on(start, what):
     job = start(what)
     watcher = beside(job)
-    out, err = job.communicate()
-    assert (job.returncode, out) == (0, "ready\n"), err
+    code, said = job.ended()
+    assert (code, said) == (0, "ready\n")
     wait_until(lambda: not any(map(is_alive, watcher)), 10, lambda: "its end")
 
 
 @pytest.mark.parametrize("what", ["hangs", "waits"])
 def test_a_main_thread_that_hangs_ends_the_job(start, what, tmp_path):
-    job = start(what)
-    _, err = job.communicate()
-    assert job.returncode == ExitCode.LOST_PEER, err
+    code, err = start(what).ended()
+    assert code == ExitCode.LOST_PEER, err
     assert re.search(
         r"\nERROR: no rank has made progress for \d+ s \(trainer.hang_timeout_s\): rank 0 stands "
         r"in phase 'train' at .+:\d+ \(.+\)\. The same command continues\.\n",
@@ -153,30 +161,30 @@ def test_a_main_thread_that_hangs_ends_the_job(start, what, tmp_path):
 
 def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
     jobs = [start("hangs", rank, 2) for rank in (0, 1)]
-    _, err = jobs[0].communicate()
-    assert jobs[0].returncode == ExitCode.LOST_PEER, err
+    code, err = jobs[0].ended()
+    assert code == ExitCode.LOST_PEER, err
     assert "hang_timeout_s): rank 1 stands in phase 'train' at" in err
     assert "Rank 1 stands here:" in err and "in never_ends" in err
-    assert "ERROR" not in jobs[1].communicate()[1]
-    assert jobs[1].returncode == ExitCode.LOST_PEER
+    code, other = jobs[1].ended()
+    assert code == ExitCode.LOST_PEER and "ERROR" not in other
     assert "rank 1 stands" in ending(tmp_path)["reason"]
 
 
 def test_a_rank_may_wait_for_a_slow_one(start):
     jobs = [start("rank 1 works", rank, 2) for rank in (0, 1)]
     for job in jobs:
-        _, err = job.communicate()
-        assert job.returncode == 0, err
+        code, err = job.ended()
+        assert code == 0, err
 
 
 def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
     job = start("waits")
     (watcher,) = beside(job)
-    assert job.stdout.readline() == "ready\n"
+    wait_until(lambda: "ready" in job.log, 60, lambda: job.log)
     time.sleep(2)  # until the phase has been said
-    job.send_signal(signal.SIGSTOP)
-    _, err = job.communicate()
-    assert job.returncode == -signal.SIGKILL
+    job.process.send_signal(signal.SIGSTOP)
+    code, err = job.ended()
+    assert code == -signal.SIGKILL
     assert re.search(
         r"HUNG: rank 0 of 1 has not run for \d+ s in phase 'train' \(it was stopped, as by ",
         err,
@@ -188,11 +196,11 @@ def test_a_process_that_is_stopped_for_good_is_killed(start, tmp_path):
 def test_a_process_that_is_stopped_for_a_while_goes_on(start):
     job = start("slow")
     beside(job)
-    job.send_signal(signal.SIGSTOP)
+    job.process.send_signal(signal.SIGSTOP)
     time.sleep(1.0)
-    job.send_signal(signal.SIGCONT)
-    _, err = job.communicate()
-    assert job.returncode == 0, err
+    job.process.send_signal(signal.SIGCONT)
+    code, err = job.ended()
+    assert code == 0, err
 
 
 def test_the_process_beside_a_rank_does_not_take_its_signals_and_is_started_again(start):
@@ -204,5 +212,5 @@ def test_the_process_beside_a_rank_does_not_take_its_signals_and_is_started_agai
     assert is_alive(watcher)
     watcher.kill()
     wait_until(lambda: beside(job)[0].pid != watcher.pid, 10, lambda: "another one")
-    _, err = job.communicate()
-    assert job.returncode == 0, err
+    code, err = job.ended()
+    assert code == 0, err
