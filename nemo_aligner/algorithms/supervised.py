@@ -93,7 +93,7 @@ class SupervisedTrainer:
             test_dataloader: is run through once at the end of training, under `test/`; or None.
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
             run_init_validation: validate before the first step too.
-            section: name of `cfg` in messages; None: that of the algorithm, `trainer.sft`.
+            section: name of `cfg` in messages; None: that of `JOB`.
 
         Raises:
             ConfigError: values that cannot work together.

@@ -48,7 +48,7 @@ POLICY_MEASURES = (
         ),
     ),
     Measure("turns of a conversation", ("train_rollouts/turns",)),
-    Measure("rewards of a response", ("train_rollouts/rewards_per_response",)),
+    Measure("number of rewards per response", ("train_rollouts/rewards_per_response",)),
 )
 SUPERVISED_MEASURES = (
     Measure("loss, validation", ("validation/loss",), "loss"),
@@ -107,7 +107,6 @@ WATCHED = (
     ("own responses that end by themselves", "train/fraction_of_samples_properly_ended", False),
     ("own responses that equal the data's", "train/identical_fraction", True),
     ("what chosen and rejected responses have both lost", "train/likelihood_fall", True),
-    ("accuracy", "train/acc", False),
     ("margin of rewards", "train/margin", False),
     ("margin of rewards", "train/rewards_margin", False),
     ("probability of the teacher's top-k tokens", "train/teacher_mass", False),

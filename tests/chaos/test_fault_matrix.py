@@ -124,9 +124,9 @@ CELLS = [
     ),
     *(Cell("ppo", "drawn", "any", f"seed {seed}") for seed in range(INSTANTS)),
 ]
-# Two, for `make test`, of two ranks both. It has others elsewhere: Triton's processes in
-# tests/functional/test_critic_server.py, reward workers in test_code_reward.py, damaged files in
-# tests/distributed/test_checkpoint_damage.py.
+# Two, for `make test`, of two ranks both. Other faults are in tests/functional:
+# test_critic_server.py (processes of Triton), test_code_reward.py (reward workers), and in
+# tests/unit/test_pair.py (damaged files).
 SELECTED = {
     Cell("ppo", "actor 1", "train", "SIGKILL"),
     Cell("ppo", "critic 0", "save", "SIGKILL"),

@@ -181,7 +181,7 @@ def metric_names(folder: Path) -> list[str]:
 def _explained() -> re.Pattern[str]:
     """Matches the names, without their family, that docs/metrics.md explains."""
     quoted = re.findall(r"`([^`]+)`", (ROOT / "docs/metrics.md").read_text(encoding="utf-8"))
-    names = "|".join(re.sub("<[a-z]+>", ".+", re.escape(name)) for name in quoted)
+    names = "|".join(map(re.escape, quoted)).replace("correlation_<i>", r"correlation_\d+")
     return re.compile(f"(validation_)?({names})")
 
 

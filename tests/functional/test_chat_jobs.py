@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters trained on conversations by every algorithm that has responses of its own or compares
-given ones: each job ends well, and goes on exactly from its last checkpoint but one.
+"""Adapters trained on conversations: DPO, KTO, SPIN (in both forms of chat data), and
+conversations of several turns with RLOO and REINFORCE, which all resume exactly; on-policy
+distillation.
 """
 
 import json
@@ -142,12 +143,11 @@ def test_a_student_ends_its_own_turns(data, base, tmp_path):  # noqa: F811
 
 
 def actor(kind, data, base, folder, steps, port):  # noqa: F811
-    """Four conversations with an environment per step, by PPO with a critic or REINFORCE."""
+    """Conversations with an environment, by PPO with RLOO or by REINFORCE."""
     options = [
         *settings(folder, kind),
         *LORA,
         f"pretrained_checkpoint.restore_from_path={base}",
-        f"model.{kind}.train_on_truncated=True" if kind == "ppo" else "model.seed=3",
         "model.optim.sched.name=constant",
         f"trainer.{kind}.val_check_interval=2",
         f"trainer.{kind}.save_interval=2",
@@ -157,6 +157,7 @@ def actor(kind, data, base, folder, steps, port):  # noqa: F811
     options += [f"trainer.ppo.max_steps={steps}"]
     options += ["remote_critic_rm.combine_rm_and_critic_server=False"]
     options += ["trainer.ppo.advantage_estimator=rloo", "model.ppo.num_rollout_samples=4"]
+    options += ["model.ppo.train_on_truncated=True"]
     options += ["model.ppo.num_rollouts_per_prompt=4", "model.ppo.rollout_micro_batch_size=2"]
     return test_ppo_job.actor(data, folder, port, 1, "python", *options)
 

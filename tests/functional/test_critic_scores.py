@@ -78,7 +78,7 @@ def assert_scores_are_direct(port: int, models) -> None:
 @pytest.mark.parametrize(
     "launcher, ranks, tp, strip",
     [
-        ("python", 1, 1, "null"),
+        ("python", 1, 1, 4),
         pytest.param("torchrun", 2, 1, 4, marks=pytest.mark.full),
         pytest.param("python", 2, 2, 5, marks=pytest.mark.full),
     ],

@@ -182,7 +182,7 @@ def test_every_documented_command_is_there():
         "steerlm2.rst": 1,
         "reinforce.rst": 4,
         "knowledge-distillation.rst": 4,
-        "dpo.rst": 2,
+        "dpo.rst": 3,
         "spin.rst": 2,
         "ppo.sh": 2,
         "reinforce.sh": 2,

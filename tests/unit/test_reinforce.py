@@ -107,6 +107,18 @@ def test_without_a_penalty_no_pass_is_spent_on_log_probs():
     assert trainer.events.count("update") == 6
 
 
+@pytest.mark.parametrize("penalty, measured", [(0.1, 2), (0.0, 0)])
+def test_the_sampler_is_compared_where_the_log_probs_are_known(penalty, measured):
+    alarms = {"sampling_mismatch": 0.05}
+    trainer = make_reinforce_trainer(max_steps=2, initial_policy_kl_penalty=penalty, alarms=alarms)
+    asked, infer = [], trainer.model.infer
+    trainer.model.infer = lambda batch: (asked.append(batch["return_logprobs"]), infer(batch))[1]
+    trainer.fit()
+    found = trainer.logger.series("train_rollouts/sampling_ratio_mean_error")
+    assert len(found) == measured and all(error == 0 for _, error in found)
+    assert asked and all(wanted == bool(penalty) for wanted in asked)
+
+
 def test_the_kl_is_0_at_the_start_and_a_reference_that_differs_ends_the_run():
     trainer = make_reinforce_trainer(max_steps=2)
     trainer.fit()

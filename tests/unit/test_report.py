@@ -214,9 +214,8 @@ def test_a_job_of_self_play_shows_both_responses_and_what_its_alarms_watch(tmp_p
             ],
         ),
         (
-            {"acc": 0.5, "distance": 0.7, "effective_responses": 1.5},
+            {"distance": 0.7, "effective_responses": 1.5},
             [
-                "accuracy",
                 "divergence from the target, training",
                 "responses that share the weight of a prompt",
             ],

@@ -156,7 +156,9 @@ class Numbers(torch.utils.data.Dataset):
         return index
 
 
-def make(train=None, val=None, test=None, timer=None, run_init_validation=False, **cfg):
+def make(
+    train=None, val=None, test=None, timer=None, run_init_validation=False, section=None, **cfg
+):
     defaults = {
         "max_epochs": 2,
         "max_steps": -1,
@@ -180,7 +182,13 @@ def make(train=None, val=None, test=None, timer=None, run_init_validation=False,
         ckpt_callback=FakeCheckpoints(model, optimizer),
         run_timer=timer or FakeTimer(),
         run_init_validation=run_init_validation,
+        section=section,
     )
+
+
+def test_alarms_name_the_section_of_the_job():
+    assert make().alarms.section == "trainer.sft.alarms"
+    assert make(section="trainer.rm").alarms.section == "trainer.rm.alarms"
 
 
 def test_training_is_the_naive_loop():

@@ -321,9 +321,9 @@ def test_policies_respond_at_the_same_time_and_each_may_fail(tmp_path, scripts, 
     together = """
         import time
         place = pathlib.Path(out).parent.parent
-        (place / kind_of).touch()
+        (place / f"{kind_of}.begun").touch()
         deadline = time.monotonic() + 30
-        while not all((place / name).exists() for name in ("sft", "dpo")):
+        while not all((place / f"{name}.begun").exists() for name in ("sft", "dpo")):
             assert time.monotonic() < deadline, "alone"
             time.sleep(0.05)
     """

@@ -77,18 +77,17 @@ class RecordEncoder:
     def pair(self, record: Record) -> Pair:
         """The tokens of both samples of a pair that stands in one record."""
         if self.form is not None:
-            chosen, rejected = self._formed_pair(record)
+            chosen, rejected = self.form.pair(self._fixed(record))
             return chosen.tokens, rejected.tokens
-        first, second = map(self.encode_text, _pair_texts(record))
-        _check_differ(first, second)
-        return first, second
+        first, second = _pair_texts(record)
+        return self.encode_text(first), self.encode_text(second)
 
     def pair_with_responses(self, record: Record) -> tuple[Encoded, Encoded]:
         """The tokens of both samples of such a pair, and which of them are of the response: what
         follows `prompt`, or the messages of the assistant from the first one that differs.
         """
         if self.form is not None:
-            chosen, rejected = self._formed_pair(record)
+            chosen, rejected = self.form.pair(self._fixed(record))
             first = _common(chosen.tokens, rejected.tokens)
             return _from_turn_at(chosen, first), _from_turn_at(rejected, first)
         prompt = self.encode_text.without_end(record["prompt"])
@@ -122,21 +121,17 @@ class RecordEncoder:
 
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair; above `limit` exact, else possibly an upper
-        bound.
+        bound. A pair whose samples have the same tokens is refused.
         """
         if self.form is not None:
-            return max(map(len, self.pair(record)))
+            pair = self.pair(record)
+            _check_differ(*pair)
+            return max(map(len, pair))
         texts = _pair_texts(record)
-        if len(set(map(_without_form, texts))) == 1:  # their tokens may be the same
-            self.pair(record)
+        fix = self.encode_text.fix_text
+        if len({_letters(fix(text) if fix else text) for text in texts}) == 1:
+            _check_differ(*self.pair(record))  # encoding all pairs would take long
         return max(self.encode_text.length(text, limit) for text in texts)
-
-    def _formed_pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """Both conversations of a pair."""
-        assert self.form is not None
-        chosen, rejected = self.form.pair(self._fixed(record))
-        _check_differ(chosen.tokens, rejected.tokens)
-        return chosen, rejected
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
         """The text of a prompt that stays as it is; None for a conversation."""
@@ -195,9 +190,10 @@ def _check_differ(chosen: list[int], rejected: list[int]) -> None:
         )
 
 
-def _without_form(text: str) -> str:
-    """The text without spaces, cases and forms of characters, which a tokenizer may leave out."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+def _letters(text: str) -> str:
+    """Letters and digits without case and accents: what tokenizers keep apart."""
+    plain = unicodedata.normalize("NFKD", text).casefold()
+    return "".join(character for character in plain if character.isalnum())
 
 
 def _common(first: list[int], second: list[int]) -> int:
