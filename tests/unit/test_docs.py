@@ -273,10 +273,10 @@ def test_no_placeholder_is_left_where_a_figure_belongs(page):
 def test_every_walkthrough_has_three_seeds():
     results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     seeds = []
-    for target in ("quickstart", "rs", "dpo", "kto", "arithmetic"):
+    for target in ("quickstart", "rs", "dpo", "kto", "spin", "arithmetic"):
         section = results.split(f'make {target} ARGS="--seed N"')[1].split("\n## ")[0]
         seeds.append(re.findall(r"(?m)^\| (\d) \|", section))
-    assert seeds == [["0", "1", "2"]] * 5
+    assert seeds == [["0", "1", "2"]] * 6
 
 
 # -------------------------------------------------------------------------------------------- site
