@@ -810,17 +810,20 @@ def expected_file(folder, architecture: str, role: str, precision) -> Path:
 
 
 def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) -> None:
-    """What one rank computes, of every case that the chosen splits will ask for; one process calls
-    it.
+    """What one rank computes, of every case that the chosen splits will ask for and that is not in
+    `folder` yet; one process calls it.
     """
     wanted = {
         (*case, split.precision): None for split in chosen.values() for case in split.cases(slim)
     }
     for architecture, role, precision in wanted:
+        file = expected_file(folder, architecture, role, precision)
+        if file.exists():
+            continue
         split = Split(1, _sizes(precision=precision))
         with as_padded():
             numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, 0.0)
-        torch.save(numbers, expected_file(folder, architecture, role, precision))
+        torch.save(numbers, file)
 
 
 def run_splits(

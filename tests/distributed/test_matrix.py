@@ -49,12 +49,9 @@ def splits_and_reloads(tokenizer_dir, folder, names: list[str], sources: dict[st
     return report, reloads, matrix.stages_start_different(tokenizer_dir)
 
 
-def write_inputs(tokenizer_dir, folder, names, slim):
-    """Write the models, and what one rank computes, in this process."""
-    matrix.write_models(tokenizer_dir, folder)
+def write_expected(tokenizer_dir, folder, names, slim):
+    """What one rank computes of the splits `names`, in this process."""
     matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in names}, slim)
-    if slim:
-        matrix_reload.save_all(tokenizer_dir, folder, ["one rank"], slim)
     parallel_state.destroy()
 
 
@@ -72,7 +69,10 @@ def keep_report(numbers: dict) -> dict:
 @pytest.fixture(scope="module")
 def slim(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    write_inputs(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
+    matrix.write_models(tiny_tokenizer_dir, folder)
+    write_expected(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
+    matrix_reload.save_all(tiny_tokenizer_dir, folder, ["one rank"], True)
+    parallel_state.destroy()
     args = (tiny_tokenizer_dir, folder, SLIM, SLIM_RELOAD)
     return *run_ranks(splits_and_reloads, 2, 120, *args)[0], folder
 
@@ -80,22 +80,16 @@ def slim(tiny_tokenizer_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def full_folder(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix-full")
-    write_inputs(tiny_tokenizer_dir, folder, SPLITS, False)
+    matrix.write_models(tiny_tokenizer_dir, folder)
+    parallel_state.destroy()
     return folder
-
-
-@pytest.fixture(scope="module", params=RELOAD, ids="{}-ranks".format)
-def full_splits(request, tiny_tokenizer_dir, full_folder):
-    """Deviations of all cases of the splits of so many ranks."""
-    names = [name for name, split in SPLITS.items() if split.ranks == request.param]
-    args = (tiny_tokenizer_dir, full_folder, names, False)
-    return names, keep_report(run_ranks(matrix.run_splits, request.param, 180, *args)[0])
 
 
 @pytest.fixture(scope="module")
 def full_reloads(tiny_tokenizer_dir, full_folder):
     """Deviations of all reloads, from any number of ranks to any other."""
     reloads, everything = {}, [name for names in RELOAD.values() for name in names]
+    write_expected(tiny_tokenizer_dir, full_folder, everything, False)
     for size, names in RELOAD.items():
         run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, full_folder, names, False)
     for size, names in RELOAD.items():
@@ -147,10 +141,13 @@ def test_split_gives_the_numbers_of_one_rank(slim, name):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(7200)
-def test_every_split_gives_the_numbers_of_one_rank(full_splits):
-    names, report = full_splits
-    wrong = [line for name in names for line in out_of_bounds(name, report)]
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_split_gives_the_numbers_of_one_rank(name, tiny_tokenizer_dir, full_folder):
+    write_expected(tiny_tokenizer_dir, full_folder, [name], False)
+    args = (tiny_tokenizer_dir, full_folder, [name], False)
+    report = keep_report(run_ranks(matrix.run_splits, SPLITS[name].ranks, 180, *args)[0])
+    wrong = out_of_bounds(name, report)
     assert not wrong, "\n".join(wrong)
 
 

@@ -109,7 +109,7 @@ def test_without_a_penalty_no_pass_is_spent_on_log_probs():
 
 @pytest.mark.parametrize("penalty, measured", [(0.1, 2), (0.0, 0)])
 def test_the_sampler_is_compared_where_the_log_probs_are_known(penalty, measured):
-    alarms = {"sampling_mismatch": 0.05}
+    alarms = {"sampling_mismatch": 0.05, "replica_check_interval": 0}
     trainer = make_reinforce_trainer(max_steps=2, initial_policy_kl_penalty=penalty, alarms=alarms)
     asked, infer = [], trainer.model.infer
     trainer.model.infer = lambda batch: (asked.append(batch["return_logprobs"]), infer(batch))[1]
