@@ -613,6 +613,23 @@ MUTANTS = [
         _unit("test_constitutional_ai.py", "test_revisions_are_data_of_supervised_fine_tuning"),
     ),
     Mutant(
+        "REINFORCE does not compare sampler and trainer",
+        "algorithms/reinforce.py",
+        "return data, metrics | rollout_health(local, data)",
+        "return data, metrics",
+        _unit(
+            "test_reinforce.py",
+            "test_the_sampler_is_compared_where_the_log_probs_are_known",
+        ),
+    ),
+    Mutant(
+        "a pair of the same tokens is trained on",
+        "data/nlp/record_encoder.py",
+        "            _check_differ(*pair)\n",
+        "",
+        _unit("test_dpo_model.py", "test_pairs_of_the_same_tokens_are_named"),
+    ),
+    Mutant(
         "the baseline of REINFORCE counts responses that did not end",
         "algorithms/reinforce.py",
         "valid=is_end & mask.bool().any(1)",
