@@ -25,7 +25,7 @@ SPLITS = {
 ALL_EXPERTS = "Qwen 2 MoE, experts in each layer"
 EXPERTS = ("Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "Qwen 3 MoE, experts in one layer", ALL_EXPERTS)
 # Those of `make test`; tests/unit/test_hugging_face_folders.py has all on one rank.
-FEW = ("Llama 3.2", "GPT-2", "Gemma 3", ALL_EXPERTS)
+FEW = ("Llama 3.2", "Qwen 2, windows in the later layers", "GPT-2", ALL_EXPERTS)
 # Their first layer has no experts, and each stage must have one that has.
 NOT_AT = {"PP2": ("Qwen 2 MoE", "Qwen 3 MoE, experts in one layer")}
 SHORT, LENGTHS = TOKENS[:, :20].clamp(min=1), torch.tensor([20, 13])
