@@ -63,11 +63,14 @@ def main(argv: list[str] | None = None) -> int:
     args.rm_steps = 1  # of a phase that this walk-through does not have
     phases = {name: phase for name, phase in reviews.phases(args).items() if name != "rm"}
     pairs = {"train/loss": "loss", "train/acc": "accuracy", "train/margin": "margin"}
-    loss, kl = {"train/loss": "loss"}, {"train/loss": "loss", "train/kd_loss": "KL"}
+    kl = {"train/loss": "loss", "train/kd_loss": "KL"}
     phases |= {
-        "dpo": Phase("DPO makes the teacher kind", args.dpo_steps, 15, "train/loss", pairs),
-        "student": Phase(
-            "Fine-tuning of the student", student_steps(args), 12, "train/loss", loss
+        "dpo": Phase(
+            "DPO makes the teacher kind; SFT of the student",
+            args.dpo_steps,
+            25,
+            "train/loss",
+            pairs,
         ),
         "written": Phase("Reviews by the teacher", 1, 9),
         "logits": Phase("Logits of the teacher", 1, 7),
@@ -88,8 +91,8 @@ def story(walk: Walk) -> None:
     """Run all phases; raises `JobFailed` when one of the commands fails."""
     run_dir, args = walk.run_dir, walk.args
     reviews.up_to_the_policy(walk)
-    walk.follow("dpo", dpo_job(run_dir, args.seed, args.dpo_steps))
-    walk.follow("student", student_job(run_dir, args.seed, student_steps(args)))
+    student = student_job(run_dir, args.seed, student_steps(args))
+    walk.follow("dpo", dpo_job(run_dir, args.seed, args.dpo_steps), beside=(student,))
     prompts = run_dir / "data" / "prompts_distill.jsonl"
     lines = (run_dir / "data" / "prompts_train.jsonl").read_text(encoding="utf-8").splitlines(True)
     prompts.write_text("".join(lines[:REVIEWS]), encoding="utf-8")

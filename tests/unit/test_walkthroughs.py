@@ -193,8 +193,8 @@ STORIES = {
         "gold +1.00",
     ),
     "run_distill": (
-        "[5/8] Reviews by the teacher: done",
-        "[7/8] Knowledge distillation: done",
+        "[4/7] Reviews by the teacher: done",
+        "[6/7] Knowledge distillation: done",
         "Gold score of the teacher",
         "gold -1.00",
         "gold +1.00",
