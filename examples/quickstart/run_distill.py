@@ -3,8 +3,8 @@
 """Knowledge distillation on the quickstart's reviews: `python run_distill.py` (or `make distill`),
 a few minutes on two cores.
 
-    data and tokenizer -> SFT and DPO of a tiny GPT: the teacher -> SFT of a smaller one: the
-    student -> reviews by the teacher, with its logits -> distillation -> responses -> verdict
+    data and tokenizer -> SFT of a tiny GPT -> its DPO: the teacher, beside SFT of a smaller one:
+    the student -> reviews by the teacher, with its logits -> distillation -> responses -> verdict
 
 The student has half the teacher's width and depth, and sees no pair and no score, only what the
 teacher finds probable. With `--on-policy` it learns that of its own responses, from the served

@@ -85,7 +85,7 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
 
     Raises:
         UserError: a field is missing or broken, a conversation does not end with a response, or
-            the two are the same, or respond to different prompts.
+            the two are the same, one begins with the other, or they respond to different prompts.
     """
     for field in ("chosen", "rejected"):
         if record.get(field) is None:

@@ -4,6 +4,7 @@
 conversations in the form that `model.data` asks for.
 """
 
+import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
+HEAD = 64  # characters of a response
 
 
 class RecordEncoder:
@@ -79,8 +81,8 @@ class RecordEncoder:
         if self.form is not None:
             chosen, rejected = self.form.pair(self._fixed(record))
             return chosen.tokens, rejected.tokens
-        first, second = _pair_texts(record)
-        return self.encode_text(first), self.encode_text(second)
+        prompt, first, second = _pair_texts(record)
+        return self.encode_text(prompt + first), self.encode_text(prompt + second)
 
     def pair_with_responses(self, record: Record) -> tuple[Encoded, Encoded]:
         """The tokens of both samples of such a pair, and which of them are of the response: what
@@ -127,11 +129,20 @@ class RecordEncoder:
             pair = self.pair(record)
             _check_differ(*pair)
             return max(map(len, pair))
-        texts = _pair_texts(record)
+        prompt, *responses = _pair_texts(record)
+        if self._may_be_the_same(*responses):  # encoding all pairs would take long
+            _check_differ(*self.pair(record))
+        return max(self.encode_text.length(prompt + text, limit) for text in responses)
+
+    def _may_be_the_same(self, first: str, second: str) -> bool:
+        """False only if a tokenizer keeps the texts apart."""
         fix = self.encode_text.fix_text
-        if len({_letters(fix(text) if fix else text) for text in texts}) == 1:
-            _check_differ(*self.pair(record))  # encoding all pairs would take long
-        return max(self.encode_text.length(text, limit) for text in texts)
+        if fix:
+            first, second = fix(first), fix(second)
+        # Most differ in their first words.
+        heads = [_letters(text[:HEAD]) for text in (first, second)]
+        common = min(map(len, heads))
+        return heads[0][:common] == heads[1][:common] and _letters(first) == _letters(second)
 
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
         """The text of a prompt that stays as it is; None for a conversation."""
@@ -192,8 +203,7 @@ def _check_differ(chosen: list[int], rejected: list[int]) -> None:
 
 def _letters(text: str) -> str:
     """Letters and digits without case and accents: what tokenizers keep apart."""
-    plain = unicodedata.normalize("NFKD", text).casefold()
-    return "".join(character for character in plain if character.isalnum())
+    return re.sub(r"[\W_]+", "", unicodedata.normalize("NFKD", text).casefold())
 
 
 def _common(first: list[int], second: list[int]) -> int:
@@ -233,10 +243,10 @@ def _response_text(record: Record) -> str:
     return _plain_text(record, "prompt") + _plain_text(record, "response")
 
 
-def _pair_texts(record: Record) -> tuple[str, str]:
-    """Both texts of a pair, the better one first."""
+def _pair_texts(record: Record) -> tuple[str, str, str]:
+    """What both texts of a pair begin with, and how they go on, the better one first."""
     before = "" if record.get("prompt") is None else _plain_text(record, "prompt")
     chosen, rejected = (_plain_text(record, field) for field in ("chosen", "rejected"))
     if chosen == rejected:
         raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
-    return before + chosen, before + rejected
+    return before, chosen, rejected
