@@ -20,8 +20,11 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, patience, wait_until
+from tests.processes import is_alive
 from tests.warm_start import start_python
 
 VOCAB, WIDTH = 32, 8
@@ -374,8 +377,6 @@ class CriticJob:
         return self
 
     def __exit__(self, *_):
-        import psutil
-
         self.look_around()
         for process in [
             *self._family.values(),
@@ -405,8 +406,6 @@ class CriticJob:
 
     def rank_pids(self) -> list:
         """Process ids of the ranks, in rank order."""
-        import psutil
-
         if len(self.processes) == self.ranks:
             return [process.pid for process in self.processes]
         children = psutil.Process(self.processes[0].pid).children()
@@ -418,8 +417,6 @@ class CriticJob:
         """Processes that rank 0 has started, however far down, with `name` in their names or, if
         it is a function that Python runs, in their commands.
         """
-        import psutil
-
         root = psutil.Process(self.rank_pids()[0])
         found = []
         for process in root.children(recursive=True):
@@ -430,18 +427,17 @@ class CriticJob:
 
     def look_around(self) -> None:
         """Note the processes of the job and the shared memory they have mapped."""
-        import psutil
-
         for process in self.processes:
-            try:
+            members = []
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
                 root = psutil.Process(process.pid)
-                for member in [root, *root.children(recursive=True)]:
-                    self._family[member.pid] = member
+                members = [root, *root.children(recursive=True)]
+            for member in members:
+                self._family[member.pid] = member
+                with contextlib.suppress(psutil.Error):  # it has ended since it was listed
                     for mapping in member.memory_maps():
                         if mapping.path.startswith("/dev/shm/"):
                             self._shared_memory.add(mapping.path.removesuffix(" (deleted)"))
-            except psutil.Error:
-                pass
 
     def must_exit_with(self, *codes: int, limit_s=15) -> None:
         """Fail unless the processes that were started end in time, with these exit codes."""
@@ -459,19 +455,11 @@ class CriticJob:
 
     def assert_nothing_left(self) -> None:
         """No process, no port, no shared memory, no workspace."""
-        alive = [
-            process
-            for process in self._family.values()
-            if process.is_running() and process.status() != "zombie"
-        ]
+        alive = [*filter(is_alive, self._family.values())]
         deadline = Deadline(2)  # a process that has just been told to end
         while alive and not deadline.passed():
             time.sleep(0.1)
-            alive = [
-                process
-                for process in alive
-                if process.is_running() and process.status() != "zombie"
-            ]
+            alive = [*filter(is_alive, alive)]
         assert not alive, alive
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -15,6 +15,7 @@ import psutil
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline, wait_until
+from tests.processes import is_alive
 from tests.warm_start import start_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,17 +121,10 @@ class ScriptJob:
         """
         deadline = Deadline(grace_s)
         while True:
-            alive = [p for p in self._family.values() if _is_alive(p)]
+            alive = [*filter(is_alive, self._family.values())]
             if not alive or deadline.passed():
                 return alive
             time.sleep(0.1)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def must_succeed(job: ScriptJob) -> None:

@@ -32,6 +32,7 @@ from tests.functional.jobs import (
 )
 from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
 from tests.patience import patience, wait_until
+from tests.processes import is_alive
 
 SAMPLE_S = round(patience(1))  # time limit of a sample
 pytestmark = [
@@ -147,7 +148,7 @@ def workers_of(job: ScriptJob) -> list[psutil.Process]:
 
 def all_gone(processes, limit_s: float) -> bool:
     _gone, alive = psutil.wait_procs(processes, timeout=patience(limit_s))
-    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return not any(map(is_alive, alive))
 
 
 # ---- the server alone ----

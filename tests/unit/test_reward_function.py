@@ -23,6 +23,7 @@ from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
 from tests.patience import Deadline, patience
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -74,13 +75,6 @@ def score_words(function: RewardFunction, words: list[str]) -> list[float]:
     return function.score(["p"] * len(words), words, [1] * len(words)).tolist()
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def family() -> set[psutil.Process]:
     """Keepers and workers of this process, and what they have started, that are alive.
 
@@ -90,10 +84,10 @@ def family() -> set[psutil.Process]:
     helpers = {
         helper
         for child in children
-        if alive(child) and "multiprocessing." in " ".join(child.cmdline())
+        if is_alive(child) and "multiprocessing." in " ".join(child.cmdline())
         for helper in (child, *child.children(recursive=True))
     }
-    return {child for child in children if alive(child)} - helpers
+    return {child for child in children if is_alive(child)} - helpers
 
 
 def wait_until(condition, limit_s: float = 10.0) -> bool:
@@ -471,7 +465,7 @@ def test_closing_fails_what_is_in_progress_at_once_and_leaves_nothing(tmp_path):
     thread.join(40)
     assert time.monotonic() - start < 40  # it sleeps for a minute
     assert "shutting down" in outcome[0]
-    assert wait_until(lambda: not any(map(alive, processes)))
+    assert wait_until(lambda: not any(map(is_alive, processes)))
     function.close()  # a second time does nothing
     with pytest.raises(RewardFunctionError, match="shut down"):
         score_words(function, ["x"])
@@ -495,7 +489,7 @@ function.score(["p"], ["deaf"], [1])
         assert len(workers) == 4  # and their keepers
         parent.send_signal(signal.SIGKILL)
         parent.wait(patience(10))
-        assert wait_until(lambda: not any(map(alive, workers)), 5)
+        assert wait_until(lambda: not any(map(is_alive, workers)), 5)
     finally:
         parent.kill()
         parent.wait(10)
@@ -540,7 +534,7 @@ def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
     with RewardFunction(spec, None, workers=1, timeout_s=patience(1.5), fallback=-1.0) as function:
         assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
         started = escaped(tmp_path) if how == "stay" else []
-        assert all(map(alive, started))
+        assert all(map(is_alive, started))
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
 
@@ -566,7 +560,7 @@ function.score(["p"], ["sleep"], [1])
     finally:
         server.kill()
         server.wait(10)
-    assert len(started) >= 4 and wait_until(lambda: not any(map(alive, started)), 5)
+    assert len(started) >= 4 and wait_until(lambda: not any(map(is_alive, started)), 5)
 
 
 def test_descriptors_do_not_leak(forgiving):

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.patience import Deadline, patience
+from tests.processes import is_alive
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -226,11 +227,7 @@ def scripts(tmp_path, monkeypatch):
 
 
 def children() -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.status() != "zombie"
-    ]
+    return [*filter(is_alive, psutil.Process().children(recursive=True))]
 
 
 # -------------------------------------------------------------------------------------- the walk

@@ -18,6 +18,7 @@ import pytest
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import patience, wait_until
+from tests.processes import is_alive
 from tests.warm_start import start_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -101,13 +102,6 @@ def start(tmp_path):
     for job in jobs:
         job.process.kill()
         job.process.wait(10)
-
-
-def is_alive(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def ignores(process, number):
