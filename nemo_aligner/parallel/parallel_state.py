@@ -18,6 +18,7 @@ from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.parallel.cpu_products import take_products_from_mkl
 from nemo_aligner.parallel.device import get_backend, keep_freed_memory
+from nemo_aligner.parallel.gloo_devices import share_gloo_devices
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 from nemo_aligner.parallel.rendezvous import join_on_loopback
 
@@ -54,6 +55,7 @@ def initialize(
     adapt_megatron_core()
     keep_freed_memory()
     take_products_from_mkl()
+    share_gloo_devices()
     _join_world(timeout)
     sizes = {
         "TP": tensor_model_parallel_size,
