@@ -259,7 +259,6 @@ SLIM_ROLES = {
 SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}
 SLIM_VARIANTS = (
     ("token", 1),
-    ("token", 4),
     ("token", DYNAMIC),
     ("sequence", 2),
     ("microbatch", 2),

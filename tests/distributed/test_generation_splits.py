@@ -21,11 +21,11 @@ SP2 = TP2 | {"sequence_parallel": True}
 # Architecture, split of training, `generation.reshard`.
 TWO_RANKS = {
     "llama DP2 to TP2": ("llama", {}, {"tp": 2, "pp": 1}),
-    "llama VPP2 to 1": ("llama", VPP2, "auto"),
     "lora PP2 to 1": ("lora", PP2, "auto"),
-    "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
 }
 TWO_RANKS_FULL = {
+    "llama VPP2 to 1": ("llama", VPP2, "auto"),
+    "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
     "gpt2 VPP2 to TP2": ("gpt2", VPP2, {"tp": 2, "pp": 1}),
     "gpt2 PP2 to 1": ("gpt2", PP2, "auto"),
     "gpt2 TP2 to 1": ("gpt2", TP2, {"tp": 1, "pp": 1}),

@@ -54,7 +54,9 @@ def found(world_size, address):
     return [json.loads(line.removeprefix("FOUND ")) for line in lines]
 
 
-@pytest.mark.parametrize("world_size, address", [(1, "127.0.0.1"), (2, "127.0.0.1")])
+@pytest.mark.parametrize(
+    "world_size, address", [pytest.param(1, "127.0.0.1", marks=pytest.mark.full), (2, "127.0.0.1")]
+)
 def test_ranks_of_one_machine_listen_on_loopback_alone(world_size, address):
     ranks = found(world_size, address)
     assert len(ranks) == world_size

@@ -26,7 +26,7 @@ SPLITS = {
     "TP2+SP": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "PP2": ({"pipeline_model_parallel_size": 2}, {"generation": {"reshard": "auto"}}),
 }
-CASES = [("DP2", None), ("DP2", LORA), ("TP2+SP", None), ("PP2", LORA)]
+CASES = [("DP2", None), ("TP2+SP", None), ("PP2", LORA)]
 DATA, BASE = "sft.jsonl", "base.nemo"
 NOT_COMPARED = ("step_time", "generate", "ref_policy_logprobs_time")
 

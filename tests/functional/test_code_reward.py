@@ -432,6 +432,7 @@ def test_the_next_start_removes_what_a_killed_server_left(
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.full  # test_fleet.py has those that come back
 def test_a_server_that_was_stopped_and_continued_gets_requests_again(
     tmp_path, tiny_tokenizer, tiny_tokenizer_dir, monkeypatch
 ):

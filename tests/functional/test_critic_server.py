@@ -810,11 +810,12 @@ def kill_starting_triton(job, times):
 
         wait_until(starting, 120, job.log, 0.05)
         job.look_around()
-        (process,) = starting()
+        process = starting()[0]  # a second one is a fork of it that is to be a stub
         killed.add(process.pid)
         process.kill()
 
 
+@pytest.mark.full  # below, one that ends
 def test_a_triton_that_loses_a_stub_while_it_starts_is_started_again():
     """Triton alone would wait for the stub without end."""
     with CriticJob() as job:
@@ -839,6 +840,7 @@ def test_a_triton_that_ends_while_it_starts_is_started_again():
         job.assert_nothing_left()
 
 
+@pytest.mark.full  # above, one that ends
 def test_a_triton_that_hangs_while_it_starts_is_started_again():
     with CriticJob(start_s=[patience(10.0), 120.0]) as job:
         wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.02)
@@ -867,8 +869,9 @@ def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
     "process, named",
     [
         ("triton_python", "Triton's process for critic_"),
-        ("tritonserver", "Triton ended"),
-        ("spawn_main", "Triton's process for critic_"),  # it holds the tensors of an endpoint
+        pytest.param("tritonserver", "Triton ended", marks=pytest.mark.full),
+        # It holds the tensors of an endpoint.
+        pytest.param("spawn_main", "Triton's process for critic_", marks=pytest.mark.full),
     ],
 )
 def test_a_job_whose_triton_is_killed_ends_with_one_message(process, named):

@@ -196,6 +196,7 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
         client.close()
 
 
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
 def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, lines, monkeypatch):
     """Only the Python process is killed: Triton then keeps the connections open, silently, for ten
     seconds.
@@ -217,6 +218,7 @@ def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, line
         client.close()
 
 
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
 def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
     """All processes are stopped: connections stand and are even accepted, but probes get no
     answer.
@@ -247,6 +249,7 @@ def test_a_machine_that_falls_silent_and_is_restarted(pair, lines, monkeypatch):
         client.close()
 
 
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
 def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
     """Only the Python process is stopped: probes are answered, the request's time limit passes."""
     a, b = pair

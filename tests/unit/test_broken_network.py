@@ -131,6 +131,15 @@ def serve(request):
     return request.param
 
 
+# Where the test waits long, and the client decides.
+asgi_alone = pytest.mark.parametrize(
+    "serve",
+    [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi],
+    ids=FRONTENDS,
+    indirect=True,
+)
+
+
 class Client:
     """A client of both endpoints that holds the lease."""
 
@@ -198,6 +207,7 @@ def test_an_update_without_an_id_is_not_sent_again(serve, triton):
     assert triton.got == ["critic_train"]
 
 
+@asgi_alone
 def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     triton.works_s = 3 * exchange.SILENCE_S
     with serve(triton) as server, Client(server.address[1]) as client:
@@ -205,6 +215,7 @@ def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     assert triton.got == ["critic_train"]
 
 
+@asgi_alone
 def test_signs_of_life_do_not_stretch_the_time_limit(serve, triton):
     triton.works_s = patience(8)
     with serve(triton) as server, Client(server.address[1], 1.5) as client:

@@ -140,7 +140,7 @@ def test_slow_work_goes_on(start, what):
     wait_until(lambda: not any(map(is_alive, watcher)), 10, lambda: "its end")
 
 
-@pytest.mark.parametrize("what", ["hangs", "waits"])
+@pytest.mark.parametrize("what", ["hangs", pytest.param("waits", marks=pytest.mark.full)])
 def test_a_main_thread_that_hangs_ends_the_job(start, what, tmp_path):
     code, err = start(what).ended()
     assert code == ExitCode.LOST_PEER, err
