@@ -23,7 +23,9 @@ _devices: dict[tuple[int, str | None], list[Any]] = {}
 class _GroupOnSharedDevices(_PyTorchsGroup):
     """A gloo group on the devices that PyTorch has chosen for the first one of this process."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
         key = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")
         if key not in _devices:
             super().__init__(store, rank, size, timeout=timeout)

@@ -144,7 +144,7 @@ SPLITS = {
         _sizes(),
         ALL,
         slim=True,
-        slim_roles=("critic of a language model", "dpo", "kto", "steerlm2"),
+        slim_roles=("reward model", "critic of a language model", "dpo", "kto", "steerlm2"),
     ),
     "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
     "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
@@ -253,7 +253,7 @@ KD_LOSSES = {
 # most likely to be wrong (`Split.slim_roles`); test_experts.py has the experts.
 SLIM_ROLES = {
     "gpt2": ("actor",),
-    "llama": ("actor", "critic", "reward model"),
+    "llama": ("actor", "critic"),
     "lora": ("actor",),
 }
 SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}

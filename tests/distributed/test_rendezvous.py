@@ -4,13 +4,13 @@
 
 import json
 import os
-import subprocess
-import sys
+import re
 
 import pytest
 
 from nemo_aligner.servers.ports import find_free_port
 from tests.patience import patience
+from tests.warm_start import start_python
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,35 +30,33 @@ dist.barrier()
 """
 
 
-def found(world_size, address):
+def found(folder, world_size, address):
     """Of each rank: the sum of ones, and the addresses on which it listens."""
-    port = str(find_free_port())
+    (folder / "rank.py").write_text(RANK)
+    job = {"MASTER_ADDR": address, "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env=os.environ
-            | {"MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            | {"RANK": str(rank), "WORLD_SIZE": str(world_size)},
-            stdout=subprocess.PIPE,
-            text=True,
+        start_python(
+            [folder / "rank.py"],
+            os.environ | job | {"RANK": str(rank), "WORLD_SIZE": str(world_size)},
+            folder,
+            log,
         )
-        for rank in range(world_size)
+        for rank, log in enumerate(logs)
     ]
     try:
-        outputs = [process.communicate(timeout=patience(120))[0] for process in processes]
+        for process, log in zip(processes, logs, strict=True):
+            assert process.wait(patience(120)) == 0, log.read_text()
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    lines = [line for text in outputs for line in text.splitlines() if line.startswith("FOUND")]
-    return [json.loads(line.removeprefix("FOUND ")) for line in lines]
+    return [json.loads(re.search("^FOUND (.*)$", log.read_text(), re.M)[1]) for log in logs]
 
 
-@pytest.mark.parametrize(
-    "world_size, address", [pytest.param(1, "127.0.0.1", marks=pytest.mark.full), (2, "127.0.0.1")]
-)
-def test_ranks_of_one_machine_listen_on_loopback_alone(world_size, address):
-    ranks = found(world_size, address)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_of_one_machine_listen_on_loopback_alone(world_size, tmp_path):
+    ranks = found(tmp_path, world_size, "127.0.0.1")
     assert len(ranks) == world_size
     for total, listening in ranks:
         assert total == world_size and listening == ["127.0.0.1"]

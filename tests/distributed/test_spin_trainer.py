@@ -22,11 +22,10 @@ from tests.spin_jobs import (
 )
 
 SPLITS = {
-    "DP2": ({}, {}),
     "TP2+SP": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "PP2": ({"pipeline_model_parallel_size": 2}, {"generation": {"reshard": "auto"}}),
 }
-CASES = [("DP2", None), ("TP2+SP", None), ("PP2", LORA)]
+CASES = [("TP2+SP", None), ("PP2", LORA)]
 DATA, BASE = "sft.jsonl", "base.nemo"
 NOT_COMPARED = ("step_time", "generate", "ref_policy_logprobs_time")
 

@@ -392,6 +392,7 @@ def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokeniz
         assert not thread.is_alive()
 
 
+@pytest.mark.full  # tests/unit/test_leftovers.py
 def test_the_next_start_removes_what_a_killed_server_left(
     tmp_path, tiny_tokenizer, tiny_tokenizer_dir
 ):

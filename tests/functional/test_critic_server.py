@@ -333,7 +333,7 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
     assert_serving(Raw(job), mirror)
 
 
-@each_frontend
+@asgi_frontend
 def test_a_bad_request_fails_alone(frontend):
     """Although Triton hands it over together with good ones."""
     model = build_model()
@@ -639,11 +639,12 @@ def test_two_data_parallel_ranks_under_torchrun(frontend):
         job.assert_nothing_left()
 
 
-def test_sigterm_waits_for_a_save():
+@asgi_frontend
+def test_sigterm_waits_for_a_save(frontend):
     """Longer than for other operations; and the client gets its reply. SIGUSR1 to the server and
     all of its processes, as a scheduler sends it to actor and critic, changes nothing.
     """
-    with CriticJob(ranks=2, save_s=7.0) as job:
+    with CriticJob(ranks=2, save_s=7.0, server={"frontend": frontend}) as job:
         errors, thread = save_in_background(job)
         for pid in job.rank_pids():
             os.killpg(pid, signal.SIGUSR1)
@@ -655,8 +656,9 @@ def test_sigterm_waits_for_a_save():
         job.assert_nothing_left()
 
 
-def test_a_save_that_is_abandoned_is_no_success():
-    with CriticJob(save_s=60.0, save_grace_s=1.0) as job:
+@asgi_frontend
+def test_a_save_that_is_abandoned_is_no_success(frontend):
+    with CriticJob(save_s=60.0, save_grace_s=1.0, server={"frontend": frontend}) as job:
         errors, thread = save_in_background(job)
         job.signal_rank(0)
         job.must_exit_with(ExitCode.PRE_EMPTED)
@@ -762,7 +764,7 @@ def test_a_rank_that_fails_alone_ends_the_job_and_tells_the_client(frontend):
         job.assert_nothing_left()
 
 
-@each_frontend
+@asgi_frontend
 def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
     """The update fails, and so does the scoring request that waits for it: nothing is sent to a
     server that may have come back with other weights.
@@ -830,6 +832,7 @@ def test_a_triton_that_loses_a_stub_while_it_starts_is_started_again():
         job.assert_nothing_left()
 
 
+@pytest.mark.full  # below, one that ends in each of its starts
 def test_a_triton_that_ends_while_it_starts_is_started_again():
     with CriticJob() as job:
         kill_starting_triton(job, 1)

@@ -7,8 +7,6 @@ tests/distributed/test_checkpoint_damage.py; whole jobs: tests/functional/.)
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from nemo_aligner.checkpoint.checksums import read_manifest
 from nemo_aligner.core.errors import ConfigError
 from tests.patience import patience
 from tests.unit.test_checkpoint_forms import step, training
+from tests.warm_start import start_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -116,6 +115,7 @@ import os, signal, sys, threading
 from nemo_aligner.checkpoint import checksums
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from tests.unit.test_checkpoint_forms import step, training
+from tests.warm_start import start_python
 
 folder, tokenizer = sys.argv[1:]
 job = training(tokenizer, 32, "adamw")
@@ -136,14 +136,10 @@ callback.finish_save()
 
 
 def test_death_while_it_is_written_leaves_the_one_before(tiny_tokenizer_dir, tmp_path):
-    job = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), tiny_tokenizer_dir],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
-    assert job.returncode == -signal.SIGKILL, job.stderr[-3000:]
+    script, log = tmp_path / "killed.py", tmp_path / "killed.log"
+    script.write_text(KILLED)
+    job = start_python([script, tmp_path, tiny_tokenizer_dir], os.environ, ROOT, log)
+    assert job.wait(patience(120)) == -signal.SIGKILL, log.read_text()[-3000:]
     assert (tmp_path / "checkpoints/checkpoint-step=2.writing").is_dir()
     resumed = training(tiny_tokenizer_dir, 32, "adamw")
     callback = CheckpointCallback(tmp_path, *resumed, name="rm", async_save=True)

@@ -4,7 +4,7 @@
 the layers use them, and the optimizer is the fused one.
 """
 
-import subprocess
+import os
 import sys
 
 import pytest
@@ -16,7 +16,9 @@ from megatron.core.transformer.mlp import MLP
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_layers import RMSNorm
 from nemo_aligner.parallel.cpu_operations import SwiGLUMLP, apply_rotary, rms_norm, swiglu
+from tests.patience import patience
 from tests.tiny_models import tiny_config
+from tests.warm_start import start_python
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -125,16 +127,14 @@ print([faults() for _ in range(16)][-1])
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_freed_memory_is_used_again(monkeypatch):
+def test_freed_memory_is_used_again(monkeypatch, tmp_path):
     def faults():
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", FAULTS],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return int(done.stdout.split()[-1])
+        job = start_python([script], os.environ, tmp_path, log)
+        assert job.wait(patience(60)) == 0, log.read_text()
+        return int(log.read_text().split()[-1])
 
+    script, log = tmp_path / "faults.py", tmp_path / "faults.log"
+    script.write_text(FAULTS)
     assert faults() < 1000
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")  # a user's choice
     assert faults() > 10000
