@@ -3,8 +3,8 @@
 """One gloo device for all process groups of a process.
 
 PyTorch opens a device for every group. Each has a thread that wakes a hundred times a second for
-as long as the group lives, with or without messages. Megatron Core makes about forty groups, on a
-job of one rank too: 4,000 wake-ups a second, 6 % of a core of a virtual machine. Gloo's devices
+as long as the group lives, with or without messages. Megatron Core makes about twenty groups, in a
+job of one rank too: 2,000 wake-ups a second, 3 % of a core of a virtual machine. Gloo's devices
 are made to be shared, but PyTorch has no setting for it.
 """
 
