@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One gloo device for all process groups of a process.
+"""One gloo device for the process groups of a process.
 
 PyTorch opens a device for every group. Each has a thread that wakes a hundred times a second for
 as long as the group lives, with or without messages. Megatron Core makes about twenty groups, in a
@@ -8,35 +8,50 @@ job of one rank too: 2,000 wake-ups a second, 3 % of a core of a virtual machine
 are made to be shared, but PyTorch has no setting for it.
 """
 
+import functools
 import os
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import Store, distributed_c10d, is_gloo_available
 
-_PyTorchsGroup: type[Any] = distributed_c10d.ProcessGroupGloo
 # By process, since threads do not live on in a fork, and by the interfaces that PyTorch was given.
-# None is ever removed: a fork that freed a device would wait for its thread.
+# None is removed: a fork that freed a device of its parent would wait for a thread it has not.
 _devices: dict[tuple[int, str | None], list[Any]] = {}
-
-
-class _GroupOnSharedDevices(_PyTorchsGroup):
-    """A gloo group on the devices that PyTorch has chosen for the first one of this process."""
-
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
-    ) -> None:
-        key = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")
-        if key not in _devices:
-            super().__init__(store, rank, size, timeout=timeout)
-            _devices[key] = self.options._devices
-            return
-        options = _PyTorchsGroup._Options()
-        options._devices, options._timeout = _devices[key], timeout
-        options._threads = 2 * len(_devices[key])  # as PyTorch has it
-        super().__init__(store, rank, size, options)
+# With these gloo needs a device for each group: pairs are numbered by rank, or a group that ends
+# shuts its device down.
+_OWN_DEVICES = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 
 
 def share_gloo_devices() -> None:
-    """Let the gloo groups that `torch.distributed` creates from now on share their devices."""
-    distributed_c10d.ProcessGroupGloo = _GroupOnSharedDevices  # type: ignore[misc]
+    """Let the gloo groups that this process creates from now on share the devices of its first.
+
+    It replaces `ProcessGroupGloo.__init__`, once. A process should end when the creation of a
+    group has failed: a rank that comes late then finds the device still open.
+    """
+    if not is_gloo_available():
+        return
+    group = distributed_c10d.ProcessGroupGloo
+    create: Any = group.__init__
+    if hasattr(create, "__wrapped__"):
+        return
+
+    @functools.wraps(create)
+    def create_on_shared_devices(
+        self: Any, store: Store, rank: int, size: int, *args: Any, **kwargs: Any
+    ) -> None:
+        # As `torch.distributed` calls it; any other call chooses its devices itself.
+        is_default = not args and kwargs.keys() == {"timeout"}
+        if not is_default or any(name in os.environ for name in _OWN_DEVICES):
+            create(self, store, rank, size, *args, **kwargs)
+            return
+        key = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")
+        if key not in _devices:
+            create(self, store, rank, size, **kwargs)
+            _devices[key] = self.options._devices
+            return
+        options: Any = group._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = _devices[key], kwargs["timeout"]
+        options._threads = 2 * len(_devices[key])  # as PyTorch has it
+        create(self, store, rank, size, options)
+
+    group.__init__ = create_on_shared_devices  # type: ignore[method-assign]

@@ -43,7 +43,8 @@ def initialize(
     seed: int = 1234,
     timeout: timedelta = timedelta(minutes=30),
 ) -> None:
-    """Adapt Megatron Core, create its process groups and seed its random-number tracker.
+    """Adapt Megatron Core and PyTorch, create the process groups and seed Megatron Core's
+    random-number tracker.
 
     Every rank calls it once, before it builds a model. A process without `torch.distributed`
     becomes a world of its own (size 1, through an in-process store: no port).
