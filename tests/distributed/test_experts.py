@@ -59,7 +59,8 @@ CASES = {
     "DP2, auxiliary losses": ("llama", {}, BALANCED),
     "TP2, sequence parallel, auxiliary losses": ("llama", TP2, BALANCED),
 }
-# Those of `make test`; each one of the others differs from one of them in one thing.
+# Those of `make test`. Each one of the others differs from one of them in one thing, but for
+# "EP2, biases", whose model and eps are others.
 SLIM = [
     "EP2",
     "EP2, unsharded optimizer",
@@ -379,12 +380,12 @@ def one_rank_updates(folder):
     """`updates_on_one_rank(name)` of a case; computed once."""
 
     @cache
-    def compute(architecture, other):
-        return updates(folder, architecture, {}, OmegaConf.create(other))
+    def compute(architecture, keys):
+        return updates(folder, architecture, {}, OmegaConf.create(keys))
 
     def updates_on_one_rank(name):
         architecture, _, other = CASES[name]
-        return compute(architecture, json.dumps(other))
+        return compute(architecture, json.dumps(other))  # a dict is no key of the cache
 
     return updates_on_one_rank
 

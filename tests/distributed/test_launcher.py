@@ -118,7 +118,7 @@ def test_limit_kills_ranks_and_their_children(tmp_path, impatient):
     _wait_for_the_end_of(tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.full  # how it says so; above, that it strikes
 def test_limit_names_the_last_sign_of_life_and_shows_stacks(impatient):
     with pytest.raises(TimeoutError) as caught:
         run_ranks(_one_hangs_while_the_other_waits, 2, 3)
@@ -135,7 +135,7 @@ def test_slow_ranks_that_report_progress_are_left_alone():
     assert run_ranks(_work_longer_than_the_limit, 2, 2) == [0, 1]
 
 
-@pytest.mark.full
+@pytest.mark.full  # of the tests themselves alone
 def test_ranks_end_with_a_test_run_that_is_killed(tmp_path):
     program = (
         "from tests import warm_start\n"

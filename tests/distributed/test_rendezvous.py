@@ -30,10 +30,11 @@ dist.barrier()
 """
 
 
-def found(folder, world_size, address):
+def found(folder, world_size):
     """Of each rank: the sum of ones, and the addresses on which it listens."""
     (folder / "rank.py").write_text(RANK)
-    job = {"MASTER_ADDR": address, "MASTER_PORT": str(find_free_port()), "OMP_NUM_THREADS": "1"}
+    port = str(find_free_port())
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     processes = [
         start_python(
@@ -56,7 +57,7 @@ def found(folder, world_size, address):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_of_one_machine_listen_on_loopback_alone(world_size, tmp_path):
-    ranks = found(tmp_path, world_size, "127.0.0.1")
+    ranks = found(tmp_path, world_size)
     assert len(ranks) == world_size
     for total, listening in ranks:
         assert total == world_size and listening == ["127.0.0.1"]

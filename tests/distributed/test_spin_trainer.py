@@ -22,10 +22,12 @@ from tests.spin_jobs import (
 )
 
 SPLITS = {
+    "DP2": ({}, {}),
     "TP2+SP": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "PP2": ({"pipeline_model_parallel_size": 2}, {"generation": {"reshard": "auto"}}),
 }
 CASES = [("TP2+SP", None), ("PP2", LORA)]
+OTHERS = [("DP2", None), ("DP2", LORA)]
 DATA, BASE = "sft.jsonl", "base.nemo"
 NOT_COMPARED = ("step_time", "generate", "ref_policy_logprobs_time")
 
@@ -57,9 +59,9 @@ def run_job(tokenizer_dir, folder, split, spin, peft):
     return metrics, responses, gathered(model)
 
 
-def run_on_this_rank(tokenizer_dir, folder):
+def run_on_this_rank(tokenizer_dir, folder, cases):
     results = []
-    for split, peft in CASES:
+    for split, peft in cases:
         results.append(run_job(tokenizer_dir, folder, *SPLITS[split], peft))
         destroy_model_parallel()
     return results
@@ -74,14 +76,23 @@ def expected_on_one_rank(tokenizer_dir, folder):
 
 
 @pytest.mark.timeout(450)
-def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path):
+@pytest.mark.parametrize(
+    "cases",
+    [
+        CASES,
+        # test_sft_rm_scripts.py has two data-parallel ranks that resume in `make test`.
+        pytest.param(OTHERS, marks=pytest.mark.full),
+    ],
+    ids=["model-parallel", "data-parallel"],
+)
+def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path, cases):
     write(tmp_path / DATA, records())
     # The initial weights of a new model depend on the split.
     tiny_model(tiny_tokenizer_dir).save_to(str(tmp_path / BASE))
     expected = expected_on_one_rank(tiny_tokenizer_dir, tmp_path)
     parallel_state.destroy()
-    found = run_ranks(run_on_this_rank, 2, 120, tiny_tokenizer_dir, tmp_path)
-    for number, (split, peft) in enumerate(CASES):
+    found = run_ranks(run_on_this_rank, 2, 120, tiny_tokenizer_dir, tmp_path, cases)
+    for number, (split, peft) in enumerate(cases):
         one, two = expected[peft is not None], [rank[number] for rank in found]
         assert len(one[0]) == len(one[1]) == STEPS
         for metrics, responses, _ in two:

@@ -392,7 +392,7 @@ def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokeniz
         assert not thread.is_alive()
 
 
-@pytest.mark.full  # tests/unit/test_leftovers.py
+@pytest.mark.full  # tests/unit/test_leftovers.py has it without Triton
 def test_the_next_start_removes_what_a_killed_server_left(
     tmp_path, tiny_tokenizer, tiny_tokenizer_dir
 ):
@@ -433,7 +433,7 @@ def test_the_next_start_removes_what_a_killed_server_left(
             path.unlink(missing_ok=True)
 
 
-@pytest.mark.full  # test_fleet.py has those that come back
+@pytest.mark.full  # tests/unit/test_fleet.py has the client alone
 def test_a_server_that_was_stopped_and_continued_gets_requests_again(
     tmp_path, tiny_tokenizer, tiny_tokenizer_dir, monkeypatch
 ):

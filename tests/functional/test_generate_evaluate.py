@@ -57,7 +57,7 @@ def folder(tiny_tokenizer_dir, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.full  # tests/distributed/test_generate.py
+@pytest.mark.full  # tests/unit/test_generate.py has conversations on one rank
 @pytest.mark.timeout(300)
 def test_a_conversation_with_two_ranks(folder):
     """Rank 0 alone reads and prints; a prompt that is too long is refused by both."""

@@ -468,7 +468,7 @@ def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, t
                 assert read_metrics(tmp_path / side, name) == expected, name
 
 
-@pytest.mark.full  # tests/unit/test_full_disk.py
+@pytest.mark.full  # test_critic_server.py and tests/unit/test_full_disk.py have each side alone
 @each_way_to_save
 def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch, extra):
     """The disk is full when the critic saves step 2: the actor ends with one message, the critic

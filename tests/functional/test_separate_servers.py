@@ -69,7 +69,7 @@ def test_separate_servers_give_the_numbers_of_one(
         assert len(expected) >= 3 and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
 
 
-@pytest.mark.full  # test_fleet.py has them in `make test`
+@pytest.mark.full  # test_ppo_job.py has a wrong port of the critic
 def test_the_reward_models_port_counts(inputs, tmp_path):  # noqa: F811
     """The critic alone answers, at its port; nobody does at
     `remote_critic_rm.reward_model.port`.

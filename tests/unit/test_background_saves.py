@@ -115,7 +115,6 @@ import os, signal, sys, threading
 from nemo_aligner.checkpoint import checksums
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from tests.unit.test_checkpoint_forms import step, training
-from tests.warm_start import start_python
 
 folder, tokenizer = sys.argv[1:]
 job = training(tokenizer, 32, "adamw")
@@ -138,7 +137,8 @@ callback.finish_save()
 def test_death_while_it_is_written_leaves_the_one_before(tiny_tokenizer_dir, tmp_path):
     script, log = tmp_path / "killed.py", tmp_path / "killed.log"
     script.write_text(KILLED)
-    job = start_python([script, tmp_path, tiny_tokenizer_dir], os.environ, ROOT, log)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    job = start_python([script, tmp_path, tiny_tokenizer_dir], environment, ROOT, log)
     assert job.wait(patience(120)) == -signal.SIGKILL, log.read_text()[-3000:]
     assert (tmp_path / "checkpoints/checkpoint-step=2.writing").is_dir()
     resumed = training(tiny_tokenizer_dir, 32, "adamw")

@@ -131,7 +131,7 @@ def serve(request):
     return request.param
 
 
-# Where the test waits long, and the client decides.
+# The client decides, and the test waits long.
 asgi_alone = pytest.mark.parametrize(
     "serve",
     [pytest.param(serve_triton, marks=pytest.mark.full), serve_asgi],
@@ -207,7 +207,6 @@ def test_an_update_without_an_id_is_not_sent_again(serve, triton):
     assert triton.got == ["critic_train"]
 
 
-@asgi_alone
 def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     triton.works_s = 3 * exchange.SILENCE_S
     with serve(triton) as server, Client(server.address[1]) as client:

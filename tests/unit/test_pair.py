@@ -101,6 +101,7 @@ def assert_same_bits(pair, whole):
 
 @pytest.mark.parametrize(
     "mark",
+    # In `make test` a save of the critic and one of the actor.
     [pytest.param(n, marks=[pytest.mark.full] * (n not in (2, 5))) for n in range(2, 8)],
     ids=lambda n: f"at mark {n}",
 )

@@ -650,7 +650,7 @@ def test_a_student_generates_only_if_some_responses_are_its_own(model_file):
     assert workload(STUDENT, path, f"{key}=0.5", f"{together}=9", *rest).rollout_samples == 8
 
 
-@pytest.mark.full
+@pytest.mark.full  # the other jobs' passes are planned by the same code
 def test_steerlm2_is_planned_as_its_script_starts(model_file, capsys):
     path = model_file()
     (job,) = plan(capsys, path, *MACHINE, "--job", "steerlm2")["jobs"]

@@ -64,7 +64,7 @@ def test_what_hydra_refuses_is_an_error_of_the_user(argument):
     assert "HYDRA_FULL_ERROR" in ended.stderr
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # the scripts are alike: every fourth in `make test`
     "script",
     [pytest.param(path, marks=[pytest.mark.full] * (n % 4 > 0)) for n, path in enumerate(SCRIPTS)],
     ids=lambda path: path.stem,

@@ -5,8 +5,10 @@
 Scripts of a few lines take the place of the project's own, which have their own tests.
 """
 
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,8 +205,22 @@ STORIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def data_of(tmp_path_factory):
+    """`data_of(seed)`: folder of the data that walks with the seed make."""
+    really_make = make_data.make_data
+
+    @functools.cache
+    def make(seed):
+        folder = tmp_path_factory.mktemp("data")
+        really_make(folder, seed)
+        return folder
+
+    return make
+
+
 @pytest.fixture
-def scripts(tmp_path, monkeypatch):
+def scripts(tmp_path, monkeypatch, data_of):
     """Folder of stand-ins for the project's scripts; returns a function that replaces one of
     them.
     """
@@ -219,6 +235,8 @@ def scripts(tmp_path, monkeypatch):
         for name in names:
             replace(name, code)
     replace.folder = folder
+    copy = functools.partial(shutil.copytree, dirs_exist_ok=True)
+    monkeypatch.setattr(make_data, "make_data", lambda out, seed: copy(data_of(seed), out))
     monkeypatch.setattr(commands, "SCRIPTS", folder)
     replace("../synthetic_data_gen/compute_topk_logits.py", FAKE_LOGITS)
     replace("generate.py", FAKE_GENERATOR)
