@@ -143,6 +143,13 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "every gloo group opens a device of its own",
+        "parallel/gloo_devices.py",
+        "if key not in _devices:",
+        "if rank >= 0:",
+        (f"{DISTRIBUTED}test_gloo_devices.py",),
+    ),
+    Mutant(
         "a packed weight loses its bias",
         "parallel/cpu_products.py",
         "product(x, packed, bias, *_NO_ACTIVATION)",
