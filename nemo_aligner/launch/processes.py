@@ -28,6 +28,7 @@ from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
+from nemo_aligner.parallel.gloo_devices import share_gloo_devices
 from nemo_aligner.parallel.rendezvous import join_on_loopback
 from nemo_aligner.servers.ports import find_free_port
 
@@ -191,6 +192,7 @@ def launch_processes(trainer: Trainer | None) -> None:
             for name in others:
                 del os.environ[name]
         endings.adopt(getattr(strategy.launcher, "procs", []))
+    share_gloo_devices()
     if isinstance(strategy, DDPStrategy):
         _join_on_loopback(strategy)
     strategy.setup_environment()  # joins the other ranks unless this process has

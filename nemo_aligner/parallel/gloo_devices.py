@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import Store, distributed_c10d, is_gloo_available
 
 # By process, since threads do not live on in a fork, and by the interfaces that PyTorch was given.
-# None is removed: a fork that freed a device of its parent would wait for a thread it has not.
+# None is removed: a fork that freed a device of its parent would wait for the parent's thread.
 _devices: dict[tuple[int, str | None], list[Any]] = {}
 # With these gloo needs a device for each group: pairs are numbered by rank, or a group that ends
 # shuts its device down.
@@ -25,8 +25,9 @@ _OWN_DEVICES = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 def share_gloo_devices() -> None:
     """Let the gloo groups that this process creates from now on share the devices of its first.
 
-    It replaces `ProcessGroupGloo.__init__`, once. A process should end when the creation of a
-    group has failed: a rank that comes late then finds the device still open.
+    It replaces `ProcessGroupGloo.__init__`; a second call changes nothing. A process whose group
+    could not be created, because a rank did not come in time, should end: the device stays open,
+    and the rank may still connect to it.
     """
     if not is_gloo_available():
         return

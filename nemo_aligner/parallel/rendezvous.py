@@ -15,8 +15,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from nemo_aligner.parallel.gloo_devices import share_gloo_devices
-
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -39,7 +37,6 @@ def join_on_loopback(
     if sys.platform == "linux":
         # Gloo would listen on the address of this machine's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    share_gloo_devices()
     store: dist.Store = dist.HashStore()
     if world_size > 1:
         listening = None

@@ -868,8 +868,8 @@ def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
 
 
 @pytest.mark.parametrize(
-    "process, named",  # however it ends, the job's message is the same
-    [
+    "process, named",
+    [  # one in `make test`: the server looks at all of them in the same way
         ("triton_python", "Triton's process for critic_"),
         pytest.param("tritonserver", "Triton ended", marks=pytest.mark.full),
         # It holds the tensors of an endpoint.
