@@ -109,6 +109,28 @@ def tiny_tokenizer(tiny_tokenizer_dir):
 
 
 @pytest.fixture(scope="session")
+def bos_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
+    """`tiny_tokenizer_dir` with a bos token, which its own post-processor puts before a text, as
+    those of Llama and Gemma do.
+    """
+    from tokenizers import Tokenizer, processors
+
+    folder = tmp_path_factory.mktemp("bos") / "tokenizer"
+    shutil.copytree(tiny_tokenizer_dir, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A",
+        pair="<s> $A <s> $B",
+        special_tokens=[("<s>", tokenizer.token_to_id("<s>"))],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<s>"}))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
 def reversed_tokenizer_dir(tiny_tokenizer_dir, tmp_path_factory) -> str:
     """`tiny_tokenizer_dir` with all ids in reverse order except eos: same size, other decoding."""
     folder = tmp_path_factory.mktemp("reversed") / "tokenizer"

@@ -236,7 +236,8 @@ def _of_trt_llm(kind: str) -> dict[str, Inert]:
 
 def _of_sampling(kind: str) -> dict[str, Inert]:
     """Keys of sampling in an actor that have no part in it."""
-    prompts = "prompts are tokenized as they stand, by the data set"
+    data = "model.data.train_ds" if kind == "spin" else "model.data"
+    prompts = f"the data set tokenizes prompts; use {data}.add_bos"
     passes = "log-probabilities come from their own pass"
     section = f"model.{kind}.sampling_params"
     return _inert(section, "add_BOS", prompts, False) | _inert(

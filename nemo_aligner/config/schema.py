@@ -128,7 +128,7 @@ _DATA = (
     dotted(
         "model.data",
         """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
-    apply_ftfy append_eod columns index_mapping_dir""",
+    apply_ftfy add_bos append_eod columns index_mapping_dir""",
     )
     | _CHAT
 )
@@ -510,7 +510,7 @@ FLAGS = (
         reinforce.trt_llm.enable reinforce.trt_llm.reshard spin.preference_average_log_probs
         spin.offload_adam_states spin.sampling_params.use_greedy""",
     )
-    | dotted("model.data", "validation_drop_last apply_ftfy append_eod chat")
+    | dotted("model.data", "validation_drop_last apply_ftfy add_bos append_eod chat")
     | {
         f"model.data.{split}.{key}"
         for split in ("train_ds", "validation_ds", "test_ds")
@@ -521,7 +521,10 @@ FLAGS = (
 )
 
 # Flags for which null has a meaning of its own (conf/model_fallbacks.yaml).
-NULLABLE_FLAGS = {"model.use_cpu_initialization"}
+_BOS = {"model.data.add_bos", "sampling_params.add_BOS", "data.data.add_bos"} | {
+    f"model.data.{split}.add_bos" for split in ("train_ds", "validation_ds", "test_ds")
+}
+NULLABLE_FLAGS = {"model.use_cpu_initialization"} | _BOS
 
 # Keys that must not be null: null would not mean "off" or "as in the checkpoint" there. Flags need
 # no line here.

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from nemo_aligner.core.errors import UserError
+
 
 class Tokenizer(Protocol):
     """A tokenizer of NeMo: Hugging Face, SentencePiece or byte-level."""
@@ -27,6 +29,38 @@ class Tokenizer(Protocol):
 
     def ids_to_text(self, ids: list[int], **options: Any) -> str:
         """Decode ids; the options depend on the kind of tokenizer."""
+
+
+def adds_bos(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer itself begins a text with its bos token. Only those of Hugging Face
+    do; SentencePiece's models and NeMo's others leave it to the caller.
+    """
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    if not hasattr(inner, "all_special_ids") or tokenizer.bos_id is None:
+        return False
+    return list(inner("a")["input_ids"])[:1] == [tokenizer.bos_id]
+
+
+def begins_with_bos(tokenizer: Tokenizer, asked: bool | None, key: str = "add_bos") -> bool:
+    """Whether plain texts begin with the bos token.
+
+    Args:
+        asked: value of the key; None: as the tokenizer itself does it.
+        key: for the message.
+
+    Raises:
+        UserError: it is asked for, and the tokenizer has none.
+    """
+    if asked and tokenizer.bos_id is None:
+        raise UserError(f"{key}=True, but the tokenizer has no bos token; set it to null.")
+    return adds_bos(tokenizer) if asked is None else bool(asked)
+
+
+def text_tokens(tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
+    """The tokens of a plain text; with `add_bos` they begin with bos, once."""
+    ids = tokenizer.text_to_ids(text)
+    bos = tokenizer.bos_id if add_bos else None
+    return list(ids) if bos is None or list(ids[:1]) == [bos] else [bos, *ids]
 
 
 def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
-from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.core.tokenizer import response_text, text_tokens
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm, plain_tokens
+from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generate.responses import Response, read_prompts, write_responses
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
@@ -108,7 +108,7 @@ def tokenize(
             for prompt in prompts
         ]
     else:
-        tokens = [plain_tokens(policy.tokenizer, prompt, policy.add_bos) for prompt in prompts]
+        tokens = [text_tokens(policy.tokenizer, prompt, policy.add_bos) for prompt in prompts]
     empty = [number for number, ids in enumerate(tokens, start=1) if not ids]
     if empty:
         raise UserError(f"{source}: prompt {empty[0]} has no tokens; remove it.")

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.nemo_archive import check_restore_path
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
 from nemo_aligner.generate.settings import RESTORE_KEY
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import (
@@ -42,7 +42,7 @@ class Policy:
     Attributes:
         path: of its weights.
         params: how it generates; with log-probs.
-        add_bos: put the bos token before each prompt.
+        add_bos: plain prompts begin with the bos token.
         responses_per_prompt, micro_batch_size, seed: as in `conf/generate.yaml`.
         group: joins all ranks of the job.
     """
@@ -96,7 +96,9 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
             model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length
         ),
         params=params,
-        add_bos=cfg.sampling_params.add_BOS,
+        add_bos=begins_with_bos(
+            model.tokenizer, cfg.sampling_params.add_BOS, "sampling_params.add_BOS"
+        ),
         responses_per_prompt=cfg.responses_per_prompt,
         micro_batch_size=cfg.micro_batch_size,
         seed=model.cfg.seed,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From texts and conversations to the tokens of a prompt."""
+"""Whether a prompt is a message of a conversation."""
 
 from dataclasses import dataclass
 
@@ -54,19 +54,3 @@ class ChatForm:
     def opening(self) -> list[Message]:
         """The messages that a conversation starts with."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-
-def plain_tokens(tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
-    """The tokens of a text as it is.
-
-    Raises:
-        UserError: `add_bos` with a tokenizer that has no bos token.
-    """
-    ids = tokenizer.text_to_ids(text)
-    if not add_bos:
-        return ids
-    if tokenizer.bos_id is None:
-        raise UserError(
-            "sampling_params.add_BOS=True, but the tokenizer has no bos token; set it to False."
-        )
-    return [tokenizer.bos_id, *ids]

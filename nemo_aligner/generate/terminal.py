@@ -15,11 +15,11 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
-from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.core.tokenizer import response_text, text_tokens
 from nemo_aligner.data.nlp.chat_records import Message
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm, plain_tokens
+from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generation.streaming import TextStream
 from nemo_aligner.parallel import parallel_state
 
@@ -94,7 +94,7 @@ def _respond(policy: Policy, asked: str | list[Message], turn: int, show: bool) 
     """
     tokenizer, room = policy.tokenizer, policy.generator.max_sequence_length
     if isinstance(asked, str):
-        tokens = plain_tokens(tokenizer, asked, policy.add_bos)
+        tokens = text_tokens(tokenizer, asked, policy.add_bos)
         remedy = "shorten it"
     else:
         tokens = ChatTemplate(tokenizer).prompt_tokens(asked)

@@ -3,9 +3,13 @@
 """What was found as text for a terminal, in colour or with brackets."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from nemo_aligner.config.data_rules import holds_tokens
+from nemo_aligner.core.tokenizer import decode_with_special_tokens
+from nemo_aligner.data.nlp.sft_examples import SFTDataset
 from nemo_aligner.inspection.findings import EXAMPLES, Finding, Findings, histogram
 from nemo_aligner.inspection.jobs import InspectedJob
 from nemo_aligner.inspection.samples import Piece, Sample, pieces, visible
@@ -40,14 +44,34 @@ def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, color
 
 
 def summary(job: InspectedJob, findings: Findings) -> str:
-    """What was read, in one line."""
+    """What was read, and how texts begin."""
     seen = (
         "" if findings.seen >= findings.served else f" (the first {findings.seen} are looked at)"
     )
     return (
         f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
-        f"{findings.documents} samples, of which it uses {findings.served}{seen}."
+        f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"
     )
+
+
+def _beginning(job: InspectedJob) -> str:
+    """How plain texts begin, and why; empty where the job reads no plain texts."""
+    dataset: Any = job.dataset
+    of_sft = isinstance(dataset, SFTDataset)
+    encoder = dataset if of_sft else getattr(dataset, "encoder", None)
+    if (
+        encoder is None
+        or getattr(encoder, "form", None)
+        or holds_tokens(job.cfg.data.get("data_impl"))
+    ):
+        return ""
+    asked = (job.cfg.data.train_ds if of_sft else job.cfg.data).get("add_bos")
+    key = f"model.data{'.train_ds' * of_sft}.add_bos={asked}"
+    reason = f"as the tokenizer itself does ({key})" if asked is None else f"as {key} asks"
+    if not (encoder if of_sft else encoder.encode_text).add_bos:
+        return f" Texts begin without a bos token, {reason}."
+    bos = decode_with_special_tokens(job.tokenizer, [job.tokenizer.bos_id])
+    return f" Texts begin with the bos token {bos!r}, {reason}."
 
 
 def finding_text(finding: Finding) -> str:

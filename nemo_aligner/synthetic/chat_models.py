@@ -310,11 +310,11 @@ class EngineChatModel:
     def _tokens(self, messages: list[Message]) -> list[int]:
         if self.template is not None:
             return self.template.prompt_tokens(messages)
-        from nemo_aligner.generate.prompts import plain_tokens
+        from nemo_aligner.core.tokenizer import text_tokens
 
         assert self.form is not None
         text = self.form.text(messages)
-        return plain_tokens(self.policy.tokenizer, text, self.policy.add_bos)
+        return text_tokens(self.policy.tokenizer, text, self.policy.add_bos)
 
     def _without_end(self, text: str) -> str:
         """A response without the text that ended it."""

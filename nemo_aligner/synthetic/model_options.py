@@ -82,7 +82,7 @@ def _add_sampling(parser: argparse.ArgumentParser, defaults: dict[str, Any]) -> 
     group.add_argument("--min_tokens_to_generate", type=int, help="(engine: 1)")
     group.add_argument("--tokens_to_generate", type=int, default=1024)
     group.add_argument("--end_strings", nargs="*", default=defaults["end_strings"])
-    group.add_argument("--add_bos", choices=BOOLEAN, default="False", help="of the engine")
+    group.add_argument("--add_bos", choices=BOOLEAN, help="(engine: as the tokenizer does)")
     group.add_argument("--all_probs", choices=BOOLEAN, default="False", help="has no effect")
     parser.set_defaults(
         engine_top_k=defaults["top_k"],
@@ -200,7 +200,7 @@ def engine_settings(args: argparse.Namespace, path: str) -> Any:
         "top_k": of_engine("top_k"),
         "top_p": args.top_p,
         "repetition_penalty": of_engine("repetition_penalty"),
-        "add_BOS": args.add_bos == "True",
+        "add_BOS": None if args.add_bos is None else args.add_bos == "True",
         "end_strings": list(map(unescaped, args.end_strings or ())),
     }
     check_config(cfg, "generate")

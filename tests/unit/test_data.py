@@ -5,13 +5,16 @@ files.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tokenizer import begins_with_bos
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_sft_dataset,
@@ -23,11 +26,20 @@ from nemo_aligner.data.nlp.builders import (
     single_validation_set,
 )
 from nemo_aligner.data.nlp.datasets import (
+    DPOModelDataset,
+    KTOModelDataset,
     RegressionRewardModelDataset,
     RewardModelDataset,
     RLHFDataset,
     SFTDataset,
 )
+from nemo_aligner.data.nlp.responses import ResponseDataset
+from nemo_aligner.evaluate.rewards import tokens_of
+from nemo_aligner.generate.batch import tokenize
+from nemo_aligner.generate.prompts import ChatForm
+from nemo_aligner.generate.responses import Response
+from nemo_aligner.generation.tokenize_batch import tokenize_batch
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
 
 def write(path, records):
@@ -675,3 +687,85 @@ def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_to
     )
     assert padded[-1] == [16, 17, 18, 19, -1, -1, -1, -1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- bos ----------------------------------------------------------------------------------------
+
+
+def samples_of_every_kind(folder, tokenizer, text, **data):
+    """The tokens that each kind of data set and command makes of `text`, without padding."""
+    head, tail = text[:-4], text[-4:]  # the tokenizer joins no characters across words
+    pair = write(folder / "p.jsonl", [{"prompt": head, "chosen": tail, "rejected": " no"}])
+    label = write(folder / "l.jsonl", [{"text": text, "label": [1.0]}])
+    rated = {"prompt": head, "response": tail, "preference": "chosen"}
+    rated_path = write(folder / "k.jsonl", [rated, rated | {"preference": "rejected"}])
+    sft = write(folder / "s.jsonl", [{"input": head, "output": tail}])
+    dpo = DPOModelDataset([pair], tokenizer, 24, data)[0]
+    kto = KTOModelDataset([rated_path], tokenizer, 24, data)[0]
+    pairs = RewardModelDataset([pair], tokenizer, 24, data)[0]
+    labelled = RegressionRewardModelDataset([label], tokenizer, 24, 1, data_cfg=data)[0]
+    response = ResponseDataset([rated_path], tokenizer, 24, data)[0]
+    of_sft = {
+        "add_bos": data.get("add_bos"),
+        "add_eos": False,
+        "prompt_template": "{input}{output}",
+    }
+    yield SFTDataset([sft], tokenizer, 24, **of_sft)[0]["tokens"]
+    yield RLHFDataset([label], tokenizer, 24, data)[0]["text"].tolist()
+    yield dpo["chosen"][: dpo["chosen_length"]].tolist()
+    yield kto["samples"][: kto["sample_length"]].tolist()
+    yield pairs["chosen"][: pairs["chosen_length"]].tolist()
+    yield labelled["inputs"][: labelled["lengths"]].tolist()
+    yield response["tokens"][: response["lengths"]].tolist()
+    tokens, lengths = tokenize_batch([text], tokenizer, 24, data.get("add_bos"))
+    yield tokens[0, : lengths[0]].tolist()
+    model = SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(encoder_seq_length=24))
+    yield MegatronGPTRewardModel.tokenize(model, [text], data.get("add_bos"))[0][0].tolist()
+
+
+@pytest.mark.parametrize("text", ["the film was", "<s>the film was"])
+def test_bos_is_where_the_tokenizer_itself_puts_it(tmp_path, bos_tokenizer_dir, text):
+    """A sample has the same tokens in every job and command; transformers' call is the oracle."""
+    tokenizer = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
+    bos = tokenizer.bos_id
+    own = tokenizer.tokenizer(text.removeprefix("<s>"))["input_ids"]
+    assert own[0] == bos and bos not in own[1:]
+    made = list(samples_of_every_kind(tmp_path, tokenizer, text))
+    assert made == [own] * len(made)
+    written = own if text.startswith("<s>") else own[1:]
+    made = list(samples_of_every_kind(tmp_path, tokenizer, text, add_bos=False))
+    assert made == [written] * len(made)
+    cut = Response(text[:-4], text[-4:], is_end=False)
+    assert tokens_of(cut, tokenizer) == own
+    policy = SimpleNamespace(
+        tokenizer=tokenizer,
+        add_bos=begins_with_bos(tokenizer, None),
+        params=SimpleNamespace(max_length=4),
+        generator=SimpleNamespace(max_sequence_length=24),
+    )
+    assert tokenize(policy, [text], ChatForm(False), "prompts") == [own]
+
+
+def test_bos_is_put_where_it_is_asked_for(
+    tmp_path, tiny_tokenizer, tiny_sentencepiece_model, bos_tokenizer_dir
+):
+    """SentencePiece leaves bos to its caller; NeMo's wrapper of GPT-2 knows one and puts none."""
+    tokenizer = SentencePieceTokenizer(tiny_sentencepiece_model)
+    plain = tokenizer.text_to_ids("the film was")
+    assert list(samples_of_every_kind(tmp_path, tokenizer, "the film was"))[1] == plain
+    made = list(samples_of_every_kind(tmp_path, tokenizer, "the film was", add_bos=True))
+    assert made[1] == [tokenizer.bos_id, *plain] and all(ids[0] == made[1][0] for ids in made)
+    for make in (
+        lambda: RLHFDataset(["x"], tiny_tokenizer, 24, {"add_bos": True}),
+        lambda: SFTDataset(["x"], tiny_tokenizer, 24, add_bos=True),
+    ):
+        with pytest.raises(UserError, match="add_bos=True, but the tokenizer has no bos token"):
+            make()
+
+
+def test_bos_survives_the_truncation_of_sft(tmp_path, bos_tokenizer_dir):
+    tokenizer = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
+    path = write(tmp_path / "s.jsonl", [{"input": "a" * 50, "output": " b"}])
+    item = SFTDataset([path], tokenizer, 8, truncation_method="left")[0]
+    assert len(item["tokens"]) == 8 and item["tokens"][0] == tokenizer.bos_id
+    assert item["tokens"][-1] == tokenizer.eos_id and item["answer_start"] > 2

@@ -136,7 +136,7 @@ def test_tokenizers_that_cut_otherwise_are_told_apart(
 
 
 def test_datasets_know_what_their_check_depends_on(
-    tmp_path, tiny_tokenizer, reversed_tokenizer_dir, monkeypatch
+    tmp_path, tiny_tokenizer, reversed_tokenizer_dir, bos_tokenizer_dir, monkeypatch
 ):
     """Each dataset reads its file once for each setting, and gives what a first start gives."""
     other = AutoTokenizer(pretrained_model_name=reversed_tokenizer_dir)
@@ -150,6 +150,7 @@ def test_datasets_know_what_their_check_depends_on(
         return build_sft_dataset(section, tokenizer, is_chat=False)
 
     eod = {"append_eod": True}
+    with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
     makers = [
         lambda: RLHFDataset([path], tiny_tokenizer, 20),
         lambda: RLHFDataset([path], tiny_tokenizer, 19),
@@ -163,6 +164,8 @@ def test_datasets_know_what_their_check_depends_on(
         lambda: LabelledPairDataset([labelled], tiny_tokenizer, 20),
         lambda: sft_of(),
         lambda: sft_of(add_bos=False, add_eos=False),
+        lambda: RLHFDataset([path], with_bos, 20),
+        lambda: RLHFDataset([path], with_bos, 20, {"add_bos": False}),
         lambda: sft_of(packed_sequence=True),
         lambda: sft_of(max_seq_length=8),
         lambda: sft_of(truncation_field="", max_seq_length=8),

@@ -158,6 +158,9 @@ def test_pairs(model, write, capsys):
     assert f"1 with an empty response:\n    {path}, record 1" in out
     lines = write(*({"text": text} for text in ("the film", "a plot", "x", "y")), name="lines")
     out = shown(capsys, lines, "--model", model, "--job", "training_rm")
+    assert (
+        "Texts begin without a bos token, as the tokenizer itself does (model.data.add_bos=" in out
+    )
     assert f"--- sample 2: {lines}, records 3 and 4" in out and "Nothing to report." in out
 
 

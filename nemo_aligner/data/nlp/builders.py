@@ -451,7 +451,7 @@ def build_sft_dataset(
         label_key=data_cfg.label_key,
         truncation_field=data_cfg.truncation_field,
         truncation_method=data_cfg.truncation_method,
-        add_bos=bool(data_cfg.add_bos),
+        add_bos=data_cfg.add_bos,
         add_eos=bool(data_cfg.add_eos),
         answer_only_loss=answer_only_loss,
         pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),

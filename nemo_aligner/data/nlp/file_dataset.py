@@ -14,7 +14,7 @@ from nemo.utils import logging
 from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos, text_tokens
 from nemo_aligner.data.nlp.records import settings_of
 
 # A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading
@@ -23,16 +23,17 @@ EXTRA_TOKENS = 8
 
 
 class TextEncoder:
-    """Tokenizes a text without a template and without bos; tokens stay as they are.
+    """Tokenizes a text without a template; tokens stay as they are.
 
     Args:
         tokenizer: NeMo tokenizer.
-        data_cfg: `model.data`; `append_eod` and `apply_ftfy` are optional.
+        data_cfg: `model.data`; `add_bos`, `append_eod` and `apply_ftfy` are optional.
     """
 
     def __init__(self, tokenizer: Tokenizer, data_cfg: Mapping[str, Any] | None = None) -> None:
         data_cfg = data_cfg or {}
         self.tokenizer = tokenizer
+        self.add_bos = begins_with_bos(tokenizer, data_cfg.get("add_bos"), "model.data.add_bos")
         self.append_eod = bool(data_cfg.get("append_eod"))
         self.fix_text: Callable[[str], str] | None = None
         if data_cfg.get("apply_ftfy"):
@@ -47,7 +48,7 @@ class TextEncoder:
     def settings(self, *others: Any) -> Callable[[], str | None]:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
         ftfy = "" if self.fix_text is None else importlib.metadata.version("ftfy")
-        return partial(settings_of, self.tokenizer, self.append_eod, ftfy, *others)
+        return partial(settings_of, self.tokenizer, self.add_bos, self.append_eod, ftfy, *others)
 
     def __call__(self, text: str | np.ndarray) -> list[int]:
         if not isinstance(text, str):
@@ -56,7 +57,8 @@ class TextEncoder:
 
     def without_end(self, text: str) -> list[int]:
         """The tokens of a text that goes on, so without `append_eod`."""
-        return self.tokenizer.text_to_ids(self.fix_text(text) if self.fix_text else text)
+        text = self.fix_text(text) if self.fix_text else text
+        return text_tokens(self.tokenizer, text, self.add_bos)
 
     def length(self, text: str | np.ndarray, limit: int) -> int:
         """Number of tokens: exact if above `limit`, else possibly an upper bound.

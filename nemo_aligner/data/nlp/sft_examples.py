@@ -12,7 +12,7 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
 from nemo_aligner.data.nlp.file_dataset import EXTRA_TOKENS, FileDataset, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import Records, settings_of
@@ -38,7 +38,7 @@ class SFTDataset(FileDataset):
         label_key: field of the response.
         truncation_field: fields to truncate first; None or "" for none.
         truncation_method: "left" or "right".
-        add_bos: begin each example with bos.
+        add_bos: begin each example with bos; None: as the tokenizer itself does it.
         add_eos: end each example with eos.
         answer_only_loss: train on the response only, not on the prompt.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
@@ -59,7 +59,7 @@ class SFTDataset(FileDataset):
         label_key: str = "output",
         truncation_field: str | None = "input",
         truncation_method: str = "right",
-        add_bos: bool = False,
+        add_bos: bool | None = None,
         add_eos: bool = True,
         answer_only_loss: bool = True,
         pad_to_max_length: bool = False,
@@ -97,7 +97,7 @@ class SFTDataset(FileDataset):
                     f"prompt_template={prompt_template!r}."
                 )
         self.truncation_method = truncation_method
-        self.add_bos = add_bos
+        self.add_bos = begins_with_bos(tokenizer, add_bos)
         self.add_eos = add_eos
         self.answer_only_loss = answer_only_loss
         self.pad_to_max_length = pad_to_max_length
@@ -114,7 +114,7 @@ class SFTDataset(FileDataset):
                 tokenizer,
                 ["sft", prompt_template, getattr(tokenizer, "space_sensitive", True)],
                 [self.truncation_fields, truncation_method, max_seq_length],
-                [add_bos, add_eos, keep_lengths],
+                [self.add_bos, add_eos, keep_lengths],
             ),
         )
         self._check_lengths()
@@ -161,6 +161,8 @@ class SFTDataset(FileDataset):
             for text, field in self.template
         ]
         bos: list[Any] = [self.tokenizer.bos_id] if self.add_bos else []
+        if sum(pieces, [])[:1] == bos:  # the text begins with it
+            bos = []
         eos = [self.tokenizer.eos_id] if self.add_eos else []
         overflow = sum(map(len, pieces)) + len(bos) + len(eos) - self.max_seq_length
         is_truncated, cut_right = overflow > 0, self.truncation_method == "right"

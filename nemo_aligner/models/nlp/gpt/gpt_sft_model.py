@@ -137,8 +137,8 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             )
         given: Any = inputs
         if isinstance(given[0], str):
-            limit, add_bos = self.cfg.encoder_seq_length, bool(sampling.get("add_BOS"))
-            given = tokenize_batch(given, self.tokenizer, limit, add_bos)
+            limit = self.cfg.encoder_seq_length
+            given = tokenize_batch(given, self.tokenizer, limit, sampling.get("add_BOS"))
         prompts, lengths = given
         with self.adapters_for_generation():
             generated = self.generator.generate(

@@ -233,7 +233,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def infer(
         self,
         inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool = False,
+        add_BOS: bool | None = None,
         add_EOS: bool = False,
     ) -> Tensor:
         """Values float32 [N, S] of the critic (see the base class)."""
@@ -244,7 +244,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def infer_rm_critic(
         self,
         inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool = False,
+        add_BOS: bool | None = None,
         add_EOS: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Rewards float32 [N] and values float32 [N, S]; arguments and callers as for `infer`.
@@ -266,7 +266,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def infer_rewards(
         self,
         inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool = False,
+        add_BOS: bool | None = None,
         add_EOS: bool = False,
     ) -> Tensor:
         """Rewards float32 [N] alone; arguments and callers as for `infer`."""

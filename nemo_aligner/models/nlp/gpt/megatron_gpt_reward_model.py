@@ -21,6 +21,7 @@ from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
+from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
@@ -278,7 +279,7 @@ class MegatronGPTRewardModel(
     def infer(
         self,
         inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool = False,
+        add_BOS: bool | None = None,
         add_EOS: bool = False,
     ) -> Tensor:
         """Rewards, or with `output_sequence` the value of every position; every rank of a TP x PP
@@ -287,7 +288,8 @@ class MegatronGPTRewardModel(
         Args:
             inputs: N strings, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths
                 from 1 to S.
-            add_BOS, add_EOS: put these tokens around each string.
+            add_BOS, add_EOS: put these tokens around each string; None: bos as the tokenizer
+                itself does it.
 
         Returns:
             float32 on `get_device()`: [N, 1], [N, A] with several attributes, or [N, S], 0 beyond
@@ -326,7 +328,7 @@ class MegatronGPTRewardModel(
         return (rewards - mean) / std
 
     def tokenize(
-        self, sentences: list[str], add_BOS: bool = False, add_EOS: bool = False
+        self, sentences: list[str], add_BOS: bool | None = None, add_EOS: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Tokens int64 [N, longest], padded with eos, and lengths int64 [N] of N strings; nothing
         is cut off.
@@ -335,13 +337,9 @@ class MegatronGPTRewardModel(
             UserError: a string without tokens, or longer than `encoder_seq_length`.
         """
         tokenizer, limit = self.tokenizer, self.cfg.encoder_seq_length
-        samples = []
+        samples, with_bos = [], begins_with_bos(tokenizer, add_BOS, "add_BOS")
         for number, sentence in enumerate(sentences):
-            ids = (
-                [tokenizer.bos_id] * add_BOS
-                + tokenizer.text_to_ids(sentence)
-                + [tokenizer.eos_id] * add_EOS
-            )
+            ids = text_tokens(tokenizer, sentence, with_bos) + [tokenizer.eos_id] * add_EOS
             if not 1 <= len(ids) <= limit:
                 raise UserError(
                     f"sentence {number} has {len(ids)} tokens; a reward model reads 1 to "
