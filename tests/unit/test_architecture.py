@@ -23,6 +23,7 @@ FLOORS = [
     {"models"},
     {"algorithms", "launch"},
     {
+        "jobs",
         "report",
         "compat",
         "convert",

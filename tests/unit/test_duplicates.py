@@ -14,7 +14,7 @@ FILES = [
         "nemo_aligner/core",
         "nemo_aligner/data/nlp",
         "nemo_aligner/models/nlp/gpt",
-        "examples/nlp/gpt",
+        "nemo_aligner/jobs",
     )
     for file in sorted((ROOT / folder).glob("*.py"))
 ]

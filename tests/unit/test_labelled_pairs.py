@@ -1,11 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bradley-Terry losses with a margin from the data: formulas, data set, model and script."""
+"""Bradley-Terry losses with a margin from the data: formulas, data set, model and job."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset
+from nemo_aligner.jobs import train_rm
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
 )
@@ -29,7 +28,6 @@ from nemo_aligner.models.nlp.gpt.reward_model_classes import (
 from tests.tiny_models import tiny_config
 
 NAN = float("nan")
-SCRIPT = Path(__file__).parents[2] / "examples" / "nlp" / "gpt" / "train_reward_model.py"
 
 
 def by_hand(loss_func, difference, margin):
@@ -271,16 +269,13 @@ def test_the_key_that_nemo_aligners_code_read_means_the_same(tiny_tokenizer_dir)
     assert learns_labelled_pairs(model.cfg)
 
 
-# --- the script ---
+# --- the job ---
 
 
 def test_sizes_of_batches_count_samples_and_pairs_stay_together(
     tiny_tokenizer_dir, tiny_tokenizer, tmp_path
 ):
     """As in NeMo-Aligner a global batch of 4 has two pairs."""
-    spec = importlib.util.spec_from_file_location("train_reward_model", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     path = write(tmp_path / "pairs.jsonl", [[-1], [2], [-3], [4], [-5]])
     model_cfg = config(tiny_tokenizer_dir, "scaled_bt", global_batch_size=4)
     data = {
@@ -297,7 +292,7 @@ def test_sizes_of_batches_count_samples_and_pairs_stay_together(
             "trainer": {"rm": {"train_random_sampler": True, "val_random_sampler": False}},
         }
     )
-    train, validation, _ = script.build_dataloaders(cfg, tiny_tokenizer)
+    train, validation, _ = train_rm.build_dataloaders(cfg, tiny_tokenizer)
     batches = list(train)
     assert [len(batch["chosen"]) for batch in batches] == [2, 2]
     for batch in batches:

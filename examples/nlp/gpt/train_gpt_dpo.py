@@ -1,59 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization (DPO, IPO, RPO): a policy learns from pairs of responses, without
-a reward model.
-
-    python train_gpt_dpo.py pretrained_checkpoint.restore_from_path=sft.nemo \
-        "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl]}"
-
-Lines are `{"prompt": ..., "chosen": ..., "rejected": ...}`, texts or conversations (docs/dpo.md).
-The checkpoint is also the reference policy: a copy of its weights in host memory, or with
-`model.peft.peft_scheme=lora` the model without its adapters. One process per device: with
-`trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
-command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
-conf/gpt_dpo.yaml, docs/config.md.
-"""
+"""Start the job of nemo_aligner/jobs/train_dpo.py, which says what it does and takes."""
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.jobs import train_dpo
 from nemo_aligner.launch.command_line import hydra_runner
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_dpo")
-@user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_dpo")
-    check_config(cfg, "gpt_dpo")
-    share_cores(cfg.trainer.devices)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    with long_imports():
-        from nemo_aligner.algorithms.dpo import DPOTrainer
-        from nemo_aligner.data.nlp.builders import build_train_valid_test_dpo_datasets
-        from nemo_aligner.launch.experiment import start_job
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.supervised_job import (
-            build_preference_dataloaders,
-            train_supervised,
-        )
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-
-    base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_dpo")
-    job = start_job(cfg, "dpo")
-
-    model = load_from_nemo(MegatronGPTDPOModel, cfg.model, job.trainer, restore_path=base)
-    model.init_peft(cfg.model.peft)
-    # Before a checkpoint is resumed: the reference stays the model that the job started from.
-    loaders = build_preference_dataloaders(cfg, "dpo", build_train_valid_test_dpo_datasets, model)
-    train_supervised(cfg, job, model, loaders, DPOTrainer)
+    train_dpo.main(cfg)
 
 
 if __name__ == "__main__":

@@ -1,109 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with REINFORCE against a reward-model server (serve_reward_model.py) that runs
-beside this job.
-
-    python train_gpt_reinforce_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
-        "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
-        trainer.reinforce.num_rollouts_per_prompt=4 \
-        remote_rm.host=localhost remote_rm.port=5555
-
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
-srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_reinforce_actor.yaml, docs/config.md.
-"""
+"""Start the job of nemo_aligner/jobs/train_reinforce.py, which says what it does and takes."""
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.jobs import train_reinforce
 from nemo_aligner.launch.command_line import hydra_runner
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_reinforce_actor")
-@user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_reinforce_actor")
-    check_config(cfg, "gpt_reinforce_actor")
-    share_cores(cfg.trainer.devices, 1 if cfg.model.reinforce.environment.path else 2)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    with long_imports():
-        from nemo_aligner.algorithms.reinforce import ReinforceTrainer
-        from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
-        from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.launch.environments import start_environment
-        from nemo_aligner.launch.experiment import (
-            load_trainer_state,
-            run_timer,
-            set_up_training,
-            start_job,
-        )
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.prompts import build_prompt_loaders
-        from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
-            MegatronGPTReinforceActorModel,
-        )
-        from nemo_aligner.servers.reward_client import RemoteGPTRMClient
-
-    restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_reinforce_actor")
-    job = start_job(cfg, "reinforce")
-
-    model = load_from_nemo(
-        MegatronGPTReinforceActorModel, cfg.model, job.trainer, restore_path=restore_path
-    )
-    model.init_peft(cfg.model.peft)
-    settings, reinforce = cfg.trainer.reinforce, cfg.model.reinforce
-    if settings.initial_policy_kl_penalty > 0:
-        # Before a checkpoint is resumed: the reference stays the model that the job started from.
-        model.set_reference_policy()
-
-    prompts = build_prompt_loaders(cfg, "reinforce", "remote_rm", model.tokenizer)
-    optimizer, scheduler, ckpt_callback = set_up_training(
-        cfg,
-        job,
-        model,
-        max_steps=compute_num_optimizer_steps(
-            prompts.max_steps,
-            reinforce.num_rollout_samples * settings.num_rollouts_per_prompt,
-            cfg.model.global_batch_size,
-        ),
-    )
-
-    environment = cfg.model.reinforce.environment
-    rm = RemoteGPTRMClient(
-        cfg.remote_rm,
-        model.tokenizer,
-        max_length=cfg.model.encoder_seq_length,
-        environment=start_environment(environment, "model.reinforce.environment", model),
-    )
-    try:
-        reinforce_trainer = ReinforceTrainer(
-            cfg=settings,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_dataloader_builder=prompts.train_dataloader_builder,
-            val_dataloader_builder=prompts.val_dataloader_builder,
-            collate_fn=prompts.collate_fn,
-            rm=rm,
-            batch_iterator_cls=get_batch_iterator_cls(settings.batch_iterator),
-            logger=job.logger,
-            ckpt_callback=ckpt_callback,
-            run_timer=run_timer(cfg),
-        )
-        state = load_trainer_state(cfg, ckpt_callback)
-        if state is not None:
-            reinforce_trainer.load_state_dict(state)
-        reinforce_trainer.fit()
-    finally:
-        rm.communicator.close()
+    train_reinforce.main(cfg)
 
 
 if __name__ == "__main__":

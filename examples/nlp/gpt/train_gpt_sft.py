@@ -1,56 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on prompts with responses, lines `{"input": ..., "output": ...}`, or on
-conversations, `{"messages": [...]}`, with `model.data.chat_template=tokenizer` (docs/data.md); the
-loss counts the responses only.
-
-    python train_gpt_sft.py model.restore_from_path=base.nemo \
-        model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
-
-Without `model.restore_from_path` the model starts from random weights, and then the architecture
-must be given. One process per device: with `trainer.devices=N` plain `python` starts them itself;
-torchrun and srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
-"""
+"""Start the job of nemo_aligner/jobs/train_sft.py, which says what it does and takes."""
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.jobs import train_sft
 from nemo_aligner.launch.command_line import hydra_runner
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_sft")
-@user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_sft")
-    check_config(cfg, "gpt_sft")
-    share_cores(cfg.trainer.devices)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    with long_imports():
-        from nemo_aligner.launch.experiment import start_job
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
-        from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-
-    base = cfg.model.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_sft")
-    job = start_job(cfg, "sft")
-
-    if base is None:
-        model = GPTSFTModel(cfg.model, job.trainer)
-    else:
-        model = load_from_nemo(GPTSFTModel, cfg.model, job.trainer, restore_path=base)
-    model.init_peft(cfg.model.peft)
-
-    loaders = build_sft_dataloaders(cfg, model.tokenizer, cfg.model.answer_only_loss)
-    train_supervised(cfg, job, model, loaders)
+    train_sft.main(cfg)
 
 
 if __name__ == "__main__":

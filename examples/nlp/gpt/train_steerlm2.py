@@ -1,60 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""SteerLM 2.0: a policy that responds to attributes (SteerLM) learns from its own responses, each
-with a weight by what a reward model says of its attributes.
-
-    python train_steerlm2.py model.restore_from_path=steerlm.nemo model.data.chat=True \
-        model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
-
-Lines hold a prompt, its attributes and several responses with three log-probs each
-(docs/steerlm.md). One process per device: with `trainer.devices=N` plain `python` starts them
-itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
-"""
+"""Start the job of nemo_aligner/jobs/train_steerlm2.py, which says what it does and takes."""
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.rules import check_steerlm2
+from nemo_aligner.jobs import train_steerlm2
 from nemo_aligner.launch.command_line import hydra_runner
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
 
 
 @hydra_runner(config_path="conf", config_name="gpt_sft")
-@user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_sft")
-    check_config(cfg, "gpt_sft")
-    check_steerlm2(cfg)
-    share_cores(cfg.trainer.devices)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
-    with long_imports():
-        from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
-        from nemo_aligner.launch.experiment import start_job
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
-        from nemo_aligner.launch.supervised_job import build_sft_loaders, train_supervised
-        from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
-
-    base = cfg.model.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_sft")
-    job = start_job(cfg, "sft")
-
-    model = load_from_nemo(GPTSteerLMModel, cfg.model, job.trainer, restore_path=base)
-    model.init_peft(cfg.model.peft)
-
-    data = cfg.model.data
-    train_ds, validation_ds = (
-        build_steerlm2_dataset(section, model.tokenizer, special_tokens=data.chat_prompt_tokens)
-        for section in (data.train_ds, data.validation_ds)
-    )
-    model.check_responses(train_ds.num_responses)
-    train_supervised(cfg, job, model, build_sft_loaders(cfg, train_ds, validation_ds))
+    train_steerlm2.main(cfg)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Serve the critic of a PPO job, and with `trainer.ppo.combine_rm_and_critic_server=True` its
+reward model too.
+
+    python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo \
+        trainer.ppo.port=5556
+
+Both start from the reward model: one of pairs, or a regression reward model, whose attributes are
+merged. With `combine_rm_and_critic_server=False` the critic may also start from a language model,
+with a new head, or from a critic; rewards then come from elsewhere (serve_reward_model.py). The
+server runs until SIGTERM or SIGINT; the actor (train_gpt_ppo_actor.py) has it trained and saved.
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+srun work as well. The same command resumes from the last checkpoint in
+`exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_critic.yaml, docs/config.md.
+"""
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
+
+
+@user_errors_end_the_job
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_ppo_critic")
+    check_config(cfg, "gpt_ppo_critic")
+    share_cores(cfg.trainer.devices, 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3)
+    serve(cfg)
+
+
+def serve(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    with long_imports():
+        from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+        from nemo_aligner.launch.experiment import (
+            load_trainer_state,
+            set_up_training,
+            start_job,
+        )
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+        from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type
+
+    restore_path = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_critic")
+    reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
+    job = start_job(cfg, "ppo")
+
+    model = load_from_nemo(
+        MegatronGPTCriticModel, cfg.model, job.trainer, restore_path=restore_path
+    )
+    model.init_peft(cfg.model.peft)
+    if cfg.trainer.ppo.combine_rm_and_critic_server:
+        # Before a checkpoint is resumed: rewards come from the model that the job started from.
+        model.set_reward_model()
+
+    optimizer, scheduler, ckpt_callback = set_up_training(
+        cfg, job, model, max_steps=cfg.trainer.ppo.max_steps
+    )
+    critic_trainer = CriticServerTrainer(
+        cfg=cfg.trainer.ppo,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        logger=job.logger,
+        ckpt_callback=ckpt_callback,
+        tokenize_func=model.tokenize,
+        gbs=cfg.model.global_batch_size,
+        model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
+        server=cfg.server,
+    )
+    state = load_trainer_state(cfg, ckpt_callback)
+    if state is not None:
+        critic_trainer.load_state_dict(state)
+    critic_trainer.keep_first_weights()
+    critic_trainer.run_server()

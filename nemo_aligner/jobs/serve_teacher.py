@@ -1,0 +1,67 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a teacher to a student that learns from it while it responds itself
+(train_gpt_knowledge_distillation.py with `model.knowledge_distillation.on_policy.fraction`).
+
+    python serve_teacher.py pretrained_checkpoint.restore_from_path=teacher.nemo \
+        inference.port=5556 inference.top_k=100
+
+The server gives its largest logits behind each token of the samples that it is sent, until SIGTERM
+or SIGINT. One process per device: with `trainer.devices=N` plain `python` starts them itself;
+torchrun and srun work as well. Keys: conf/inference_teacher.yaml, docs/distillation.md.
+"""
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
+
+
+@user_errors_end_the_job
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "inference_teacher")
+    check_config(cfg, "inference_teacher")
+    share_cores(cfg.trainer.devices, 2)
+    serve(cfg)
+
+
+def serve(cfg: DictConfig) -> None:
+    """Serve the model until the job is stopped; every rank calls it."""
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    with long_imports():
+        from nemo_aligner.algorithms.teacher_server import TeacherServer, no_sentences
+        from nemo_aligner.core.errors import UserError
+        from nemo_aligner.launch.experiment import log_config
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+        from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+        from nemo_aligner.servers.scoring import model_limits
+
+    base = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(base, cfg.model, "inference_teacher")
+    trainer = resolve_and_create_trainer(cfg)
+    log_config(cfg)
+    init_distributed(trainer)
+
+    model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=base)
+    model.set_eval()
+    vocab_size, max_length = model_limits(model)
+    options = dict(cfg.inference)
+    top_k = options.pop("top_k")
+    if vocab_size is not None and top_k > vocab_size:
+        raise UserError(
+            f"inference.top_k={top_k} is above the {vocab_size} tokens of the vocabulary; lower "
+            "it."
+        )
+    TeacherServer(
+        infer_fn=lambda samples: model.top_logits(*samples, top_k),
+        tokenize_func=no_sentences,
+        model_forward_micro_batch_size=cfg.model.micro_batch_size,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        tokenizer=model.tokenizer,
+        **options,
+        **cfg.server,
+    ).run_server()

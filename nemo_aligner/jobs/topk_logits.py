@@ -1,0 +1,68 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The largest logits of a teacher, for each token of the responses of a data set: what
+train_gpt_knowledge_distillation.py learns from.
+
+    python compute_topk_logits.py pretrained_checkpoint.restore_from_path=teacher.nemo \
+        data.data.file_path=sft.jsonl top_k=100 output_path=with_logits.jsonl
+
+The data are those of supervised fine-tuning, and so are the keys below `data` (docs/data.md).
+Stopped, the same command goes on where it ended; `start_from_idx` and `end_at_idx` share the
+examples out to several jobs, each with a file of its own. One process per device: with
+`trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. Keys:
+conf/compute_topk_logits.yaml, docs/distillation.md.
+"""
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
+
+
+@user_errors_end_the_job
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "compute_topk_logits")
+    check_config(cfg, "compute_topk_logits")
+    share_cores(cfg.trainer.devices)
+    compute(cfg)
+
+
+def compute(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    with long_imports():
+        from pathlib import Path
+
+        from nemo_aligner.algorithms.topk_logits import write_topk_logits
+        from nemo_aligner.data.nlp.builders import build_sft_dataset
+        from nemo_aligner.launch.experiment import log_config
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.processes import launch_processes, resolve_and_create_trainer
+        from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+
+    teacher = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
+    check_values(cfg, "compute_topk_logits", complete=True)
+    trainer = resolve_and_create_trainer(cfg)
+    log_config(cfg)
+    launch_processes(trainer)
+    model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)
+
+    dataset = build_sft_dataset(
+        cfg.data.data,
+        model.tokenizer,
+        answer_only_loss=True,
+        is_chat=cfg.data.chat,
+        special_tokens=cfg.data.chat_prompt_tokens,
+        chat_template=cfg.data.chat_template,
+    )
+    write_topk_logits(
+        model,
+        dataset,
+        Path(cfg.output_path),
+        cfg.top_k,
+        first=cfg.start_from_idx or 0,
+        last=cfg.end_at_idx,
+    )

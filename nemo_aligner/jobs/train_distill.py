@@ -1,0 +1,83 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Knowledge distillation: a student learns the distributions of a teacher, from its largest logits
+at each token of the responses.
+
+    python ../synthetic_data_gen/compute_topk_logits.py top_k=100 output_path=train.jsonl \
+        pretrained_checkpoint.restore_from_path=teacher.nemo data.data.file_path=sft.jsonl
+    python train_gpt_knowledge_distillation.py \
+        pretrained_checkpoint.restore_from_path=student.nemo \
+        "model.data.data_prefix={train: [train.jsonl], validation: [validation.jsonl]}"
+
+The first command writes the logits (docs/distillation.md). With
+`model.knowledge_distillation.on_policy.fraction` they come from a served teacher
+(serve_teacher.py) instead, also for responses that the student gives itself. One process per
+device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
+The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
+conf/gpt_knowledge_distillation.yaml, docs/config.md.
+"""
+
+from functools import partial
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
+
+
+@user_errors_end_the_job
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_knowledge_distillation")
+    check_config(cfg, "gpt_knowledge_distillation")
+    share_cores(cfg.trainer.devices)
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    with long_imports():
+        from nemo_aligner.data.nlp.builders import (
+            build_train_valid_test_knowledge_distillation_datasets,
+            build_train_valid_test_response_datasets,
+        )
+        from nemo_aligner.launch.experiment import start_job
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+            GPTKnowledgeDistillationModel,
+        )
+
+    base = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(base, cfg.model, "gpt_knowledge_distillation")
+    job = start_job(cfg, "knowledge_distillation")
+
+    model = load_from_nemo(
+        GPTKnowledgeDistillationModel, cfg.model, job.trainer, restore_path=base
+    )
+    model.init_peft(cfg.model.peft)
+
+    fraction = cfg.model.knowledge_distillation.on_policy.fraction
+    build_datasets = partial(
+        build_train_valid_test_knowledge_distillation_datasets
+        if fraction is None
+        else build_train_valid_test_response_datasets,
+        n_chunks=cfg.model.data.n_chunks,
+    )
+    loaders = build_dataloaders(cfg, build_datasets, model.tokenizer)
+    if fraction is None:
+        train_supervised(cfg, job, model, loaders)
+        return
+
+    from nemo_aligner.algorithms.on_policy_distillation import OnPolicyDistillationTrainer
+    from nemo_aligner.servers.teacher_client import RemoteTeacherClient
+
+    teacher = RemoteTeacherClient(
+        cfg.remote_teacher, model.tokenizer, cfg.model.encoder_seq_length
+    )
+    try:
+        trainer_class = partial(OnPolicyDistillationTrainer, teacher=teacher, fraction=fraction)
+        train_supervised(cfg, job, model, loaders, trainer_class)
+    finally:
+        teacher.close()

@@ -1,0 +1,122 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Train a policy with PPO against a critic server (serve_ppo_critic.py) that runs beside this job.
+
+    python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
+        "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
+        remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
+
+With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the
+rewards come from a reward model or a function that serve_reward_model.py serves (docs/ppo.md):
+
+    python train_gpt_ppo_actor.py ... trainer.ppo.advantage_estimator=grpo \
+        model.ppo.num_rollouts_per_prompt=8 remote_critic_rm.reward_model.port=5555 \
+        remote_critic_rm.combine_rm_and_critic_server=False
+
+With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards come
+from a Python class in processes of this job (docs/environments.md).
+
+One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+srun work as well. The same command resumes from the last checkpoint in
+`exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
+"""
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import long_imports, share_cores
+
+
+@user_errors_end_the_job
+def main(cfg: DictConfig) -> None:
+    cfg = complete_config(cfg, "gpt_ppo_actor")
+    check_config(cfg, "gpt_ppo_actor")
+    share_cores(cfg.trainer.devices, 1 + number_of_servers(cfg))
+    train(cfg)
+
+
+def number_of_servers(cfg: DictConfig) -> int:
+    """Of rewards and critic, if they are on the same machine."""
+    has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
+    if cfg.model.ppo.environment.path is not None:
+        return int(has_critic)
+    return 1 if cfg.remote_critic_rm.combine_rm_and_critic_server else 2
+
+
+def train(cfg: DictConfig) -> None:
+    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
+    with long_imports():
+        from nemo_aligner.algorithms.ppo import PPOTrainer
+        from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+        from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
+        from nemo_aligner.launch.environments import start_environment
+        from nemo_aligner.launch.experiment import run_timer, set_up_training, start_job
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.pair import load_state_of_pair
+        from nemo_aligner.launch.prompts import build_prompt_loaders
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
+        from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
+        from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
+
+    restore_path = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_actor")
+    job = start_job(cfg, "ppo")
+
+    model = load_from_nemo(
+        MegatronGPTActorModel, cfg.model, job.trainer, restore_path=restore_path
+    )
+    model.init_peft(cfg.model.peft)
+    ppo = cfg.model.ppo
+    if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
+        # Before a checkpoint is resumed: the reference stays the model that the job started from.
+        model.set_reference_policy()
+
+    prompts = build_prompt_loaders(cfg, "ppo", "remote_critic_rm", model.tokenizer)
+    optimizer, scheduler, ckpt_callback = set_up_training(
+        cfg,
+        job,
+        model,
+        max_steps=compute_num_optimizer_steps(
+            prompts.max_steps,
+            ppo.num_rollout_samples * ppo.num_rollouts_per_prompt,
+            cfg.model.global_batch_size,
+            cfg.trainer.ppo.ppo_epochs,
+        ),
+    )
+
+    has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
+    rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic
+    rm_critic = rm_critic_cls(
+        cfg.remote_critic_rm,
+        model.tokenizer,
+        max_length=cfg.model.encoder_seq_length,
+        environment=start_environment(ppo.environment, "model.ppo.environment", model),
+    )
+    try:
+        ppo_trainer = PPOTrainer(
+            cfg=cfg.trainer.ppo,
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            train_dataloader_builder=prompts.train_dataloader_builder,
+            val_dataloader_builder=prompts.val_dataloader_builder,
+            collate_fn=prompts.collate_fn,
+            rm_critic=rm_critic,
+            batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),
+            logger=job.logger,
+            ckpt_callback=ckpt_callback,
+            run_timer=run_timer(cfg),
+            num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
+            max_response_length=ppo.length_params.max_length,
+            kl_loss_coef=ppo.kl_loss_coef,
+            rollout_logprobs=ppo.rollout_logprobs,
+        )
+        state = load_state_of_pair(cfg, ckpt_callback, rm_critic)
+        if state is not None:
+            ppo_trainer.load_state_dict(state)
+        ppo_trainer.fit()
+    finally:
+        rm_critic.communicator.close()
