@@ -74,6 +74,8 @@ class Ready:
     def result(self) -> Any:
         return self.outcome
 
+    scores = result
+
 
 class CriticInProcess(Silent):
     """A `Critic` that calls the server's trainer."""

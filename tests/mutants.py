@@ -72,6 +72,7 @@ _KL_IN_LOSS = _unit(
 )
 
 SPIN_ITERATIONS = "test_two_iterations_end_at_the_weights_of_a_loop_with_trl[False]"
+PARTS_SUFFICE = "test_trainers_run_with_the_parts_of_nemo_aligner"
 SPIN_RESUMES = (
     "test_a_job_resumes_within_an_iteration_and_between_two_as_if_it_had_not_stopped[full]"
 )
@@ -1443,6 +1444,20 @@ MUTANTS = [
         _unit("test_schedule.py", "test_check_progress"),
     ),
     Mutant(
+        "prompts without a number of their own have the same on all ranks",
+        "algorithms/rollouts.py",
+        "            places = torch.arange(size) + first + rank * size\n",
+        "            places = torch.arange(size) + first\n",
+        (f"{DISTRIBUTED}test_minimal_parts.py::{PARTS_SUFFICE}",),
+    ),
+    Mutant(
+        "a failed save of a user's callback stays with its rank",
+        "algorithms/parts.py",
+        "        wait_for_all(failed)\n",
+        "        wait_for_all([])\n",
+        (f"{DISTRIBUTED}test_minimal_parts.py::test_errors_of_one_rank_reach_all",),
+    ),
+    Mutant(
         "a rank that hangs is not noticed while another one waits for it",
         "launch/watchdog.py",
         "            if has_moved or total != of_all:",
@@ -1513,8 +1528,8 @@ MUTANTS = [
     Mutant(
         "a job at its time limit ends like one that has finished",
         "training/stop_requests.py",
-        "stop = JobStopped(ExitCode.TIME,",
-        "stop = JobStopped(ExitCode.FINISHED,",
+        "return JobStopped(ExitCode.TIME,",
+        "return JobStopped(ExitCode.FINISHED,",
         _unit("test_stop_requests.py", "test_the_time_limit_has_a_code_of_its_own"),
     ),
     Mutant(

@@ -208,6 +208,8 @@ class FakeFuture:
             raise self.value
         return self.value
 
+    scores = result
+
 
 class FakeCritic:
     """Value of a position: its token / 10; reward: mean of all tokens / 10."""

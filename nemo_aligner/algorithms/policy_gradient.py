@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference
+from nemo_aligner.algorithms.parts import log_probs
 from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
@@ -208,15 +209,13 @@ class PolicyGradientTrainer(RolloutTrainer):
         tokens, lengths = local["response_tokens"], local["response_lengths"]
         if self.source_of_logprobs == "recompute":
             with self.timer("logprobs"):
-                local["logprobs"] = self.model.get_inference_log_probs(
-                    tokens, response_lengths=lengths
-                )
+                local["logprobs"] = log_probs(self.model.get_inference_log_probs, tokens, lengths)
         elif self.source_of_logprobs == "sampler":
             local["logprobs"] = local.pop("sampling_logprobs")
         if self.compute_init_policy_kl:
             with self.timer("init_logprobs"):
-                local["init_logprobs"] = self.model.get_init_policy_logprobs(
-                    tokens, response_lengths=lengths
+                local["init_logprobs"] = log_probs(
+                    self.model.get_init_policy_logprobs, tokens, lengths
                 )
         return local
 

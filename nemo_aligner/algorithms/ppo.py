@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import rollout_health
+from nemo_aligner.algorithms.parts import complete_critic
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
 from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
@@ -129,7 +130,7 @@ class PPOTrainer(PolicyGradientTrainer):
         )
         cfg = self.cfg
         check_estimator(cfg.advantage_estimator)
-        self.rm_critic = rm_critic
+        self.rm_critic = complete_critic(rm_critic)
         self.critic_is_checked = False
 
         self.rollout_logprobs = rollout_logprobs

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.algorithms import rollout_log
 from nemo_aligner.algorithms.alarms import Alarms, check_rewards
+from nemo_aligner.algorithms.parts import complete_parts, scores_of
 from nemo_aligner.algorithms.rollout_state import check_all_ranks_agree, check_rollout_size
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
@@ -31,6 +32,7 @@ from nemo_aligner.algorithms.rollouts import (
     repeat_prompts,
     sample_table,
     select_scores,
+    with_indices,
     with_prompt_columns,
 )
 from nemo_aligner.config.defaults import complete
@@ -126,15 +128,16 @@ class RolloutTrainer(ABC):
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
             responses_per_prompt: responses generated for each training prompt.
             score: sends a micro-batch off to be scored.
+
+        Parts with NeMo-Aligner's interface are completed (`parts.py`).
         """
         self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
         self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.logger = logger
-        self.ckpt_callback = ckpt_callback
+        self.optimizer, self.scheduler, self.logger, self.ckpt_callback = complete_parts(
+            optimizer, scheduler, logger, ckpt_callback
+        )
         self.run_timer = run_timer
-        self.score = score
+        self.score = scores_of(score)
 
         self.consumed_samples = 0
         self.step = 0
@@ -348,7 +351,9 @@ class RolloutTrainer(ABC):
         """
         micro_batches, pending = [], []
         with self.timer("generate"):
-            repeated = repeat_prompts(prompts, num_responses, self.seed, sampling_step)
+            first = 0 if sampling_step == VALIDATION_STEP else self.consumed_samples
+            numbered = with_indices(prompts, first)
+            repeated = repeat_prompts(numbered, num_responses, self.seed, sampling_step)
             share = getattr(prompts, "num_microbatches", None)  # of our batch iterators
             settings = {
                 "return_logprobs": return_logprobs,
@@ -376,7 +381,7 @@ class RolloutTrainer(ABC):
         """
         with self.timer(self.WAIT_TIMER):
             wait_for_all(each for future in collected.pending for each in future.pending)
-            scores = [future.result() for future in collected.pending]
+            scores = [future.scores() for future in collected.pending]
             if not with_values:
                 scores = [Scores(s.rewards, None, s.parts, s.token_rewards) for s in scores]
             width = collected.rollout["response_tokens"].size(1)

@@ -216,6 +216,20 @@ def compute_num_rollout_microbatches(dataloader: PromptLoader) -> int:
     return num_samples // (micro_batch_size * dp_size)
 
 
+def with_indices(batches: Iterable[InferenceBatch], first: int) -> Iterator[InferenceBatch]:
+    """The batches, those without `idx` with the place of each prompt in the data in its stead,
+    counted from `first` as a sampler in order deals them to the ranks.
+    """
+    rank, dp_size = _rank_and_size()
+    for batch in batches:
+        size = len(batch["length"])
+        if "idx" not in batch:
+            places = torch.arange(size) + first + rank * size
+            batch = cast(InferenceBatch, {**batch, "idx": places})
+            first += size * dp_size
+        yield batch
+
+
 def repeat_prompts(
     batches: Iterable[InferenceBatch], num_responses: int, seed: int, step: int
 ) -> Iterator[InferenceBatch]:
@@ -252,6 +266,8 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
     """
     kept = {"idx", "sample_key", "loss_multiplier"}
     prompts = cast(dict[str, Tensor], batch)
+    if "is_end" not in rollout:  # NeMo-Aligner's policy for rejection sampling does not say
+        rollout["is_end"] = torch.ones_like(rollout["response_lengths"], dtype=torch.bool)
     columns = {key: prompts[key].to(get_device()) for key in kept if key in prompts}
     generated = {
         key: column

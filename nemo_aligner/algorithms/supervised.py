@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
+from nemo_aligner.algorithms.parts import complete_parts
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError
@@ -100,8 +101,6 @@ class SupervisedTrainer:
         """
         self.cfg = cfg = complete(cfg, *self.JOB)
         self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
         self.train_dataloader = train_dataloader
         if not isinstance(val_dataloader, Mapping):
             val_dataloader = {"validation": val_dataloader}
@@ -109,8 +108,9 @@ class SupervisedTrainer:
             name: loader for name, loader in val_dataloader.items() if loader is not None
         }
         self.test_dataloader = test_dataloader
-        self.logger = logger
-        self.ckpt_callback = ckpt_callback
+        self.optimizer, self.scheduler, self.logger, self.ckpt_callback = complete_parts(
+            optimizer, scheduler, logger, ckpt_callback
+        )
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)

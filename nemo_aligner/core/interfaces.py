@@ -4,7 +4,8 @@
 loaders, optimizer, logger, checkpoints, clock. Models are in `models/alignable_interface.py`.
 
 These are protocols: a class fulfils one by having its methods, as the remote clients and the fakes
-of the tests do. Unless a method says otherwise, every rank of the job calls it.
+of the tests do; `algorithms/parts.py` completes parts that have NeMo-Aligner's only. Unless a
+method says otherwise, every rank of the job calls it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ class Pending(Protocol[T_co]):
         """
 
 
-class PendingScores(Pending[Scores], Protocol):
+class PendingScores(Protocol):
     """The scores of one rollout micro-batch, while a server computes them.
 
     Attributes:
@@ -37,6 +38,9 @@ class PendingScores(Pending[Scores], Protocol):
     """
 
     pending: tuple[Any, ...]
+
+    def scores(self) -> Scores:
+        """Wait for the scores and return them on every rank; raises as `Pending.result`."""
 
 
 class RewardSource(Protocol):

@@ -29,7 +29,6 @@ Batches are plain dicts, because Megatron's data iterator and the wire need dict
 below name their entries.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -100,10 +99,6 @@ class Scores:
     values: Tensor | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)
     token_rewards: Tensor | None = None
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        """`rewards, values = scores`, as NeMo-Aligner's clients return them."""
-        return iter((self.rewards, self.values))
 
 
 class _PolicyTrainBatch(TypedDict):

@@ -209,23 +209,8 @@ class FakeScheduler:
 class FakeCheckpointCallback:
     """Writes no checkpoints; a job with `exp_manager.create_checkpoint_callback=False` has it."""
 
-    is_saving = False
-
     def custom_save(self, *args: Any, **kwargs: Any) -> None:
         """Write nothing."""
-
-    def finish_export(self) -> None:
-        """Write nothing."""
-
-    def check_save(self) -> None:
-        """Nothing is being written."""
-
-    def finish_save(self) -> None:
-        """Nothing is being written."""
-
-    def saved_at(self, counter: str) -> dict[int, str]:
-        """No checkpoint was written."""
-        return {}
 
 
 def add_custom_checkpoint_callback(

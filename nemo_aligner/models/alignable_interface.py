@@ -15,7 +15,6 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.interfaces import Tokenizer
 from nemo_aligner.core.types import InferenceBatch, Rollout
 
@@ -61,12 +60,9 @@ class SupervisedInterface(ABC):
 
     def unwrapped(self) -> list[torch.nn.Module]:
         """This rank's bare model chunks, whose weights the alarms compare with those of their
-        replicas.
+        replicas; none are compared of a model that does not override it.
         """
-        raise UserError(
-            f"{type(self).__name__} does not show its weights; set "
-            "alarms.replica_check_interval=0."
-        )
+        return []
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
@@ -120,9 +116,16 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
 
     Attributes:
         tokenizer: of the policy; its `eos_id` ends responses and pads them.
+        starts_as_reference: before the first update policy and reference (of a
+            `PolicyWithReference`) must give the same log-probs; False if the policy starts from
+            other weights, such as those of earlier adapters.
     """
 
     tokenizer: Tokenizer
+    starts_as_reference = True
+
+    def check_reference_policy(self) -> None:  # noqa: B027  (optional)
+        """Raise `UserError` if there is to be a reference and something was forgotten."""
 
     @abstractmethod
     def infer(self, inference_batch: InferenceBatch) -> Rollout:
@@ -161,17 +164,7 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
 
 
 class PolicyWithReference(AlignableGenerativeInterface):
-    """A policy that can also compute the log-probs of the policy that training started from.
-
-    Attributes:
-        starts_as_reference: before the first update both must give the same log-probs; False if
-            the policy starts from other weights, such as those of earlier adapters.
-    """
-
-    starts_as_reference = True
-
-    def check_reference_policy(self) -> None:  # noqa: B027  (optional)
-        """Raise `UserError` if it cannot, because something was forgotten."""
+    """A policy that can also compute the log-probs of the policy that training started from."""
 
     @abstractmethod
     def get_init_policy_logprobs(

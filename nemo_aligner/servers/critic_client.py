@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
+from torch import Tensor
 
 from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
@@ -27,7 +28,7 @@ from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
-from nemo_aligner.servers.futures import FutureResult, PendingReply
+from nemo_aligner.servers.futures import FutureScores, PendingReply
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload, training_payload, used_values
 from nemo_aligner.servers.reward_client import (
@@ -59,7 +60,7 @@ class CriticStatus(TypedDict):
     checkpoints: dict[int, str]  # folder of each checkpoint, by its actor step
 
 
-class RMCriticFutureResult(FutureResult[Scores]):
+class RMCriticFutureResult(FutureScores):
     """Pending rewards and values of a rollout micro-batch.
 
     Args:
@@ -73,7 +74,7 @@ class RMCriticFutureResult(FutureResult[Scores]):
     def __init__(
         self,
         critic_future: PendingReply | Exception | None,
-        rm_future: FutureResult[Scores] | None,
+        rm_future: FutureScores | None,
         combine_rm_and_critic_server: bool,
         og_seq_length: int,
     ):
@@ -85,13 +86,18 @@ class RMCriticFutureResult(FutureResult[Scores]):
         if rm_future is not None:
             self.pending += rm_future.pending
 
-    def result(self) -> Scores:
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        """Rewards float32 [b] and values float32 [b, S-1], as NeMo-Aligner's client gives them."""
+        scores = self.scores()
+        return scores.rewards, scores.values
+
+    def scores(self) -> Scores:
         """Wait for the scores on this rank's device; values of columns not sent are 0."""
         if self.rm_future is None:
             rewards, values = get_future_result(self.critic_future, "rewards", "values")
             scores = Scores(rewards.flatten())
         else:
-            scores = self.rm_future.result()
+            scores = self.rm_future.scores()
             (values,) = get_future_result(self.critic_future, "values")
         values = values[:, : self.og_seq_length - 1]
         values = torch.nn.functional.pad(values, (0, self.og_seq_length - 1 - values.shape[1]))
@@ -213,7 +219,8 @@ class RemoteGPTRMCriticClient:
     def infer_rm_critic(self, rollout_batch: Rollout) -> RMCriticFutureResult:
         """Send a micro-batch to be scored; returns at once.
 
-        An error is raised by the future's `result()`.
+        The future's `result()` gives (rewards, values), `scores()` all of the reply; both raise
+        its error.
 
         Args:
             rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally

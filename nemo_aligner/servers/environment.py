@@ -25,7 +25,7 @@ from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.generation.turns import Reply
 from nemo_aligner.servers import environment_worker
-from nemo_aligner.servers.futures import FutureResult
+from nemo_aligner.servers.futures import FutureScores
 from nemo_aligner.servers.reward_function import shown
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.user_code import ClosedError, Workers, split_spec
@@ -265,7 +265,7 @@ class PythonEnvironment:
         return value
 
 
-class EnvironmentScores(FutureResult[Scores]):
+class EnvironmentScores(FutureScores):
     """The rewards of a rollout's conversations, which are there already.
 
     Args:
@@ -275,7 +275,7 @@ class EnvironmentScores(FutureResult[Scores]):
     def __init__(self, rollout_batch: Rollout):
         self._token_rewards = rollout_batch["token_rewards"]
 
-    def result(self) -> Scores:
+    def scores(self) -> Scores:
         """The rewards of the responses of each sample, and their sum."""
         rewards = self._token_rewards
         return Scores(rewards.double().nansum(1).float(), token_rewards=rewards)

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from nemo.utils import logging
 
+from nemo_aligner.core.types import Scores
 from nemo_aligner.servers.schema import Arrays
 
 T = TypeVar("T")
@@ -88,3 +89,17 @@ class FutureResult(ABC, Generic[T]):
     @abstractmethod
     def result(self) -> T:
         """Wait for the outcome and return it on every rank; a failure is raised on every rank."""
+
+
+class FutureScores(FutureResult[Any]):
+    """The pending scores of a micro-batch."""
+
+    @abstractmethod
+    def scores(self) -> Scores:
+        """Wait for the scores and return them on every rank of the model-parallel group, on its
+        device; a failure is raised on every rank.
+        """
+
+    def result(self) -> Any:
+        """The rewards float32 `[b, 1]`, as NeMo-Aligner's clients give them."""
+        return self.scores().rewards[:, None]

@@ -28,7 +28,7 @@ from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.fleet import Fleet
-from nemo_aligner.servers.futures import FutureResult, PendingReply, SentRequest
+from nemo_aligner.servers.futures import FutureScores, PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload
 from nemo_aligner.servers.schema import Array, Arrays
@@ -42,7 +42,7 @@ _JOB_OF_SECTION = {
 }
 
 
-class RMFutureResult(FutureResult[Scores]):
+class RMFutureResult(FutureScores):
     """Pending rewards of a rollout micro-batch.
 
     Args:
@@ -64,7 +64,7 @@ class RMFutureResult(FutureResult[Scores]):
         self._rollout = rollout
         self.pending = () if rm_future is None else (rm_future,)
 
-    def result(self) -> Scores:
+    def scores(self) -> Scores:
         """Wait for the scores; without values, on every rank of the model-parallel group.
 
         Raises:
@@ -223,9 +223,7 @@ class ScoreSource(Protocol):
     already (`environment.py`).
     """
 
-    def score(
-        self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]
-    ) -> FutureResult[Scores]:
+    def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> FutureScores:
         """The pending rewards of a micro-batch; see `RewardModels.score`."""
 
 
@@ -266,10 +264,11 @@ class RemoteGPTRMClient:
             self.cfg, self.communicator, setting
         )
 
-    def infer_rm(self, rollout_batch: Rollout) -> FutureResult[Scores]:
+    def infer_rm(self, rollout_batch: Rollout) -> FutureScores:
         """Send a micro-batch to be scored; returns at once.
 
-        An error is raised by the future's `result()`.
+        The future's `result()` gives the rewards float32 [b, 1], `scores()` all of the reply; both
+        raise its error.
 
         Args:
             rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally

@@ -7,9 +7,9 @@ The PPO trainer then stays as it is: it asks for scores, and has the critic trai
 
 from omegaconf import DictConfig
 
-from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
+from nemo_aligner.core.types import PPOTrainBatch, Rollout
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.futures import FutureResult
+from nemo_aligner.servers.futures import FutureResult, FutureScores
 from nemo_aligner.servers.reward_client import RemoteGPTRMClient, ScoreSource
 
 
@@ -44,7 +44,7 @@ class RewardsInPlaceOfCritic:
         )
         self.communicator = self.rm.communicator
 
-    def infer_rm_critic(self, rollout_batch: Rollout) -> FutureResult[Scores]:
+    def infer_rm_critic(self, rollout_batch: Rollout) -> FutureScores:
         """As `RemoteGPTRMClient.infer_rm`: scores without values."""
         return self.rm.infer_rm(rollout_batch)
 

@@ -4,6 +4,7 @@
 every error.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -197,17 +198,25 @@ def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:
     object with `result()` may be waited for.
     """
     if not (future is None or isinstance(future, (Exception, PendingReply))):
-        future = _OtherFuture(future)
+        future = OtherFuture(future)
     results = get_future_result(future, *keys)
     return results[0] if len(keys) == 1 else results
 
 
-class _OtherFuture:
-    """A future of another library, as something that `await_on_source` waits for."""
+class OtherFuture(FutureResult[Any]):
+    """What a future of a user or of another library gives, as something that `await_on_source`
+    and `wait_for_all` wait for; `read` makes the result of it, or of None without a future.
+    """
 
-    def __init__(self, future: Any) -> None:
-        self.result = future.result
+    def __init__(self, future: Any, read: Callable[[Any], Any] = lambda got: got) -> None:
+        self._read = functools.cache(lambda: read(None if future is None else future.result()))
+        self.pending = (self,)
 
     def done(self, timeout_s: float) -> bool:
         """True: `result()` itself waits."""
         return True
+
+    def result(self) -> Any:
+        return self._read()
+
+    scores = result

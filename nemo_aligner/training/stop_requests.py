@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # One request may arrive twice: a launcher hands on what the process got with its group already.
 REPEATED_S = 1.0
+TIME_IS_OVER = 1  # as a request, below both signals
 AGAIN = "The same command continues."
 
 
@@ -170,17 +171,19 @@ class StopRequests:
         """
         now = time.monotonic()
         self.step, self._step_s, self._last_boundary = step, now - self._last_boundary, now
-        time_is_over = run_timer.is_finished()
-        stop = self.signalled()
-        if stop is None and time_is_over and step < self.max_steps:
-            stop = JobStopped(ExitCode.TIME, "time limit (max_time_per_run)")
-        return stop
+        return self._stop(self.received or (TIME_IS_OVER if run_timer.is_finished() else 0))
 
     def signalled(self) -> JobStopped | None:
         """As `after_step`, without the time limit: for after a save, which may take long."""
-        number = _largest_of_ranks(self.received or 0)
+        return self._stop(self.received or 0)
+
+    def _stop(self, request: int) -> JobStopped | None:
+        """What the requests of all ranks, each a signal, `TIME_IS_OVER` or 0, lead to."""
+        number = _largest_of_ranks(request)
         if not number or self.step == self.max_steps:
             return None
+        if number == TIME_IS_OVER:
+            return JobStopped(ExitCode.TIME, "time limit (max_time_per_run)")
         return JobStopped(ExitCode.PRE_EMPTED, signal.Signals(number).name)
 
     def leave(self, stop: JobStopped) -> None:

@@ -179,6 +179,7 @@ def main() -> None:
     """One rank of the job. Settings come as JSON in the first argument."""
     settings = json.loads(sys.argv[1])
     import numpy as np
+    import torch
     from omegaconf import OmegaConf
 
     from nemo_aligner.parallel import parallel_state
@@ -253,15 +254,30 @@ def main() -> None:
         tokens = np.array([[b % VOCAB for b in row] + [0] * (8 - len(row)) for row in rows])
         return tokens, np.array([len(row) for row in rows])
 
+    class MinimalCheckpoint:
+        """What NeMo-Aligner's interface asks of it."""
+
+        def custom_save(self, monitor_candidates, is_train_end=False):
+            if parallel_state.get_rank() == 0:
+                Path(settings["checkpoint"] + ".minimal").write_text(
+                    str(monitor_candidates["step"].item())
+                )
+
     model = build_model()
     optimizer, scheduler = build_optimizer(model)
+    logger, checkpoint = Logger(), Checkpoint()
+    if settings["minimal"]:
+        del Logger.log_samples
+        checkpoint = MinimalCheckpoint()
+        optimizer = torch.optim.SGD([model.embedding, model.value], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     trainer = CriticServerTrainer(
         cfg=OmegaConf.create(settings["cfg"]),
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        logger=Logger(),
-        ckpt_callback=Checkpoint(),
+        logger=logger,
+        ckpt_callback=checkpoint,
         tokenize_func=tokenize,
         gbs=settings["gbs"],
         model_forward_micro_batch_size=2,
@@ -292,6 +308,7 @@ class CriticJob:
         slice_tokens: of a slice of a scoring request.
         background: checkpoints are written in the background. They cannot be written while there
             is a file `checkpoint.json.full`.
+        minimal: logger, checkpoints, optimizer and schedule have NeMo-Aligner's interface only.
         look_s: between two looks at Triton, and how long it may take to reply to one.
         start_s: within which Triton must be ready, one for each start; None: the real ones.
         server: the section `server` of the configuration.
@@ -308,6 +325,7 @@ class CriticJob:
         save_grace_s=60.0,
         slice_tokens=512,
         background=False,
+        minimal=False,
         look_s=5.0,
         start_s=None,
         server=None,
@@ -324,6 +342,7 @@ class CriticJob:
             "save_grace_s": save_grace_s,
             "slice_tokens": slice_tokens,
             "background": background,
+            "minimal": minimal,
             "look_s": look_s,
             "start_s": start_s,
             "server": server or {},

@@ -119,7 +119,7 @@ def rollout(tokenizer, pairs: list[tuple[str, str]], ended: bool = True) -> dict
 def ask(port, batch: dict, tokenizer=None, **changes) -> list[float]:
     client = reward_client(port, tokenizer, **changes)
     try:
-        return client.infer_rm(batch).result().rewards.tolist()
+        return client.infer_rm(batch).scores().rewards.tolist()
     finally:
         client.communicator.close()
 
@@ -203,7 +203,7 @@ def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_
     ) as job:
         wait_until_serving(job)
         client = reward_client(port)
-        scores = client.infer_rm(batch).result()
+        scores = client.infer_rm(batch).scores()
         client.communicator.close()
         assert_ended_well(job, job.stop())
     assert scores.rewards.tolist() == [6.0, 1.0]
@@ -461,7 +461,7 @@ def test_a_server_that_was_stopped_and_continued_gets_requests_again(
                 before = [server.turn for server in servers]
                 pending = [client.infer_rm(batch) for _ in range(6)]
                 for future in pending:
-                    assert future.result().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
+                    assert future.scores().rewards.tolist() == expected(tiny_tokenizer, PAIRS)
                 return [server.turn - turn for server, turn in zip(servers, before)]
 
             assert all(score()), (a.log[-2000:], b.log[-2000:])

@@ -407,7 +407,7 @@ def test_client_checks_before_it_sends(job):
             "response_tokens": torch.ones(2, 9).long(),
             "response_lengths": torch.tensor([9, 9]),
         }
-        assert client.infer_rm_critic(rollout).result().values.shape == (2, 8)
+        assert client.infer_rm_critic(rollout).scores().values.shape == (2, 8)
         client.save(actor_step=3).result()
         client.check_status(3, {})
         with pytest.raises(UserError, match="actor is at step 5.*No step has checkpoints of both"):
@@ -665,6 +665,25 @@ def test_a_save_that_is_abandoned_is_no_success(frontend):
         thread.join(patience(10))
         assert errors and "the running save did not end in 1 s" in str(errors[0])
         job.assert_nothing_left()
+
+
+def test_parts_of_nemo_aligner_are_enough():
+    """Logger, checkpoints, optimizer and schedule with its interface: the critic learns as with
+    others, and knows of what step its last checkpoint is.
+    """
+    own = {"minimal": True, "gradient_clip_val": None, "server": {"frontend": "asgi"}}
+    with CriticJob(ranks=2, **own) as job:
+        raw, model, data = Raw(job.wait_until_serving()), build_model(), make_training_data(4, 9)
+        raw("critic_train", **{k: v.numpy() for k, v in data.items()})
+        expected_update(model, data, gbs=4)
+        assert_serving(raw, model)
+        raw("critic_save", dummy_var=[0], actor_step=[7])
+        assert (job.directory / "checkpoint.json.minimal").read_text() == "1"
+        status = raw("critic_status", dummy_var=[0])
+        assert json.loads(status.pop("checkpoints")[0]) == {}
+        assert [int(status[name][0]) for name in ("actor_step", "saved_critic_step")] == [7, 1]
+        job.signal_rank(0)
+        job.must_exit_with(0, 0)
 
 
 @asgi_frontend

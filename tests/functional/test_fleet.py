@@ -143,7 +143,7 @@ class Stream:
 
     def assert_all_right(self):
         for batch, future in self.sent:
-            assert_right(future.result().rewards, batch)
+            assert_right(future.scores().rewards, batch)
 
 
 def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines, record_property):
@@ -298,7 +298,7 @@ def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, line
         assert any(server.address in str(caught.value) for server in pair)
         assert len(a.rows()) + len(b.rows()) <= calls + 1  # not sent again
         batch = rollout(2)
-        assert_right(client.infer_rm(batch).result().rewards, batch)
+        assert_right(client.infer_rm(batch).scores().rewards, batch)
         assert not any("left out" in line for line in lines)
     finally:
         client.close()
@@ -328,7 +328,7 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
         try:
             for seed in range(4):
                 batch = rollout(seed)
-                scores = client.infer_rm(batch).result()
+                scores = client.infer_rm(batch).scores()
                 assert set(scores.parts) == {"helpful", "terse"} and scores.values is None
                 assert_right(scores.parts["helpful"], batch)
                 assert_right(scores.parts["terse"], batch, scale=-2.0)
@@ -337,7 +337,7 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
                 )
             single = RemoteGPTRMClient(section(a, b))
             try:
-                scores = single.infer_rm(batch).result()
+                scores = single.infer_rm(batch).scores()
                 assert_right(scores.rewards, batch)
                 assert scores.parts == {} and scores.values is None
             finally:
@@ -390,7 +390,8 @@ def two_rank_client(port, dead_port, log_file):
     )
     fleet_module.START_GRACE_S = 1.0
     client = RemoteGPTRMClient(config)
-    rewards = client.infer_rm(rollout(2)).result().rewards
+    # As users of NeMo-Aligner take it: a tensor [b, 1].
+    rewards = client.infer_rm(rollout(2)).result().squeeze(1)
     errors = []
     for bad in (RAISE, NAN):
         try:
@@ -405,7 +406,7 @@ def two_rank_client(port, dead_port, log_file):
         client.infer_rm(unsuitable).result()
     except ServerRequestError as error:
         errors.append(str(error))
-    again = client.infer_rm(rollout(2)).result().rewards
+    again = client.infer_rm(rollout(2)).scores().rewards
     connections = len(client.reward_models.fleets)
     client.close()
     config = OmegaConf.create(
@@ -452,7 +453,7 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
                 "prompt_lengths": torch.tensor([1, 2]),
             }
             for attempt in range(2):
-                scores = client.infer_rm_critic(batch).result()
+                scores = client.infer_rm_critic(batch).scores()
                 torch.testing.assert_close(scores.values, model(tokens)[:, :-1].detach())
                 assert_right(scores.parts["sum"], batch)
                 assert_right(scores.parts["triple"], batch, scale=3.0)

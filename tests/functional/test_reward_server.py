@@ -131,7 +131,6 @@ def through_client(
         return (
             client.infer_rm({"response_tokens": tokens, "response_lengths": lengths})
             .result()
-            .rewards[:, None]
             .numpy()
         )
     finally:

@@ -114,7 +114,7 @@ def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
         assert "resume from the same step is not checked" in warnings[1]
 
         def assert_scores():
-            scores = client.infer_rm_critic(batch).result()
+            scores = client.infer_rm_critic(batch).scores()
             last = batch["response_tokens"].gather(1, batch["response_lengths"][:, None] - 1)
             assert torch.equal(scores.rewards.cpu(), mirror.rewards[last].flatten())
             expected = mirror.values(batch["response_tokens"])[:, :-1]
@@ -166,7 +166,7 @@ def test_requests_of_different_widths_at_once_are_not_mixed_up(critic):
         mirror.vector = torch.tensor(critic_values["vector"])
         futures = [client.infer_rm_critic(batch) for batch in batches]
         for batch, future in zip(batches, futures):
-            values = future.result().values.cpu()
+            values = future.scores().values.cpu()
             longest = int(batch["response_lengths"].max())
             expected = mirror.values(batch["response_tokens"])[:, : longest - 1]
             torch.testing.assert_close(values[:, : longest - 1], expected, rtol=1e-4, atol=1e-5)
@@ -192,7 +192,7 @@ def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_serve
     batch["response_tokens"][::2, :4] = COUNTED
     client = RemoteGPTRMClient(section(reward_server), TinyTokenizer)
     try:
-        rewards = client.infer_rm(batch).result().rewards
+        rewards = client.infer_rm(batch).scores().rewards
     finally:
         client.close()
     expected = [

@@ -66,7 +66,7 @@ def make_job(actor, **thresholds):
     def infer_rm_critic(rollout):
         sent.append(rollout)
         future = score(rollout)
-        rewards, values = future.value
+        rewards, values = future.value.rewards, future.value.values
         future.value = Scores(rewards / 10, values.nan_to_num() / 100)
         return future
 
@@ -197,7 +197,7 @@ def test_a_critic_of_noise_and_responses_without_end_are_heard(tiny_tokenizer_di
 
     def noisy_score(rollout):
         future = score(rollout)
-        rewards, values = future.value
+        rewards, values = future.value.rewards, future.value.values
         noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
         future.value = Scores(rewards, 10 * noise)
         return future
@@ -240,7 +240,7 @@ def test_a_reward_or_a_value_that_is_not_finite_ends_the_run(tiny_tokenizer_dir,
     def infer_rm_critic(rollout):
         future = score(rollout)
         if len(trainer.sent) == 3:
-            tuple(future.value)[part][1] = (
+            (future.value.rewards, future.value.values)[part][1] = (
                 bad  # one NaN value is enough: advantages are normalized over all responses
             )
         return future

@@ -320,7 +320,7 @@ def test_rewards_of_conversations_are_scores():
     nan = float("nan")
     rewards = torch.tensor([[nan, 0.25, nan, 1.0], [nan, nan, -2.0, nan]])
     played = PythonEnvironment(f"{GUESSING}:GuessingGame", Letters(), starts_workers=False)
-    scores = played.score({"token_rewards": rewards}).result()
+    scores = played.score({"token_rewards": rewards}).scores()
     assert scores.rewards.tolist() == [1.25, -2.0] and scores.values is None
     assert torch.equal(scores.token_rewards.nan_to_num(9.0), rewards.nan_to_num(9.0))
 

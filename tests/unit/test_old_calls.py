@@ -174,7 +174,7 @@ def test_an_error_in_a_rollout_leaves_the_timer_usable():
     policy = trainer.model
     own, policy.get_inference_log_probs = policy.get_inference_log_probs, None
     for _ in range(2):
-        with pytest.raises(TypeError, match="not callable"):
+        with pytest.raises(TypeError, match="callable"):
             trainer.run_step()
     policy.get_inference_log_probs = own
     trainer.run_step()

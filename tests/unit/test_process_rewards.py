@@ -322,15 +322,15 @@ def test_an_ensemble_adds_rewards_of_tokens_and_of_responses():
     }
     whole = {"rewards": np.array([[10.0], [20.0]], np.float32)}
     future = RMFutureResult(Ready({"s": steps, "w": whole}), rollout, {"s": 2.0, "w": 0.5})
-    scores = future.result()
+    scores = future.scores()
     assert scores.rewards.tolist() == [11.0, 18.0]
     # Token 2's reward is in column 1; that of the whole in column R-2.
     assert scores.token_rewards.nan_to_num(-1).tolist() == [[-1, 2, 9, -1], [-1, 8, -1, 10]]
-    alone = RMFutureResult(Ready({"m": steps}), rollout).result()
+    alone = RMFutureResult(Ready({"m": steps}), rollout).scores()
     assert alone.token_rewards.nan_to_num(-1).tolist() == [[-1, 1, 2, -1], [-1, 4, -1, -1]]
-    assert RMFutureResult(Ready({"m": whole}), rollout).result().token_rewards is None
+    assert RMFutureResult(Ready({"m": whole}), rollout).scores().token_rewards is None
     narrow = {**steps, "token_rewards": steps["token_rewards"][:, :4]}
-    cut = RMFutureResult(Ready({"m": narrow}), rollout).result().token_rewards
+    cut = RMFutureResult(Ready({"m": narrow}), rollout).scores().token_rewards
     assert cut.nan_to_num(-1).tolist() == [[-1, 1, 2, -1], [-1, 4, -1, -1]]
 
 

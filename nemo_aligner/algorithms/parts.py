@@ -1,0 +1,179 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The door for parts that a user wrote: NeMo-Aligner's interface of each is enough, and what it
+lacks of `core/interfaces.py` is added. Constructors of trainers and servers pass what they are
+handed through these functions; a complete part comes back as it is.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from nemo.utils import logging
+from torch import Tensor
+
+from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
+from nemo_aligner.core.interfaces import Critic, Logger, Optimizer, PendingScores, Scheduler
+from nemo_aligner.core.types import Rollout, Scores
+from nemo_aligner.servers.source_rank import OtherFuture, await_on_source, wait_for_all
+
+
+class _Completed:
+    """A part with what is added to it, which wins over its own."""
+
+    def __init__(self, part: Any, added: Mapping[str, Any]):
+        self._part, self._added = part, added
+
+    def __getattr__(self, name: str) -> Any:
+        return self._added[name] if name in self._added else getattr(self._part, name)
+
+
+def _lacks(part: Any, method: str, argument: str) -> bool:
+    function = getattr(part, method, None)
+    return function is not None and argument not in inspect.signature(function).parameters
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """In place of a method that a part need not have."""
+
+
+# --------------------------------------------------------------------------------- remote models
+
+
+class _RankZeroOutcome(OtherFuture):
+    """What a user's future gives on rank 0, on every rank; there may be none on the others."""
+
+    def result(self) -> Any:
+        own = SimpleNamespace(done=self.done, result=super().result)
+        wait_for_all([own])  # each rank asks its own: there may be collectives in it
+        return await_on_source(own, 0, dist.group.WORLD if dist.is_initialized() else None)
+
+
+def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], PendingScores]:
+    """`infer_rm` or `infer_rm_critic` of a client, whose future need not have `scores()`: its
+    `result()` may give rewards, or (rewards, values).
+    """
+
+    def ask(rollout: Rollout) -> PendingScores:
+        future: Any = infer(rollout)
+        has_scores = hasattr(future, "scores")
+        return (
+            future if has_scores else OtherFuture(future, lambda got: _read_scores(got, rollout))
+        )
+
+    return ask
+
+
+def _read_scores(got: Any, rollout: Rollout) -> Scores:
+    """Scores from rewards `[b]` or `[b, 1]`, or from these and values `[b, S-1]`."""
+    is_pair = isinstance(got, (tuple, list)) and hasattr(got[0], "shape")
+    rewards, values = got if is_pair else (got, None)
+    rewards = torch.as_tensor(rewards).float().flatten()
+    samples, width = rollout["response_tokens"].shape
+    if len(rewards) != samples:
+        raise UserError(f"the client gave {len(rewards)} rewards for {samples} responses.")
+    return Scores(
+        rewards, None if values is None else torch.as_tensor(values).float()[:, : width - 1]
+    )
+
+
+def complete_critic(client: Any) -> Critic:
+    """A critic client, of which `infer_rm_critic`, `train(data)` and `save()` are enough."""
+
+    def warn(*_args: Any) -> None:
+        logging.warning(
+            f"{type(client).__name__} has no check_status; when you restart one job, see to it "
+            "that the other one loads the checkpoint of the same step."
+        )
+
+    added = {
+        "train": lambda data: _RankZeroOutcome(client.train(data), _read_loss),
+        "save": lambda actor_step=None: _RankZeroOutcome(client.save(), _nothing),
+        "check_status": warn,
+    }
+    return cast(Critic, client if hasattr(client, "check_status") else _Completed(client, added))
+
+
+def _read_loss(got: Any) -> float | None:
+    """The critic's loss from what a train request gave, if it is there."""
+    loss = got.get("loss_mean") if isinstance(got, Mapping) else got
+    return None if loss is None else float(torch.as_tensor(loss).flatten()[0])
+
+
+# ------------------------------------------------------------------------------ models, and others
+
+
+def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -> Tensor:
+    """`get_inference_log_probs` or `get_init_policy_logprobs` of a model, which need not take the
+    lengths.
+    """
+    takes_lengths = "response_lengths" in inspect.signature(compute).parameters
+    return compute(tokens, **({"response_lengths": lengths} if takes_lengths else {}))
+
+
+def complete_parts(
+    optimizer: Any, scheduler: Any, logger: Any, callback: Any
+) -> tuple[Optimizer, Scheduler, Logger, Any]:
+    """What every trainer is handed. Enough are: optimizer and schedule of PyTorch; a logger
+    without `log_samples`; a `CheckpointWriter` with `custom_save(monitor_candidates,
+    is_train_end)` alone, whose checkpoints are complete when that returns, and are not known
+    afterwards.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "config"):
+        optimizer = _TorchOptimizer(optimizer)
+    if _lacks(scheduler, "step", "increment"):
+        advance = scheduler.step
+        scheduler = _Completed(scheduler, {"step": lambda increment: advance()})
+    if not hasattr(logger, "log_samples"):
+        logger = _Completed(logger, {"log_samples": _nothing})
+    optional: dict[str, Any] = {
+        name: _nothing for name in ("check_save", "finish_save", "finish_export")
+    }
+    optional |= {"is_saving": False, "saved_at": lambda counter: {}}
+    added = {name: value for name, value in optional.items() if not hasattr(callback, name)}
+    if _lacks(callback, "custom_save", "trainer_state"):
+        added["custom_save"] = functools.partial(_save, callback)
+    return optimizer, scheduler, logger, _Completed(callback, added) if added else callback
+
+
+def _save(
+    callback: Any, monitor_candidates: Mapping[str, Any], is_train_end: bool, trainer_state: Any
+) -> None:
+    """`callback.custom_save` as NeMo-Aligner calls it: the candidates are tensors, the counters of
+    `trainer_state` among them. An error of one rank is raised by all.
+    """
+    numbers = {k: v for k, v in monitor_candidates.items() if isinstance(v, (int, float, Tensor))}
+    candidates = {name: torch.as_tensor(number) for name, number in numbers.items()}
+    failed = []
+    try:
+        callback.custom_save(monitor_candidates=candidates, is_train_end=is_train_end)
+    except Exception as error:
+        failed = [ServerRequestError(cause_of(error))]
+    try:
+        wait_for_all(failed)
+    except ServerRequestError as error:
+        raise SaveError(f"{type(callback).__name__}.custom_save: {error}") from None
+
+
+class _TorchOptimizer:
+    """An optimizer of PyTorch, which clips the gradients to `config.clip_grad` unless that is 0,
+    and makes no update of gradients that are not finite.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.config, self.zero_grad = SimpleNamespace(clip_grad=0.0), optimizer.zero_grad
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """As `Optimizer.step`."""
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        limit = self.config.clip_grad or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, limit))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return math.isfinite(norm), norm, None
