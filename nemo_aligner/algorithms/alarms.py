@@ -122,7 +122,7 @@ WARNINGS = (
         "Compared with the reference, the policy prefers most rejected responses to the chosen "
         "ones (in SPIN, the reference's own responses to those of the data). Usual causes: they "
         "are exchanged in the data, or in its rewards (rpo_*), or the learning rate is too high. "
-        "Look at the data: python -m nemo_aligner.data inspect.",
+        "Look at the data: nemo-aligner inspect.",
         first_step=AFTER_WARMUP,
     ),
     Watched(

@@ -354,7 +354,7 @@ def _base_path(path: str | Path, base: adapters.Base) -> Path:
     if not Path(base.path).exists():
         raise UserError(
             f"{path} holds adapters, but their base {base.path} does not exist. Merge them with "
-            "the base where it lies now (python -m nemo_aligner.convert merge-lora --base PATH), "
+            "the base where it lies now (nemo-aligner convert merge-lora --base PATH), "
             "or start from the base with model.peft.restore_from_path naming the adapters."
         )
     return check_restore_path(base.path, key="base of the adapters")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.convert COMMAND`."""
+"""The command line: `nemo-aligner convert COMMAND`."""
 
 import argparse
 import errno
@@ -22,7 +22,7 @@ def _size(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m nemo_aligner.convert",
+        prog="nemo-aligner convert",
         description="Convert checkpoints between Hugging Face folders and .nemo, on a CPU. Jobs "
         "take Hugging Face folders as they are, too "
         "(pretrained_checkpoint.restore_from_path=FOLDER).",

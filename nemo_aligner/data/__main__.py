@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.data inspect FILE --model MODEL`."""
+"""The command line: `nemo-aligner inspect FILE --model MODEL`."""
 
 from nemo_aligner.inspection.command import main
 

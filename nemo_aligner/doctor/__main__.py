@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.doctor [FOLDER]`."""
+"""The command line: `nemo-aligner doctor [FOLDER]`."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ from nemo_aligner.launch.start_up import long_imports
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     result = argparse.ArgumentParser(
-        prog="python -m nemo_aligner.doctor",
+        prog="nemo-aligner doctor",
         description="Say whether jobs can run on this machine, and what to do where they cannot. "
         "The exit code is 0 if all of them can.",
         epilog="See docs/jobs.md.",

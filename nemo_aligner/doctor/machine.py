@@ -164,7 +164,7 @@ def memory(available: int) -> Finding:
     if available <= 0:
         return Finding(WARNING, "memory", "not known", "See what is free: free -g")
     text = f"{available / GB:.1f} GiB available"
-    remedy = "End other processes; what a job needs: python -m nemo_aligner.plan"
+    remedy = "End other processes; what a job needs: nemo-aligner plan"
     return graded("memory", text, available, 1 * GB, 4 * GB, remedy)
 
 

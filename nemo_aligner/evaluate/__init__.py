@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards and win rates of policies: `python -m nemo_aligner.evaluate`.
+"""Rewards and win rates of policies: `nemo-aligner evaluate`.
 
 `sources.py` gets the responses of a policy or of a file, `rewards.py` scores them, `measures.py`
 computes the numbers (the mathematics is in `core/win_rate.py`), `page.py` and `table.py` show

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.evaluate POLICY [OTHER] --reward REWARD ...`."""
+"""The command line: `nemo-aligner evaluate POLICY [OTHER] --reward REWARD ...`."""
 
 import argparse
 import dataclasses
@@ -25,19 +25,19 @@ Say how good the responses of a policy are, and how often it beats another one.
 
 Each source is a policy (a .nemo file or folder, a checkpoint folder of a job, or the folder of a
 job: its newest checkpoint) that responds to --prompts now, or a .jsonl file of responses that
-python -m nemo_aligner.generate wrote. --reward is a reward model (the same forms as a policy) or a
+nemo-aligner generate wrote. --reward is a reward model (the same forms as a policy) or a
 Python function, path/to/file.py:function, as rejection sampling and PPO use it.
 
 examples:
   mean reward of a policy on a file of prompts:
-    python -m nemo_aligner.evaluate results/gpt_ppo_actor --prompts val.jsonl --reward rm.nemo
+    nemo-aligner evaluate results/gpt_ppo_actor --prompts val.jsonl --reward rm.nemo
   exact match: the mean of a function that gives 0 or 1:
-    python -m nemo_aligner.evaluate ppo.nemo --prompts val.jsonl \\
+    nemo-aligner evaluate ppo.nemo --prompts val.jsonl \\
         --reward examples/rewards/arithmetic.py:exact_answer sampling_params.use_greedy=True
   win rate of PPO over SFT under a reward model, also at equal length:
-    python -m nemo_aligner.evaluate ppo.nemo sft.nemo --prompts val.jsonl --reward rm.nemo
+    nemo-aligner evaluate ppo.nemo sft.nemo --prompts val.jsonl --reward rm.nemo
   the same from two files of responses:
-    python -m nemo_aligner.evaluate ppo.jsonl sft.jsonl --reward rm.nemo
+    nemo-aligner evaluate ppo.jsonl sft.jsonl --reward rm.nemo
   on two ranks, each model split over both:
     ... trainer.devices=2 model.tensor_model_parallel_size=2
 
@@ -50,7 +50,7 @@ EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 def parser() -> CommandParser:
     """The parser of the command line."""
     result = CommandParser(
-        prog="python -m nemo_aligner.evaluate",
+        prog="nemo-aligner evaluate",
         usage="%(prog)s SOURCE [SOURCE] --reward REWARD [--prompts FILE] [--out FOLDER] "
         "[key=value ...]",
         description=DESCRIPTION,

@@ -33,7 +33,7 @@ def check_sources(sources: Sequence[str], prompts: str | None) -> None:
         if source in policies and not Path(source).expanduser().exists():
             raise UserError(
                 f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
-                "of a job) or a .jsonl file of responses that python -m nemo_aligner.generate "
+                "of a job) or a .jsonl file of responses that nemo-aligner generate "
                 "wrote."
             )
     if policies and prompts is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text from a trained policy, in the terminal or to a file: `python -m nemo_aligner.generate`.
+"""Text from a trained policy, in the terminal or to a file: `nemo-aligner generate`.
 
 `settings.py` composes the configuration, `policy.py` loads the policy, `prompts.py` turns texts
 and conversations into tokens, `batch.py` writes responses to a file of prompts, `responses.py` is

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.generate MODEL ...`."""
+"""The command line: `nemo-aligner generate MODEL ...`."""
 
 import sys
 
@@ -21,11 +21,11 @@ checkpoint).
 
 examples:
   in the terminal, with the tokenizer's chat template if it has one:
-    python -m nemo_aligner.generate sft.nemo
+    nemo-aligner generate sft.nemo
   a file of prompts, lines {"text": prompt}, as for PPO:
-    python -m nemo_aligner.generate results/gpt_ppo_actor --prompts val.jsonl --out out.jsonl
+    nemo-aligner generate results/gpt_ppo_actor --prompts val.jsonl --out out.jsonl
   sampling, and two ranks:
-    python -m nemo_aligner.generate sft.nemo sampling_params.temperature=0.7 \\
+    nemo-aligner generate sft.nemo sampling_params.temperature=0.7 \\
         length_params.max_length=200 trainer.devices=2 model.tensor_model_parallel_size=2
 """
 EPILOG = "Every setting is explained in docs/generate_evaluate.md."
@@ -34,7 +34,7 @@ EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 def parser() -> CommandParser:
     """The parser of the command line."""
     result = CommandParser(
-        prog="python -m nemo_aligner.generate",
+        prog="nemo-aligner generate",
         usage="%(prog)s MODEL [--prompts FILE --out FILE] [--chat | --plain] [key=value ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         cfg.pretrained_checkpoint.restore_from_path = models[0]
     if cfg.pretrained_checkpoint.restore_from_path is None:
         raise UserError(
-            "name the policy: python -m nemo_aligner.generate MODEL, a .nemo file or folder or "
+            "name the policy: nemo-aligner generate MODEL, a .nemo file or folder or "
             f"the folder of a job ({RESTORE_KEY})."
         )
 

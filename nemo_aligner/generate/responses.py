@@ -67,7 +67,7 @@ def read_responses(path: str | Path) -> list[Response]:
             if record.get(name) is not None and not isinstance(record[name], kind):
                 raise UserError(
                     f"{path}, response {number}: field '{name}' is {record[name]!r}; "
-                    "python -m nemo_aligner.generate writes such files."
+                    "nemo-aligner generate writes such files."
                 )
         fields = {name: record.get(name) for name in kinds}
         responses.append(Response(record["prompt"], record["response"], **fields))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data as a job will see them, before it trains: `python -m nemo_aligner.data inspect`.
+"""Data as a job will see them, before it trains: `nemo-aligner inspect`.
 
 `jobs.py` builds the dataset of the job, `samples.py` reads its samples, `findings.py` looks for
 what is dropped, cut, empty or there twice, `terminal.py` and `page.py` show it.

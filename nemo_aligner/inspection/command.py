@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `python -m nemo_aligner.data inspect`."""
+"""The command `nemo-aligner inspect`."""
 
 import os
 import sys
@@ -18,8 +18,8 @@ MODEL is a .nemo file or folder, a checkpoint folder of a job, the folder of a j
 Face folder; its tokenizer is used. The settings are those of the job that will read the files.
 
 examples:
-  python -m nemo_aligner.data inspect train.jsonl --model sft.nemo
-  python -m nemo_aligner.data inspect chats.jsonl --model Llama-3.2-1B-Instruct --job gpt_sft \\
+  nemo-aligner inspect train.jsonl --model sft.nemo
+  nemo-aligner inspect chats.jsonl --model Llama-3.2-1B-Instruct --job gpt_sft \\
       model.data.chat_template=tokenizer model.data.train_ds.max_seq_length=2048
 """
 JOBS = tuple(
@@ -31,8 +31,8 @@ JOBS = tuple(
 def parser() -> CommandParser:
     """The parser of the command line."""
     result = CommandParser(
-        prog="python -m nemo_aligner.data",
-        usage="%(prog)s inspect FILE ... --model MODEL [--job JOB] [key=value ...]",
+        prog="nemo-aligner inspect",
+        usage="%(prog)s FILE ... --model MODEL [--job JOB] [key=value ...]",
         description=DESCRIPTION,
         epilog="See docs/data.md.",
     )
@@ -62,9 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     """Inspect as the command line asks."""
     args, words, settings = parser().split(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["inspect"] or len(words) < 2:
-        raise UserError(
-            "the command is: python -m nemo_aligner.data inspect FILE ... --model MODEL"
-        )
+        raise UserError("the command is: nemo-aligner inspect FILE ... --model MODEL")
     if args.model is None:
         raise UserError("--model is missing: name the model whose tokenizer the job will use.")
     if args.samples < 0 or args.limit < 0:

@@ -1,18 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serve the critic of a PPO job, and with `trainer.ppo.combine_rm_and_critic_server=True` its
-reward model too.
+r"""Serve the critic of a PPO job, and its reward model too.
 
-    python serve_ppo_critic.py pretrained_checkpoint.restore_from_path=reward_model.nemo \
+The latter with `trainer.ppo.combine_rm_and_critic_server=True`.
+
+    nemo-aligner serve critic pretrained_checkpoint.restore_from_path=reward_model.nemo \
         trainer.ppo.port=5556
 
 Both start from the reward model: one of pairs, or a regression reward model, whose attributes are
 merged. With `combine_rm_and_critic_server=False` the critic may also start from a language model,
-with a new head, or from a critic; rewards then come from elsewhere (serve_reward_model.py). The
-server runs until SIGTERM or SIGINT; the actor (train_gpt_ppo_actor.py) has it trained and saved.
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+with a new head, or from a critic; rewards then come from elsewhere (`serve reward`). The
+server runs until SIGTERM or SIGINT; the actor (`train ppo`) has it trained and saved.
+One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_critic.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config critic`, docs/config.md.
 """
 
 from omegaconf import DictConfig
@@ -22,11 +23,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_ppo_critic"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_ppo_critic")
-    check_config(cfg, "gpt_ppo_critic")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices, 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3)
     serve(cfg)
 
@@ -45,7 +48,7 @@ def serve(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_critic")
+    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
     reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
     job = start_job(cfg, "ppo")
 

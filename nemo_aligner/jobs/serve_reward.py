@@ -1,18 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a reward model, or a Python function as reward, to rejection sampling, or to PPO whose
-critic has a server of its own.
+r"""Serve a reward model, or a Python function as reward.
 
-    python serve_reward_model.py rm_model_file=reward_model.nemo inference.port=5555
-    python serve_reward_model.py rm_model_file=policy.nemo \
+It is for rejection sampling and REINFORCE, and for PPO whose critic has a server of its own.
+
+    nemo-aligner serve reward rm_model_file=reward_model.nemo inference.port=5555
+    nemo-aligner serve reward rm_model_file=policy.nemo \
         inference.reward_fn=path/to/file.py:function
 
-The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` plain
-`python` starts them itself; torchrun and srun work as well. A regression model that does not merge
+The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` the
+command starts them itself; torchrun and srun work as well. A regression model that does not merge
 its attributes gives all of them (docs/steerlm.md). A function, `(prompts, responses,
 lengths) -> scores`, is served by one process with `inference.reward_fn_workers` workers; the .nemo
 gives the tokenizer only. With `inference.rewards_per` step or token both give rewards of the steps
-or tokens of a response. Keys: conf/inference_rm.yaml, docs/config.md.
+or tokens of a response. Keys: `nemo-aligner config reward`, docs/config.md.
 """
 
 from typing import Any
@@ -29,11 +30,13 @@ from nemo_aligner.config.server_rules import (
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "inference_rm"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "inference_rm")
-    check_config(cfg, "inference_rm")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices, 3)
     if cfg.inference.reward_fn is None:
         serve_model(cfg)
@@ -55,7 +58,7 @@ def serve_model(cfg: DictConfig) -> None:
         from nemo_aligner.servers.steps import scores_of_places
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
-    cfg.model = complete_model_config(restore_path, cfg.model, "inference_rm")
+    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
     attributes = served_attributes(cfg.model)
     per, step_end = cfg.inference.rewards_per, cfg.inference.step_end
     per_token = per != "response"
@@ -143,7 +146,7 @@ def tokenizer_config(cfg: DictConfig) -> DictConfig:
         # Apart from the job: the checks of a model's configuration are not for a function.
         alone = OmegaConf.masked_copy(model_cfg, ["tokenizer", "overwrite_base_config"])
         model_cfg = load_and_override_model_config(restore_path, alone)
-    return complete(model_cfg.tokenizer, "inference_rm", "model.tokenizer")
+    return complete(model_cfg.tokenizer, CONFIG_NAME, "model.tokenizer")
 
 
 def endpoint_options(inference_cfg: DictConfig) -> dict[str, object]:

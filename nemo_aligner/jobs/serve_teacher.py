@@ -1,14 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serve a teacher to a student that learns from it while it responds itself
-(train_gpt_knowledge_distillation.py with `model.knowledge_distillation.on_policy.fraction`).
+r"""Serve a teacher to a student that learns from it while it responds itself.
 
-    python serve_teacher.py pretrained_checkpoint.restore_from_path=teacher.nemo \
+The student is `train distill` with `model.knowledge_distillation.on_policy.fraction`.
+
+    nemo-aligner serve teacher pretrained_checkpoint.restore_from_path=teacher.nemo \
         inference.port=5556 inference.top_k=100
 
 The server gives its largest logits behind each token of the samples that it is sent, until SIGTERM
-or SIGINT. One process per device: with `trainer.devices=N` plain `python` starts them itself;
-torchrun and srun work as well. Keys: conf/inference_teacher.yaml, docs/distillation.md.
+or SIGINT. One process per device: with `trainer.devices=N` the command starts them itself;
+torchrun and srun work as well. Keys: `nemo-aligner config teacher`, docs/distillation.md.
 """
 
 from omegaconf import DictConfig
@@ -18,11 +19,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "inference_teacher"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "inference_teacher")
-    check_config(cfg, "inference_teacher")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices, 2)
     serve(cfg)
 
@@ -40,7 +43,7 @@ def serve(cfg: DictConfig) -> None:
         from nemo_aligner.servers.scoring import model_limits
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "inference_teacher")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)
     init_distributed(trainer)

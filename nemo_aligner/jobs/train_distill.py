@@ -1,20 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Knowledge distillation: a student learns the distributions of a teacher, from its largest logits
-at each token of the responses.
+r"""Knowledge distillation: a student learns from a teacher's largest logits.
 
-    python ../synthetic_data_gen/compute_topk_logits.py top_k=100 output_path=train.jsonl \
+    nemo-aligner logits top_k=100 output_path=train.jsonl \
         pretrained_checkpoint.restore_from_path=teacher.nemo data.data.file_path=sft.jsonl
-    python train_gpt_knowledge_distillation.py \
+    nemo-aligner train distill \
         pretrained_checkpoint.restore_from_path=student.nemo \
         "model.data.data_prefix={train: [train.jsonl], validation: [validation.jsonl]}"
 
 The first command writes the logits (docs/distillation.md). With
 `model.knowledge_distillation.on_policy.fraction` they come from a served teacher
-(serve_teacher.py) instead, also for responses that the student gives itself. One process per
-device: with `trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well.
+(`serve teacher`) instead, also for responses that the student gives itself. One process per
+device: with `trainer.devices=N` the command starts them itself; torchrun and srun work as well.
 The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
-conf/gpt_knowledge_distillation.yaml, docs/config.md.
+`nemo-aligner config distill`, docs/config.md.
 """
 
 from functools import partial
@@ -26,11 +25,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_knowledge_distillation"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_knowledge_distillation")
-    check_config(cfg, "gpt_knowledge_distillation")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices)
     train(cfg)
 
@@ -50,7 +51,7 @@ def train(cfg: DictConfig) -> None:
         )
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_knowledge_distillation")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "knowledge_distillation")
 
     model = load_from_nemo(

@@ -1,17 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization (DPO, IPO, RPO): a policy learns from pairs of responses, without
-a reward model.
+r"""DPO, IPO, RPO: a policy learns from pairs of responses, without a reward model.
 
-    python train_gpt_dpo.py pretrained_checkpoint.restore_from_path=sft.nemo \
+    nemo-aligner train dpo pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl]}"
 
 Lines are `{"prompt": ..., "chosen": ..., "rejected": ...}`, texts or conversations (docs/dpo.md).
 The checkpoint is also the reference policy: a copy of its weights in host memory, or with
 `model.peft.peft_scheme=lora` the model without its adapters. One process per device: with
-`trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
+`trainer.devices=N` the command starts them itself; torchrun and srun work as well. The same
 command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
-conf/gpt_dpo.yaml, docs/config.md.
+`nemo-aligner config dpo`, docs/config.md.
 """
 
 from omegaconf import DictConfig
@@ -21,11 +20,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_dpo"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_dpo")
-    check_config(cfg, "gpt_dpo")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices)
     train(cfg)
 
@@ -44,7 +45,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_dpo")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "dpo")
 
     model = load_from_nemo(MegatronGPTDPOModel, cfg.model, job.trainer, restore_path=base)

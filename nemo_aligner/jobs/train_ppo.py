@@ -1,24 +1,24 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with PPO against a critic server (serve_ppo_critic.py) that runs beside this job.
+r"""Train a policy with PPO or GRPO, against a server of its critic or its rewards.
 
-    python train_gpt_ppo_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
+    nemo-aligner train ppo pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
         remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
 
 With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the
-rewards come from a reward model or a function that serve_reward_model.py serves (docs/ppo.md):
+rewards come from a reward model or a function that `serve reward` serves (docs/ppo.md):
 
-    python train_gpt_ppo_actor.py ... trainer.ppo.advantage_estimator=grpo \
+    nemo-aligner train ppo ... trainer.ppo.advantage_estimator=grpo \
         model.ppo.num_rollouts_per_prompt=8 remote_critic_rm.reward_model.port=5555 \
         remote_critic_rm.combine_rm_and_critic_server=False
 
 With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards come
 from a Python class in processes of this job (docs/environments.md).
 
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_ppo_actor.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config ppo`, docs/config.md.
 """
 
 from omegaconf import DictConfig
@@ -29,11 +29,13 @@ from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_ppo_actor"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_ppo_actor")
-    check_config(cfg, "gpt_ppo_actor")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices, 1 + number_of_servers(cfg))
     train(cfg)
 
@@ -62,7 +64,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_ppo_actor")
+    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "ppo")
 
     model = load_from_nemo(

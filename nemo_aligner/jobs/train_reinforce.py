@@ -1,16 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with REINFORCE against a reward-model server (serve_reward_model.py) that runs
-beside this job.
+r"""Train a policy with REINFORCE, against a server of rewards.
 
-    python train_gpt_reinforce_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
+That is `serve reward`.
+
+    nemo-aligner train reinforce pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
         trainer.reinforce.num_rollouts_per_prompt=4 \
         remote_rm.host=localhost remote_rm.port=5555
 
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_reinforce_actor.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config reinforce`, docs/config.md.
 """
 
 from omegaconf import DictConfig
@@ -20,11 +21,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_reinforce_actor"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_reinforce_actor")
-    check_config(cfg, "gpt_reinforce_actor")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices, 1 if cfg.model.reinforce.environment.path else 2)
     train(cfg)
 
@@ -50,7 +53,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_reinforce_actor")
+    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "reinforce")
 
     model = load_from_nemo(

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a reward model: on pairs of texts, or on texts with labels.
+r"""Train a reward model: on pairs of texts, or on texts with labels.
 
-    python train_reward_model.py pretrained_checkpoint.restore_from_path=sft.nemo \
+    nemo-aligner train rm pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
 
 `model.reward_model_type=binary_ranking`, the default, reads neighbouring lines `{"text": ...}`,
@@ -16,9 +16,9 @@ The model starts from a language model with a new head, whose weights follow fro
 with `model.regression.load_rm_head_weights=True` from a reward model with its own head; without
 `pretrained_checkpoint.restore_from_path` from random weights, and then the architecture must be
 given. The job ends with the accuracy, or the correlation with the labels, on data that it was not
-trained on. One process per device: with `trainer.devices=N` plain `python` starts them itself;
+trained on. One process per device: with `trainer.devices=N` the command starts them itself;
 torchrun and srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/training_rm.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config rm`, docs/config.md.
 """
 
 from typing import TYPE_CHECKING
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
     from nemo_aligner.launch.supervised_job import Loaders
     from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
+CONFIG_NAME = "training_rm"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "training_rm")
-    check_config(cfg, "training_rm")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices)
     train(cfg)
 
@@ -62,7 +64,7 @@ def train(cfg: DictConfig) -> None:
         )
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "training_rm")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     model_class = reward_model_class(cfg.model.reward_model_type)
     model_class.check_training_config(cfg.model)
     job = start_job(cfg, "rm")

@@ -1,16 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train a policy with rejection sampling against a reward-model server (serve_reward_model.py)
-that runs beside this job.
+r"""Train a policy with rejection sampling, against a server of rewards.
 
-    python train_gpt_rs_actor.py pretrained_checkpoint.restore_from_path=sft.nemo \
+That is `serve reward`.
+
+    nemo-aligner train rs pretrained_checkpoint.restore_from_path=sft.nemo \
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
         model.rs.num_rollouts_per_prompt=4 model.rs.top_n_rollouts=1 \
         remote_rm.host=localhost remote_rm.port=5555
 
-One process per device: with `trainer.devices=N` plain `python` starts them itself; torchrun and
+One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
 srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_rs_actor.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config rs`, docs/config.md.
 """
 
 from functools import partial
@@ -22,11 +23,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_rs_actor"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_rs_actor")
-    check_config(cfg, "gpt_rs_actor")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices, 1 if cfg.model.rs.environment.path else 2)
     train(cfg)
 
@@ -51,7 +54,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
     restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, "gpt_rs_actor")
+    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "rs")
 
     model = load_from_nemo(MegatronGPTRSModel, cfg.model, job.trainer, restore_path=restore_path)

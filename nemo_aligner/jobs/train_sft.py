@@ -1,16 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning on prompts with responses, lines `{"input": ..., "output": ...}`, or on
-conversations, `{"messages": [...]}`, with `model.data.chat_template=tokenizer` (docs/data.md); the
-loss counts the responses only.
+r"""Supervised fine-tuning on prompts with responses, or on conversations.
 
-    python train_gpt_sft.py model.restore_from_path=base.nemo \
+Lines are `{"input": ..., "output": ...}`, or `{"messages": [...]}` with
+`model.data.chat_template=tokenizer` (docs/data.md); the loss counts the responses only.
+
+    nemo-aligner train sft model.restore_from_path=base.nemo \
         model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
 Without `model.restore_from_path` the model starts from random weights, and then the architecture
-must be given. One process per device: with `trainer.devices=N` plain `python` starts them itself;
+must be given. One process per device: with `trainer.devices=N` the command starts them itself;
 torchrun and srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config sft`, docs/config.md.
 """
 
 from omegaconf import DictConfig
@@ -20,11 +21,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_sft"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_sft")
-    check_config(cfg, "gpt_sft")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices)
     train(cfg)
 
@@ -38,7 +41,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 
     base = cfg.model.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_sft")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "sft")
 
     if base is None:

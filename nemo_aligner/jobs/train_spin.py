@@ -1,17 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Self-play fine-tuning (SPIN): a policy learns to prefer the responses of the data to those that
-it gave itself at the beginning of the iteration.
+r"""SPIN: a policy learns to prefer the responses of the data to its own.
 
-    python train_gpt_spin.py pretrained_checkpoint.restore_from_path=sft.nemo \
+Its own are those that it gave at the beginning of the iteration.
+
+    nemo-aligner train spin pretrained_checkpoint.restore_from_path=sft.nemo \
         model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
 The data are those of supervised fine-tuning (docs/spin.md): conversations in NeMo's chat format,
 with `model.data.chat_template=tokenizer` and `model.data.chat=False` in that template, or with
 `model.data.chat=False` alone lines `{"input": ..., "output": ...}`. One process per device: with
-`trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. The same
+`trainer.devices=N` the command starts them itself; torchrun and srun work as well. The same
 command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
-conf/gpt_spin.yaml, docs/config.md.
+`nemo-aligner config spin`, docs/config.md.
 """
 
 from functools import partial
@@ -23,11 +24,13 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_spin"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_spin")
-    check_config(cfg, "gpt_spin")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices)
     train(cfg)
 
@@ -42,7 +45,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 
     base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_spin")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "spin")
 
     model = load_from_nemo(MegatronGPTSPINModel, cfg.model, job.trainer, restore_path=base)

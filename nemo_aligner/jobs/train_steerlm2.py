@@ -1,15 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""SteerLM 2.0: a policy that responds to attributes (SteerLM) learns from its own responses, each
-with a weight by what a reward model says of its attributes.
+r"""SteerLM 2.0: a policy learns from its own responses, by their attributes.
 
-    python train_steerlm2.py model.restore_from_path=steerlm.nemo model.data.chat=True \
+It responds to attributes (SteerLM); a weight is by what a reward model says of them.
+
+    nemo-aligner train steerlm2 model.restore_from_path=steerlm.nemo model.data.chat=True \
         model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
 Lines hold a prompt, its attributes and several responses with three log-probs each
-(docs/steerlm.md). One process per device: with `trainer.devices=N` plain `python` starts them
+(docs/steerlm.md). One process per device: with `trainer.devices=N` the command starts them
 itself; torchrun and srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: conf/gpt_sft.yaml, docs/config.md.
+`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config steerlm2`, docs/config.md.
 """
 
 from omegaconf import DictConfig
@@ -20,11 +21,13 @@ from nemo_aligner.config.rules import check_steerlm2
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "gpt_sft"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "gpt_sft")
-    check_config(cfg, "gpt_sft")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     check_steerlm2(cfg)
     share_cores(cfg.trainer.devices)
     train(cfg)
@@ -40,7 +43,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
 
     base = cfg.model.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, "gpt_sft")
+    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     job = start_job(cfg, "sft")
 
     model = load_from_nemo(GPTSteerLMModel, cfg.model, job.trainer, restore_path=base)

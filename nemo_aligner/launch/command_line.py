@@ -3,6 +3,7 @@
 """The command line of a script: Hydra composes the configuration and calls `main` with it."""
 
 import functools
+import os
 from collections.abc import Callable
 
 from hydra._internal.utils import _run_hydra, get_args_parser
@@ -30,11 +31,15 @@ def hydra_runner(
     Args:
         config_path: folder of the YAML files, relative to the script.
         config_name: YAML file without its ending.
+
+    The decorated function may also be called with a configuration, or with the `arguments` of
+    another command line than that of the process; a `--config-path` there is relative to the
+    working directory.
     """
 
     def decorator(main: Callable[[DictConfig], None]) -> Callable[..., None]:
         @functools.wraps(main)
-        def run(cfg: DictConfig | None = None) -> None:
+        def run(cfg: DictConfig | None = None, arguments: list[str] | None = None) -> None:
             if cfg is not None:
                 main(cfg)
                 return
@@ -49,7 +54,9 @@ def hydra_runner(
                 main(cfg)
 
             parser = get_args_parser()
-            args = parser.parse_args()
+            args = parser.parse_args(arguments)
+            if arguments is not None and args.config_path:
+                args.config_path = os.path.abspath(args.config_path)
             args.overrides.extend(HYDRA_OVERRIDES)
             try:
                 _run_hydra(

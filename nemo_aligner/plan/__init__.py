@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a job takes, and which split to start it with: `python -m nemo_aligner.plan`.
+"""How much memory a job takes, and which split to start it with: `nemo-aligner plan`.
 
 Everything here is arithmetic on a configuration: no ranks, no tensors. docs/plan.md explains the
 formulas and says what was measured.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.plan MODEL --gpus N --memory 80GB`."""
+"""The command line: `nemo-aligner plan MODEL --gpus N --memory 80GB`."""
 
 import argparse
 import json
@@ -96,7 +96,7 @@ def _yaml_section(path: Path) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     result = argparse.ArgumentParser(
-        prog="python -m nemo_aligner.plan",
+        prog="nemo-aligner plan",
         description="Say how much memory a job takes on each GPU, and with which split to start.",
     )
     result.add_argument(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about a run: `python -m nemo_aligner.report RUN_DIR [--out FILE]`.
+"""One self-contained HTML page about a run: `nemo-aligner report RUN_DIR [--out FILE]`.
 
 Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py` describes the
 files). The page opens with what the policy learned, then shows alarms, then everything else. It

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m nemo_aligner.report RUN_DIR [--out FILE]`."""
+"""The command line: `nemo-aligner report RUN_DIR [--out FILE]`."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from nemo_aligner.report.page import write_report
 def main(argv: list[str] | None = None) -> int:
     """Write the report of a run; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m nemo_aligner.report",
+        prog="nemo-aligner report",
         description="Write one self-contained HTML page about a run.",
     )
     parser.add_argument(

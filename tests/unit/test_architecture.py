@@ -23,6 +23,7 @@ FLOORS = [
     {"models"},
     {"algorithms", "launch"},
     {
+        "__main__",
         "jobs",
         "report",
         "compat",

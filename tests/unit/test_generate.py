@@ -311,7 +311,7 @@ def test_mistakes_are_one_message_each(nemo, prompts, tmp_path, capsys):
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a"}\n{"prompt": "b"}\n')
     for words, message in (
-        ((), "name the policy: python -m nemo_aligner.generate MODEL"),
+        ((), "name the policy: nemo-aligner generate MODEL"),
         ((nemo, prompts), "one model is needed, not 2"),
         ((nemo, "--prompts", prompts), "--prompts and --out belong together"),
         ((nemo, "--plain", "--chat"), "not allowed with argument"),

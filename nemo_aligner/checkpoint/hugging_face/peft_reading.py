@@ -54,7 +54,7 @@ def base_path(path: Path) -> Path:
     raise UserError(
         f"{path} holds adapters, but their base, {_BASE_KEY}={name!r} in "
         f"{peft_config.CONFIG_FILE}, is not on this machine. Set it to the folder of the base "
-        "there, give the base with --base (python -m nemo_aligner.convert hf-to-nemo or "
+        "there, give the base with --base (nemo-aligner convert hf-to-nemo or "
         "merge-lora), or start the job from the base with model.peft.restore_from_path naming the "
         "adapters."
     )

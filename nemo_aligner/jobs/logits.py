@@ -1,16 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The largest logits of a teacher, for each token of the responses of a data set: what
-train_gpt_knowledge_distillation.py learns from.
+r"""Write a teacher's largest logits at each token of the responses of a data set.
 
-    python compute_topk_logits.py pretrained_checkpoint.restore_from_path=teacher.nemo \
+`train distill` learns from them.
+
+    nemo-aligner logits pretrained_checkpoint.restore_from_path=teacher.nemo \
         data.data.file_path=sft.jsonl top_k=100 output_path=with_logits.jsonl
 
 The data are those of supervised fine-tuning, and so are the keys below `data` (docs/data.md).
 Stopped, the same command goes on where it ended; `start_from_idx` and `end_at_idx` share the
 examples out to several jobs, each with a file of its own. One process per device: with
-`trainer.devices=N` plain `python` starts them itself; torchrun and srun work as well. Keys:
-conf/compute_topk_logits.yaml, docs/distillation.md.
+`trainer.devices=N` the command starts them itself; torchrun and srun work as well. Keys:
+`nemo-aligner config logits`, docs/distillation.md.
 """
 
 from omegaconf import DictConfig
@@ -21,11 +22,13 @@ from nemo_aligner.config.rules import check_values
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import long_imports, share_cores
 
+CONFIG_NAME = "compute_topk_logits"
+
 
 @user_errors_end_the_job
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, "compute_topk_logits")
-    check_config(cfg, "compute_topk_logits")
+    cfg = complete_config(cfg, CONFIG_NAME)
+    check_config(cfg, CONFIG_NAME)
     share_cores(cfg.trainer.devices)
     compute(cfg)
 
@@ -43,8 +46,8 @@ def compute(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 
     teacher = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
-    check_values(cfg, "compute_topk_logits", complete=True)
+    cfg.model = complete_model_config(teacher, cfg.model, CONFIG_NAME)
+    check_values(cfg, CONFIG_NAME, complete=True)
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)
     launch_processes(trainer)

@@ -1,0 +1,113 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command `nemo-aligner`, which is `python -m nemo_aligner`: all jobs and tools by their
+names. It imports nothing heavy before it knows which one is asked for.
+"""
+
+import ast
+import difflib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_aligner import jobs
+from nemo_aligner.core.endings import ExitCode
+
+# The module of each tool, whose `main` gets the words behind its name; what the tool does.
+TOOLS = {
+    "convert": ("convert.__main__", "Convert checkpoints from and to Hugging Face's form."),
+    "generate": ("generate.__main__", "Talk to a policy, or have it respond to a file."),
+    "evaluate": ("evaluate.__main__", "Score policies, and compare them."),
+    "inspect": ("inspection.command", "Show data as a model will see them."),
+    "plan": ("plan.__main__", "Say how much memory a job takes, and a split to start with."),
+    "report": ("report.__main__", "Write a page about a run."),
+    "doctor": ("doctor.__main__", "Say whether jobs can run on this machine."),
+    "config": ("", "Print every key of a job with its default and meaning."),
+}
+GROUPS = ["train", "serve", "logits"]  # of jobs, as --help lists them
+HELP = {"-h", "--help"}
+JOB_HELP = """
+KEY=VALUE sets a key, ++KEY=VALUE one that the YAML file does not list; `nemo-aligner config {}`
+prints all of them. -v shows the configuration and what libraries say. The other options are
+Hydra's: --config-dir, --config-name, --cfg job and so on (--hydra-help).
+"""
+
+
+def job_modules() -> dict[str, str]:
+    """The module of each job by its name, such as `train ppo`."""
+    names = [module.name for module in pkgutil.iter_modules(jobs.__path__)]
+    names.sort(key=lambda name: GROUPS.index(name.split("_")[0]))
+    return {name.replace("_", " "): name for name in names}
+
+
+def usage(prefix: str = "") -> str:
+    """What `--help` prints, about the jobs and tools whose names begin with `prefix`."""
+    texts = {}
+    for name, module in job_modules().items():  # not imported: the first line of its docstring
+        tree = ast.parse((Path(jobs.__path__[0]) / f"{module}.py").read_text(encoding="utf-8"))
+        texts[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    texts |= {name: text for name, (_, text) in TOOLS.items()}
+    lines = [f"  {name:16} {text}" for name, text in texts.items() if name.startswith(prefix)]
+    head = "usage: nemo-aligner COMMAND ...   (COMMAND --help says more)"
+    return "\n".join([head, "", *lines])
+
+
+def run_job(name: str, module: str, arguments: list[str]) -> None:
+    """Start a job, or print its help."""
+    from nemo_aligner.config.defaults import CONF
+    from nemo_aligner.launch.command_line import hydra_runner
+
+    job = importlib.import_module(f"nemo_aligner.jobs.{module}")
+    if not HELP.isdisjoint(arguments):
+        print(f"{job.__doc__}{JOB_HELP.format(name.split()[-1])}")
+        return
+    hydra_runner(str(CONF), job.CONFIG_NAME)(job.main)(arguments=arguments)
+
+
+def show_config(words: list[str], modules: Mapping[str, str]) -> int | None:
+    """Print the configuration of the job, or of the tool, that `words` name."""
+    from nemo_aligner.config.meanings import explained
+
+    names = {name.split()[-1]: module for name, module in modules.items()}
+    kinds = [*names, "generate", "evaluate"]
+    if len(words) != 1 or words[0] not in kinds:
+        print(f"ERROR: name one of {', '.join(kinds)}.", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    name = words[0]
+    if name in names:
+        name = importlib.import_module(f"nemo_aligner.jobs.{names[name]}").CONFIG_NAME
+    print(explained(name))
+    return None
+
+
+def main(argv: list[str] | None = None) -> int | None:
+    """Run what the command line names; returns an exit code, None for 0."""
+    argv = sys.argv[1:] if argv is None else argv
+    modules = job_modules()
+    for length in (1, 2):
+        name, rest = " ".join(argv[:length]), argv[length:]
+        if name in modules:
+            run_job(name, modules[name], rest)
+            return None
+        if name == "config":
+            return show_config(rest, modules)
+        if name in TOOLS:
+            tool = importlib.import_module(f"nemo_aligner.{TOOLS[name][0]}")
+            return tool.main(argv if name == "inspect" else rest)
+    words = [word for word in argv[:2] if word not in HELP]
+    if words in ([], ["train"], ["serve"]):
+        print(usage(" ".join(words)))
+        return None
+    name = " ".join(words[:2] if words[-1].isalnum() else words[:1])
+    names = [*modules, *TOOLS]
+    near = [each for each in names if words[0] in each.split()[1:]]  # its group is left out
+    near += [*difflib.get_close_matches(name, names), *difflib.get_close_matches(words[0], names)]
+    advice = f" Did you mean {near[0]}?" if near else ""
+    print(f"ERROR: {name} is no command.{advice} See nemo-aligner --help.", file=sys.stderr)
+    return ExitCode.USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command `nemo-aligner`: it finds every job and tool, and explains every key of them."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from nemo_aligner import __main__ as command
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.meanings import explained, meaning
+from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES
+from nemo_aligner.core.endings import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [*ROOT.glob("examples/nlp/gpt/*.py"), *ROOT.glob("examples/nlp/synthetic_data_gen/*.py")]
+
+
+def test_help_lists_everything_and_imports_nothing_heavy():
+    code = "import sys; from nemo_aligner.__main__ import main; main(['--help']); "
+    code += "print('heavy:', *{'torch', 'nemo', 'hydra', 'omegaconf'} & set(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    listed = re.findall(r"(?m)^  (\S+(?: \S+)?)  +[A-Z].+\.$", ended.stdout)
+    jobs = "sft rm dpo kto spin ppo rs reinforce distill steerlm2".split()
+    assert {*listed} == {
+        *(f"train {job}" for job in jobs),
+        *(f"serve {server}" for server in ("critic", "reward", "teacher")),
+        *"logits convert generate evaluate inspect plan report doctor config".split(),
+    }
+    assert ended.stdout.endswith("heavy:\n"), ended.stderr
+    assert max(map(len, ended.stdout.splitlines())) < 100
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_and_a_job_are_one(script):
+    text = script.read_text(encoding="utf-8")
+    (name,) = re.findall(r"from nemo_aligner\.jobs import (\w+)", text)
+    job = importlib.import_module(f"nemo_aligner.jobs.{name}")
+    assert f'config_path="conf", config_name="{job.CONFIG_NAME}"' in text
+    assert f"nemo-aligner {name.replace('_', ' ')} " in job.__doc__
+    assert sorted(command.job_modules().values()) == sorted(
+        re.findall(r"from nemo_aligner\.jobs import (\w+)", each.read_text())[0]
+        for each in SCRIPTS
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("trian ppo", "train ppo"),
+        ("train pop", "train ppo"),
+        ("ppo", "train ppo"),
+        ("serve critik trainer.devices=2", "serve critic"),
+        ("doctr /tmp", "doctor"),
+        ("train trainer.devices=2", None),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(words, nearest, capsys):
+    assert command.main(words.split()) == ExitCode.USER_ERROR
+    error = capsys.readouterr().err
+    assert f"Did you mean {nearest}?" in error if nearest else "is no command" in error
+
+
+def test_help_of_groups_jobs_and_tools(capsys):
+    command.main(["serve", "--help"])
+    assert "serve critic" in (said := capsys.readouterr().out) and "train" not in said
+    command.main(["train", "ppo", "trainer.devices=2", "-h"])
+    said = capsys.readouterr().out
+    assert "nemo-aligner train ppo pretrained_checkpoint" in said and "config ppo" in said
+    with pytest.raises(SystemExit):
+        command.main(["plan", "--help"])
+    assert "usage: nemo-aligner plan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (["trainer.devices=2"], "devices: 2"),
+        (["--config-path=mine", "--config-name=small"], "devices: 3"),
+        (["--config-dir=mine", "--config-name=small"], "devices: 3"),
+    ],
+)
+def test_a_job_is_configured_as_by_its_script(arguments, printed, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/small.yaml").write_text("devices: 3\n")
+    ended = subprocess.run(
+        [sys.executable, "-m", "nemo_aligner", "train", "sft", *arguments, "--cfg=job"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert printed in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("name", [*CONFIG_NAMES, *COMMAND_NAMES])
+def test_every_key_has_its_default_and_a_meaning(name):
+    defaults = OmegaConf.to_container(complete_config({}, name))
+    text = explained(name)
+    assert yaml.safe_load(text) == defaults
+    assert "](" not in text and "**" not in text
+    for key in keys(defaults):
+        parts = key.split(".")  # a section may be explained as a whole
+        assert any(meaning(".".join(parts[:n]), name) for n in range(len(parts), 0, -1)), key
+
+
+def keys(tree, prefix=""):
+    for name, value in tree.items():
+        yield from (
+            keys(value, f"{prefix}{name}.")
+            if value and isinstance(value, dict)
+            else [prefix + name]
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "means"),
+    [
+        ("trainer.ppo.port", "gpt_ppo_critic", "port to listen on"),
+        ("trainer.ppo.ppo_epochs", "gpt_ppo_actor", "passes over one rollout"),
+        ("model.dpo.gt_reward_scale", "gpt_dpo", "of `rpo_*`: factor of the rewards in the data"),
+        ("remote_teacher.port", "gpt_knowledge_distillation", "of `on_policy`: where the teacher"),
+        ("exp_manager.name", "gpt_kto", "as in NeMo; the final model is"),
+        ("name", "gpt_sft", "name of the experiment"),
+        ("model.mcore_gpt", "gpt_sft", "without effect: "),
+    ],
+)
+def test_the_meaning_is_that_of_the_right_row(key, name, means):
+    assert meaning(key, name).startswith(means)
+
+
+def test_config_takes_the_name_of_a_job_or_tool(capsys):
+    assert command.main(["config", "critic"]) is None
+    assert "port to listen on\n    port: 5556" in capsys.readouterr().out
+    assert command.main(["config", "critics"]) == ExitCode.USER_ERROR
+    assert "name one of " in capsys.readouterr().err
