@@ -91,6 +91,30 @@ def _gemma(conversation: Conversation) -> list[Piece]:
     return pieces
 
 
+def _tulu(conversation: Conversation) -> list[Piece]:
+    pieces, last = [], len(conversation) - 1
+    for number, (role, content) in enumerate(conversation):
+        end = "</s>" if number == last and role == "assistant" else "\n"
+        pieces += [(f"<|{role}|>\n", False), (content + end, number == last)]
+    return pieces
+
+
+def _qwen3(conversation: Conversation) -> list[Piece]:
+    """The last turn has its thoughts, the others lack them."""
+    pieces = _chatml([(role, text.split("</think>\n\n")[-1]) for role, text in conversation[:-1]])
+    pieces = [(text, False) for text, _trained in pieces]
+    return [*pieces, (_ASSISTANT, False), (f"{conversation[-1][1]}<|im_end|>", True)]
+
+
+def _r1(conversation: Conversation) -> list[Piece]:
+    pieces = [("<s>", False)]
+    for role, content in conversation:
+        pieces.append((f"<|{role.capitalize()}|>", False))
+        trained = role == "assistant"
+        pieces.append((content.split("</think>")[-1] + ("</s>" if trained else ""), trained))
+    return pieces
+
+
 _IM = ("<|im_start|>", "<|im_end|>")
 _ASSISTANT = "<|im_start|>assistant\n"
 _HEADER = "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -120,6 +144,16 @@ FAMILIES = {
             takes_system=False,
         ),
     )
+}
+
+
+# Templates that write an earlier turn otherwise than the last one.
+_TAGS = ("<|Assistant|>", "<|User|>")
+OTHERS = {
+    "r1": Family("r1", "<s>", "</s>", _TAGS, "</s>", _r1, _TAGS[0]),
+    "qwen3": Family("qwen3", "", "<|im_end|>", _IM, "<|im_end|>", _qwen3, _ASSISTANT),
+    "tulu": Family("tulu", "<s>", "</s>", (), "</s>", _tulu, "<|assistant|>\n"),
+    "marked": Family("marked", "<s>", "</s>", _IM, "<|im_end|>", _chatml, _ASSISTANT),
 }
 
 

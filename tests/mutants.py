@@ -222,9 +222,9 @@ MUTANTS = [
     ),
     Mutant(
         "earlier responses of a conversation count in the loss of DPO",
-        "data/nlp/record_encoder.py",
-        "[x and n >= place for",
-        "[x for",
+        "data/nlp/conversation_form.py",
+        "self.encode_messages(chosen, record, first)",
+        "self.encode_messages(chosen, record)",
         _unit("test_dpo_model.py", "test_only_the_last_response_of_a_conversation_counts"),
     ),
     Mutant(
@@ -442,10 +442,24 @@ MUTANTS = [
     ),
     Mutant(
         "earlier responses of a conversation count in the loss of KTO",
-        "data/nlp/record_encoder.py",
-        "first = starts[-turns:][0]",
-        "first = starts[0]",
+        "data/nlp/conversation_form.py",
+        "return self.encode_messages(messages, record, first)",
+        "return self.encode_messages(messages, record)",
         _unit("test_kto_model.py", "test_only_the_response_to_a_conversation_counts"),
+    ),
+    Mutant(
+        "a response without the thoughts that its template cuts is trained on",
+        "data/nlp/chat_masks.py",
+        "        check_written(number, messages[place], text[len(before) : end])\n",
+        "",
+        _unit("test_chat_turns.py", "test_a_response_that_the_template_cuts_is_refused"),
+    ),
+    Mutant(
+        "the end-of-turn token behind a mark of a chat template is not trained on",
+        "data/nlp/chat_masks.py",
+        "return found.end()",
+        "return end",
+        _unit("test_chat_turns.py", "test_the_end_of_a_marked_turn_is_trained"),
     ),
     Mutant(
         "SteerLM 2 learns what should be less probable",
@@ -837,7 +851,7 @@ MUTANTS = [
     Mutant(
         "the token between two replies of tools is trained on",
         "data/nlp/nemo_chat.py",
-        "number > context and source.turns[number - 1].speaker not in source.masked",
+        "number > context and source.trains(source.turns[number - 1])",
         "number > context",
         _unit("test_nemo_chat.py", "test_texts_and_masks_by_hand"),
     ),

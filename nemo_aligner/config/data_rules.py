@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forms of data files, `model.data.data_impl`, of `model.data.columns`, and of conversations."""
 
+import datetime
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,22 @@ def check_chat(data: Mapping[str, Any]) -> None:
             f"model.data.chat=True (NeMo's chat format) and model.data.chat_template={template} "
             "are two forms of a conversation; set one of them."
         )
+    date, options = data.get("chat_date"), data.get("chat_template_kwargs")
+    if options is not None and not hasattr(options, "items"):
+        raise ConfigError(
+            f"model.data.chat_template_kwargs={options!r}: give a mapping, such as "
+            "{enable_thinking: false}."
+        )
+    try:
+        datetime.date.fromisoformat(str(date or "2000-01-01"))
+    except ValueError:
+        raise ConfigError(f"model.data.chat_date={date}: give a date, YYYY-MM-DD.") from None
+    for key in ("chat_template_kwargs", "one_turn_per_sample"):
+        if chat and data.get(key):
+            raise ConfigError(
+                f"model.data.{key}={data[key]} is for chat templates, and model.data.chat=True is "
+                "NeMo's chat format; remove one of them."
+            )
     if not template:
         return
     if template != FROM_TOKENIZER and not Path(str(template)).expanduser().is_file():

@@ -120,7 +120,7 @@ _GENERATES = {"model.peft.merge_for_generation"}  # of jobs with a policy
 _SAMPLING = "sampling_params." + " sampling_params.".join(
     "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
 )
-_CHAT = dotted("model.data", "chat_template chat") | dotted(
+_CHAT = dotted("model.data", "chat_template chat_template_kwargs chat_date chat") | dotted(
     "model.data.chat_prompt_tokens",
     "system_turn_start turn_start label_start end_of_turn end_of_name",
 )
@@ -301,7 +301,7 @@ _SFT = (
     )
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
     | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")
-    | dotted("model.data", "num_workers columns")
+    | dotted("model.data", "num_workers columns one_turn_per_sample")
     | _CHAT
     | set().union(
         *(
@@ -328,7 +328,7 @@ _SPIN = (
         rollout_micro_batch_size offload_adam_states {_SAMPLING} length_params.max_length
         length_params.min_length generation.reshard generation.kv_cache_gb""",
     )
-    | dotted("model.data", "num_workers columns")
+    | dotted("model.data", "num_workers columns one_turn_per_sample")
     | _CHAT
     | dotted("model.data.train_ds", _SPIN_SET)
     | dotted("model.data.validation_ds", f"{_SPIN_SET} global_batch_size micro_batch_size")
@@ -356,7 +356,7 @@ _TOP_K = (
     | _MODEL
     | _CHECKPOINT
     | set("top_k output_path start_from_idx end_at_idx".split())
-    | dotted("data", "chat_template chat")
+    | dotted("data", "chat_template chat_template_kwargs chat_date one_turn_per_sample chat")
     | dotted(
         "data.chat_prompt_tokens",
         "system_turn_start turn_start label_start end_of_turn end_of_name",
@@ -421,6 +421,8 @@ LIVE = {
 FREE = (
     "model.data.data_prefix",
     "model.data.columns",
+    "model.data.chat_template_kwargs",
+    "data.chat_template_kwargs",
     "model.data.n_chunks",
     "data.data.columns",
     *(f"model.data.{split}.columns" for split in ("train_ds", "validation_ds", "test_ds")),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.core.tokenizer import decode_with_special_tokens, special_ids
-from nemo_aligner.data.nlp.chat import ConversationForm
+from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.data.nlp.chat_records import (
     conversation_field,
     conversation_messages,
@@ -20,6 +20,7 @@ from nemo_aligner.data.nlp.chat_records import (
     prompt_messages,
     response_messages,
 )
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
 from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset, by_our_names
@@ -67,6 +68,7 @@ class Findings:
         lengths: int64 [seen], tokens of the longest part of each sample.
         limit: the length that the job allows, in words.
         bad: what will not be used as it stands, in this order: dropped, cut, empty, twice.
+        default_form: the first record holds a conversation, in a form that nobody has asked for.
     """
 
     documents: int
@@ -75,6 +77,7 @@ class Findings:
     lengths: np.ndarray
     limit: str
     bad: list[Finding]
+    default_form: bool
 
 
 def look(job: InspectedJob, limit: int) -> Findings:
@@ -115,6 +118,7 @@ def look(job: InspectedJob, limit: int) -> Findings:
         lengths=np.array(lengths, dtype=np.int64),
         limit=_limit(job),
         bad=bad,
+        default_form=bool((form := form_of(dataset, dataset.lines[0])) and form.is_default),
     )
 
 
@@ -193,8 +197,8 @@ def _indices_in_use(job: InspectedJob) -> np.ndarray:
 def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
     """Whether a sample has a response without text."""
     dataset, tokenizer = job.dataset, job.tokenizer
-    special, form = special_ids(tokenizer), _form(dataset)
-    ends = () if form is None else form.end_strings
+    special = special_ids(tokenizer)
+    ends = chat_end_strings(job.cfg.data, tokenizer)
 
     def blank(tokens: list[int]) -> bool:
         own = [token for token in tokens if token not in special]
@@ -236,7 +240,7 @@ def _written(job: InspectedJob) -> Callable[[Sample], bool]:
     """Whether the messages of a sample's conversation hold a special token."""
     dataset = job.dataset
     inner: Any = getattr(job.tokenizer, "tokenizer", None)
-    if _form(dataset) is None or not hasattr(inner, "get_added_vocab"):
+    if not hasattr(inner, "get_added_vocab"):
         return lambda sample: False
     control = {*inner.all_special_tokens, *inner.get_added_vocab()}
 
@@ -246,6 +250,7 @@ def _written(job: InspectedJob) -> Callable[[Sample], bool]:
         return any(
             token in message["content"]
             for record in records
+            if form_of(dataset, record) is not None
             for message in _messages(dataset, record)
             for token in control
         )
@@ -253,11 +258,12 @@ def _written(job: InspectedJob) -> Callable[[Sample], bool]:
     return holds_special
 
 
-def _form(dataset: Any) -> ConversationForm | None:
-    """The form of the dataset's conversations."""
-    own = isinstance(dataset, SFTChatDataset | SteerLM2Dataset)
-    holder = dataset if own else getattr(dataset, "encoder", None)
-    return getattr(holder, "form", None)
+def form_of(dataset: Any, record: Record) -> ConversationForm | None:
+    """The form that a record's conversation is written in; None: it holds none."""
+    if isinstance(dataset, SFTChatDataset | SteerLM2Dataset):
+        return dataset.form
+    encoder = getattr(dataset, "encoder", None)
+    return None if encoder is None else encoder.form_of(by_our_names(record))
 
 
 def _messages(dataset: Any, record: Record) -> list[dict[str, str]]:
@@ -271,6 +277,6 @@ def _messages(dataset: Any, record: Record) -> list[dict[str, str]]:
         return [{"content": text} for text in texts]
     record = by_our_names(record)
     if holds_pair(record):
-        chosen, rejected = pair_messages(record)
+        chosen, rejected, _place = pair_messages(record)
         return [*chosen, *rejected]
     return conversation_messages(record) if conversation_field(record) else []

@@ -19,6 +19,7 @@ from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import builders
+from nemo_aligner.data.nlp.chat import sft_chat_options
 from nemo_aligner.data.nlp.chat_records import ASSISTANT
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.json_lines import Record
@@ -110,9 +111,7 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             data.train_ds,
             tokenizer,
             answer_only_loss=job == SPIN or cfg.answer_only_loss,
-            is_chat=data.chat,
-            special_tokens=data.chat_prompt_tokens,
-            chat_template=data.chat_template,
+            **sft_chat_options(data),
         )
         if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
             assert isinstance(dataset.dataset, FileDataset)

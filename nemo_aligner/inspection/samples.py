@@ -87,7 +87,7 @@ def place(dataset: FileDataset, document: int) -> str:
     """Where a document stands: file and record, counted from 1."""
     first = document * dataset.lines_per_document
     file = max(n for n, start in enumerate(dataset.lines.first_of_file) if start <= first)
-    record = first - int(dataset.lines.first_of_file[file]) + 1
+    record = dataset.lines.row_of(first, int(dataset.lines.first_of_file[file])) + 1
     last = record + dataset.lines_per_document - 1
     numbers = f"record {record}" if last == record else f"records {record} and {last}"
     return f"{dataset.lines.paths[file]}, {numbers}"

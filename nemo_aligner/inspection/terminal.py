@@ -16,6 +16,10 @@ from nemo_aligner.inspection.samples import Piece, Sample, pieces, visible
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
+DEFAULT_FORM = (
+    " Conversations are written in the tokenizer's chat template (model.data.chat_template is not "
+    "set)."
+)
 
 
 def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, colored: bool) -> str:
@@ -44,13 +48,14 @@ def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, color
 
 
 def summary(job: InspectedJob, findings: Findings) -> str:
-    """What was read, and how texts begin."""
+    """What was read, how texts begin, and the form of conversations that nobody asked for."""
     seen = (
         "" if findings.seen >= findings.served else f" (the first {findings.seen} are looked at)"
     )
     return (
         f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
         f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"
+        f"{DEFAULT_FORM * findings.default_form}"
     )
 
 
@@ -59,9 +64,10 @@ def _beginning(job: InspectedJob) -> str:
     dataset: Any = job.dataset
     of_sft = isinstance(dataset, SFTDataset)
     encoder = dataset if of_sft else getattr(dataset, "encoder", None)
+    form = getattr(encoder, "form", None)
     if (
         encoder is None
-        or getattr(encoder, "form", None)
+        or (form and not form.is_default)
         or holds_tokens(job.cfg.data.get("data_impl"))
     ):
         return ""

@@ -40,7 +40,8 @@ def compute(cfg: DictConfig) -> None:
 
         from nemo_aligner.algorithms.topk_logits import write_topk_logits
         from nemo_aligner.data.nlp.builders import build_sft_dataset
-        from nemo_aligner.launch.experiment import log_config
+        from nemo_aligner.data.nlp.chat import sft_chat_options
+        from nemo_aligner.launch.experiment import fix_chat_date, log_config
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.processes import launch_processes, resolve_and_create_trainer
         from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
@@ -51,15 +52,14 @@ def compute(cfg: DictConfig) -> None:
     trainer = resolve_and_create_trainer(cfg)
     log_config(cfg)
     launch_processes(trainer)
+    fix_chat_date(cfg.data, None)
     model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)
 
     dataset = build_sft_dataset(
         cfg.data.data,
         model.tokenizer,
         answer_only_loss=True,
-        is_chat=cfg.data.chat,
-        special_tokens=cfg.data.chat_prompt_tokens,
-        chat_template=cfg.data.chat_template,
+        **sft_chat_options(cfg.data),
     )
     write_topk_logits(
         model,

@@ -6,6 +6,7 @@ Missing keys of `exp_manager` take their values from the YAML files.
 """
 
 import copy
+import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,12 @@ from nemo_aligner.launch.processes import (
     resolve_and_create_trainer,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
+CHAT_DATE = "chat_date.txt"
 # Keys of `exp_manager.checkpoint_callback_params` that `CheckpointCallback` takes.
 CHECKPOINT_OPTIONS = (
     "filename",
@@ -75,7 +78,27 @@ def start_job(cfg: DictConfig, section: str) -> Job:
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
     init_distributed(trainer)
+    fix_chat_date(cfg.model.get("data"), log_dir)
     return Job(section, trainer, log_dir, logger)
+
+
+def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
+    """Set the day that chat templates take for today, `chat_date` of the section `model.data`, to
+    that of the run's first start, which its folder keeps: it does not change at midnight, on a
+    resume or between ranks, all of which call this.
+    """
+    if data is None or "chat_date" not in data:
+        return
+    box = [data.chat_date]
+    if is_rank_zero():
+        # `exp_manager` moves files of former runs to `run_<n>`.
+        folders = [] if log_dir is None else [log_dir, *log_dir.glob("run_*")]
+        kept = next((f for f in (folder / CHAT_DATE for folder in folders) if f.exists()), None)
+        box = [str(data.chat_date or (kept.read_text() if kept else datetime.date.today()))]
+        if log_dir is not None and kept is None:
+            write_durably(log_dir / CHAT_DATE, box[0].encode())
+    torch.distributed.broadcast_object_list(box, src=0, device=get_device())
+    data.chat_date = box[0]
 
 
 def log_config(cfg: DictConfig) -> None:

@@ -18,6 +18,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_sft_dataset,
 )
+from nemo_aligner.data.nlp.chat import sft_chat_options
 from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.schedule import supervised_max_steps
@@ -131,9 +132,7 @@ def build_sft_dataloaders(
             section,
             tokenizer,
             answer_only_loss=answer_only_loss,
-            is_chat=data.chat,
-            special_tokens=data.chat_prompt_tokens,
-            chat_template=data.chat_template,
+            **sft_chat_options(data),
         )
         for section in (data.train_ds, data.validation_ds)
     )

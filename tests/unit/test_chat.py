@@ -68,7 +68,7 @@ def messages_of(conversation):
 def test_masks_are_those_of_the_characters(name, folders, tokenizers):
     family, form = FAMILIES[name], ChatTemplate(tokenizers[name])
     for conversation in conversations(1, family.takes_system):
-        encoded = form.conversation_tokens(messages_of(conversation))
+        encoded = form.encode_messages(messages_of(conversation), {})
         ids, mask = slow_encoding(folders[name], family.write(conversation))
         assert encoded.tokens == ids
         assert encoded.is_response == mask
@@ -79,7 +79,7 @@ def test_a_prompt_is_the_beginning_of_its_conversation(name, folders, tokenizers
     """What a rollout starts from is what the supervised sample has before the response."""
     family, form = FAMILIES[name], ChatTemplate(tokenizers[name])
     for conversation in conversations(2, family.takes_system):
-        encoded = form.conversation_tokens(messages_of(conversation))
+        encoded = form.encode_messages(messages_of(conversation), {})
         prompt = form.prompt_tokens(messages_of(conversation[:-1]))
         before = [*family.write(conversation[:-1]), (family.generation_prompt, True)]
         text = "".join(text for text, _ in before)
@@ -98,7 +98,7 @@ def test_masks_with_a_tokenizer_that_marks_spaces(name, tmp_path):
         conversation = [
             (role, text.encode("ascii", "ignore").decode()) for role, text in conversation
         ]
-        encoded = form.conversation_tokens(messages_of(conversation))
+        encoded = form.encode_messages(messages_of(conversation), {})
         assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
 
 
@@ -108,7 +108,7 @@ def test_text_that_joins_the_generation_prompt_is_tokenized_as_in_a_rollout(toke
     form = ChatTemplate(tokenizer)
     messages = messages_of([("user", "hello"), ("assistant", "\n\nthe film")])
     prompt = form.prompt_tokens(messages[:1])
-    encoded = form.conversation_tokens(messages)
+    encoded = form.encode_messages(messages, {})
     whole = tokenizer.text_to_ids(form.render(messages, False))
     assert whole[: len(prompt)] != prompt
     assert encoded.tokens[: len(prompt)] == prompt
@@ -127,7 +127,7 @@ def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
     with pytest.raises(
         UserError, match="the tokenizer joins the text before and after a response"
     ):
-        form.conversation_tokens(messages_of([("user", "the fi"), ("assistant", "lm")]))
+        form.encode_messages(messages_of([("user", "the fi"), ("assistant", "lm")]), {})
 
 
 def test_markers_of_a_template_say_what_is_trained_on(tmp_path):
@@ -141,7 +141,7 @@ def test_markers_of_a_template_say_what_is_trained_on(tmp_path):
     folder = write_tokenizer(tmp_path, family, marked)
     form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
     for conversation in conversations(4, True, count=6):
-        encoded = form.conversation_tokens(messages_of(conversation))
+        encoded = form.encode_messages(messages_of(conversation), {})
         assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
 
 
@@ -206,14 +206,14 @@ def test_a_template_that_shows_no_turns_is_refused(tmp_path):
     folder = write_tokenizer(tmp_path, FAMILIES["chatml"], template)
     form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
     turns = [("user", "hello"), ("assistant", "<think>2 + 2</think>It is 4.")]
-    assert any(form.conversation_tokens(messages_of(turns)).is_response)
-    with pytest.raises(UserError, match="which tokens of message 2 are the assistant's.*2 \\+ 2"):
-        form.conversation_tokens(messages_of(turns * 2))
+    assert any(form.encode_messages(messages_of(turns), {}).is_response)
+    with pytest.raises(UserError, match="message 2 are.*2 \\+ 2.*Set model.data.one_turn_per_sam"):
+        form.encode_messages(messages_of(turns * 2), {})
     other = FAMILIES["chatml"].template.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
     (tmp_path / "other.jinja").write_text(other)
     form = ChatTemplate(form_tokenizer(folder), str(tmp_path / "other.jinja"))
     with pytest.raises(UserError, match="with its generation prompt, is not the beginning"):
-        form.conversation_tokens(messages_of(turns))
+        form.encode_messages(messages_of(turns), {})
 
 
 def form_tokenizer(folder):
@@ -225,7 +225,7 @@ def test_a_template_without_an_end_is_refused_for_training(tmp_path):
     form = ChatTemplate(form_tokenizer(write_tokenizer(tmp_path, FAMILIES["chatml"], template)))
     assert form.end_strings == ()
     with pytest.raises(UserError, match="writes no special token after a response.*eos_token"):
-        form.conversation_tokens(messages_of([("user", "a"), ("assistant", "b")]))
+        form.encode_messages(messages_of([("user", "a"), ("assistant", "b")]), {})
 
 
 # ------------------------------------------------------------------------------------------ ends
@@ -240,12 +240,12 @@ def test_a_response_ends_with_the_templates_end_of_turn(name, tokenizers):
     end = tokenizer.tokenizer.convert_tokens_to_ids(family.end_of_turn)
     assert ends.strings == () and end in ends.token_ids
     form = ChatTemplate(tokenizer)
-    encoded = form.conversation_tokens(messages_of([("user", "hello"), ("assistant", "the film")]))
+    encoded = form.encode_messages(messages_of([("user", "hello"), ("assistant", "the film")]), {})
     tokens = torch.tensor([encoded.tokens])
     ended = [bool(ends.ended(tokens, torch.tensor([last]))) for last in range(len(tokens[0]))]
     responses = [place for place, counts in enumerate(encoded.is_response) if counts]
     assert [place for place in responses if ended[place]] == [len(encoded.tokens) - 1]
-    assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == ()
+    assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == strings
 
 
 def test_a_policy_ends_its_responses_there(folders):
@@ -313,7 +313,7 @@ def test_long_conversations_are_cut_at_their_end(tokenizers, write, monkeypatch)
     said = []
     monkeypatch.setattr(logging, "warning", lambda text, *_a, **_k: said.append(text))
     path = write({"messages": messages_of(SFT)}, {"messages": messages_of(SFT[:2])})
-    short = len(ChatTemplate(tokenizers["chatml"]).conversation_tokens(messages_of(SFT[:2]))[0])
+    short = len(chat_form(TEMPLATE, tokenizers["chatml"]).sample(GOOD))
 
     def build(length):
         cfg = OmegaConf.create({"file_path": path, "max_seq_length": length})
@@ -463,7 +463,7 @@ BAD = [
         sft,
         GOOD,
         {"messages": [USER, {"role": "assistant", "content": ["x"]}]},
-        "must be text, not list",
+        "has a part of type 'str', but only parts of type 'text'",
     ),
     (
         sft,
@@ -556,7 +556,7 @@ def test_content_that_a_template_leaves_out_is_refused(tmp_path, write):
 
 
 def test_conversations_without_a_form_are_refused(tiny_tokenizer, write):
-    remedy = "set model.data.chat_template=tokenizer"
+    remedy = "the tokenizer has no chat template: set model.data.chat_template to the file of one"
     cfg = OmegaConf.create({"file_path": write(GOOD), "max_seq_length": 64})
     with pytest.raises(UserError, match=f"line 1: field 'input' is missing.*{remedy}"):
         build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)

@@ -126,7 +126,7 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
         ),
         (
             {"prompt": [{"role": "user", "content": "a"}], "chosen": " b", "rejected": " c"},
-            "line 2.*chat_template=tokenizer",
+            "line 2.*the tokenizer has no chat template",
         ),
     ],
 )

@@ -286,12 +286,16 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     path = write({"messages": chat("hello", "a joy")}, {"messages": []})
     error = error_of(capsys, "inspect", path, "--model", model, TEMPLATE)
     assert f"{path}, line 2: field 'messages' is an empty list" in error
-    error = error_of(capsys, "inspect", write({"messages": chat("a", "b")}), "--model", model)
-    assert "A conversation needs a form: set model.data.chat_template=tokenizer" in error
+    main(["inspect", write({"messages": chat("a", "b")}), "--model", model])
+    assert (
+        "written in the tokenizer's chat template (model.data.chat_temp" in capsys.readouterr()[0]
+    )
     text = write({"text": "hello"})
     assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)
     assert "--model is missing" in error_of(capsys, "inspect", text)
-    assert "the command is: nemo-aligner inspect" in error_of(capsys, "look", text, "--model", model)
+    assert "the command is: nemo-aligner inspect" in error_of(
+        capsys, "look", text, "--model", model
+    )
     error = error_of(
         capsys, "inspect", text, "--model", model, "--job", "training_rm", "model.data.chat_temp=x"
     )

@@ -154,7 +154,7 @@ def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
         ({"response": "a b", "preference": "chosen"}, "line 2.*field 'prompt' is missing"),
         (
             {"prompt": [{"role": "user", "content": "a"}], "response": " b", "preference": True},
-            "line 2.*chat_template=tokenizer",
+            "line 2.*the tokenizer has no chat template",
         ),
     ],
 )

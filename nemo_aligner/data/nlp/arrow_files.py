@@ -51,8 +51,7 @@ class ArrowTable:
         return int(self.table.num_rows)
 
     def __getitem__(self, number: int) -> Record:
-        row: Record = self.table.fast_slice(int(number), 1).to_pylist()[0]
-        return row
+        return _without_nulls(self.table.fast_slice(int(number), 1).to_pylist()[0])
 
     def scan(self) -> Iterator[tuple[int, Record]]:
         """All rows in order, decoded a few at a time.
@@ -66,7 +65,7 @@ class ArrowTable:
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                 for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
                     number += 1
-                    yield number, row
+                    yield number, _without_nulls(row)
 
     def _read_through(self) -> Iterator["pyarrow.RecordBatch"]:
         """Batches of the files by plain reading: pages of a mapped file would count as memory of
@@ -82,6 +81,19 @@ class ArrowTable:
                     file.seek(0)
                     reader = pa.ipc.open_file(file)
                     yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _without_nulls(row: Record) -> Record:
+    """A row whose structs lack what is null in them: Arrow gives all structs of a column the same
+    fields, and does not know a null that was written from a field that was not there.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(item) for key, item in value.items() if item is not None}
+        return [cleaned(item) for item in value] if isinstance(value, list) else value
+
+    return {column: cleaned(value) for column, value in row.items()}
 
 
 def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:

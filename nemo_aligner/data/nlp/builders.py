@@ -25,7 +25,8 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat import chat_form, say_default
+from nemo_aligner.data.nlp.chat_records import conversation_field
 from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
 from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
@@ -45,6 +46,7 @@ from nemo_aligner.data.nlp.prompts import (
     identity_collate,
     single_validation_set,
 )
+from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.data.nlp.samplers import (
     BatchSampler,
@@ -402,6 +404,9 @@ def build_sft_dataset(
     special_tokens: Mapping[str, str] | None = None,
     model_cfg: DictConfig | None = None,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    one_turn_per_sample: bool = False,
+    chat_date: str | None = None,
 ) -> SFTDataset | SFTChatDataset | PackedDataset:
     """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
     or conversations.
@@ -419,7 +424,9 @@ def build_sft_dataset(
         special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo, `<extra_id_0>` to
             `<extra_id_2>` and newlines.
         model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
-        chat_template: `model.data.chat_template`, conversations in a template of Hugging Face.
+        chat_template: `model.data.chat_template`, conversations in a template of Hugging Face;
+            None: in that of the tokenizer, if the first record holds one.
+        chat_template_kwargs, one_turn_per_sample, chat_date: of `model.data`.
 
     Raises:
         ConfigError: no files, or something that is not supported.
@@ -428,8 +435,20 @@ def build_sft_dataset(
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
     paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    chat = {"chat": is_chat, "chat_prompt_tokens": special_tokens, "chat_template": chat_template}
+    chat = {
+        "chat": is_chat,
+        "chat_prompt_tokens": special_tokens,
+        "chat_template": chat_template,
+        "chat_template_kwargs": chat_template_kwargs,
+        "chat_date": chat_date,
+    }
     form = chat_form(chat, tokenizer)
+    if form is not None and form.is_default:
+        first = first_record(paths[0], data_cfg.columns, data_cfg.index_mapping_dir)
+        if conversation_field(first) is None or data_cfg.label_key in first:
+            form = None
+        else:
+            say_default()
     if form is not None:
         conversations = SFTChatDataset(
             paths,
@@ -440,6 +459,7 @@ def build_sft_dataset(
             pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
             columns=data_cfg.columns,
             index_mapping_dir=data_cfg.index_mapping_dir,
+            one_turn_per_sample=one_turn_per_sample,
         )
         conversations = _blended(conversations, weights, num_samples)
         return PackedDataset(conversations) if data_cfg.packed_sequence else conversations

@@ -1,61 +1,66 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The form of conversations that `model.data` asks for: a chat template, NeMo's chat format, or
-none.
+the template that the tokenizer has.
 """
 
+import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from nemo_aligner.config.data_rules import check_chat
+from nemo.utils import logging
+
+from nemo_aligner.config.data_rules import FROM_TOKENIZER, check_chat
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_masks import Encoded
-from nemo_aligner.data.nlp.chat_template import ChatTemplate
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 
-
-class ConversationForm(Protocol):
-    """From records with conversations to tokens. Every method raises `UserError` for a record that
-    it cannot use.
-    """
-
-    @property
-    def end_strings(self) -> tuple[str, ...]:
-        """What ends a response besides the eos token."""
-
-    @property
-    def state(self) -> list[str]:
-        """Everything that the tokens of a record depend on, beside the tokenizer."""
-
-    def prompt(self, record: Record) -> list[int]:
-        """The tokens of a prompt, up to where the response begins."""
-
-    def conversation(self, record: Record) -> Encoded:
-        """The tokens of a conversation, up to the end of its last response."""
-
-    def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The tokens of the two conversations of a preference pair, the better one first."""
+# Keys of `model.data` for conversations of supervised fine-tuning, beside those of NeMo's format.
+SFT_KEYS = ("chat_template", "chat_template_kwargs", "chat_date", "one_turn_per_sample")
 
 
 def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
-    """The form that `model.data` asks for; None: texts are used as they stand.
+    """The form that `model.data` asks for; the tokenizer's chat template, for conversations alone,
+    if it asks for none; None: the tokenizer has no template either.
 
     Args:
-        data_cfg: `chat_template`, `chat` and `chat_prompt_tokens` are read.
+        data_cfg: `chat_template`, `chat_template_kwargs`, `chat_date`, `chat` and
+            `chat_prompt_tokens` are read.
 
     Raises:
-        ConfigError: both forms are asked for, or the one cannot be used with this tokenizer.
+        ConfigError: two forms are asked for, or one that cannot be used with this tokenizer.
     """
     data_cfg = data_cfg or {}
-    template, chat = data_cfg.get("chat_template"), data_cfg.get("chat")
     check_chat(data_cfg)
-    if template:
-        return ChatTemplate(tokenizer, str(template))
-    if chat:
+    if data_cfg.get("chat"):
         given = data_cfg.get("chat_prompt_tokens")
         return NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
-    return None
+    template = data_cfg.get("chat_template")
+    options, date = data_cfg.get("chat_template_kwargs"), data_cfg.get("chat_date")
+    if not (template or options) and own_chat_template(tokenizer) is None:
+        return None
+    form = ChatTemplate(tokenizer, str(template or FROM_TOKENIZER), options, date)
+    form.is_default = not template
+    return form
+
+
+def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What `build_sft_dataset` is told of the form of conversations by a section `model.data`."""
+    return {
+        "is_chat": data["chat"],
+        "special_tokens": data["chat_prompt_tokens"],
+        **{key: data.get(key) for key in SFT_KEYS},
+    }
+
+
+@functools.cache
+def say_default() -> None:
+    """Say, once, that conversations get a form that nobody has asked for."""
+    logging.info(
+        "conversations are written in the tokenizer's chat template, as model.data.chat_template "
+        "is not set"
+    )
 
 
 def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:

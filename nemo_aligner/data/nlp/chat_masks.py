@@ -8,24 +8,32 @@ text ends, and ends with the end-of-turn token that follows. Both texts must be 
 the whole conversation, and the tokens of the first the beginning of its tokens: else training
 would show the policy something that it never sees in a rollout, and the sample is refused.
 
+A template may also mark the turns itself, with `{% generation %}`. In both cases a turn that is
+trained on must be written in full, thoughts and calls of tools included; templates leave out the
+thoughts of earlier turns on purpose, which is right for those that are only read.
+
 Example, ChatML; the policy is trained on what is underlined:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                           ~~~~~~~~~~~~~~~
 """
 
+import json
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.chat_records import ASSISTANT, Message
+from nemo_aligner.data.nlp.chat_records import ASSISTANT, THOUGHTS, Message
 
 Tokenize = Callable[[list[str]], list[list[int]]]  # several texts in one call, which is faster
 Decode = Callable[[list[int]], str]
 # (messages, with the generation prompt) -> text
 Render = Callable[[Sequence[Message], bool], str]
 Span = tuple[int, int]  # start and end in characters
+# What stands around the marked parts of a text: characters that no text has.
+MARK_START, MARK_END = "\ufdd0", "\ufdd1"
+_THINK = re.compile(r"</?think>")
 
 
 class Encoded(NamedTuple):
@@ -41,41 +49,116 @@ class Encoded(NamedTuple):
 
 
 def find_turns(
-    text: str, messages: Sequence[Message], render: Render, turn_end: Callable[[str], int]
+    text: str,
+    messages: Sequence[Message],
+    trained: Set[int],
+    render: Render,
+    turn_end: "TurnEnd",
 ) -> list[Span]:
     """The assistant's turns in `text`, which the template wrote for all of `messages`.
 
     Args:
-        turn_end: of the text of a turn with what follows it, the end of its end-of-turn token.
+        trained: places of the messages to find.
+        turn_end: finds the end-of-turn token in a turn with what follows it.
 
     Raises:
-        UserError: the turns cannot be found.
+        UserError: the turns cannot be found, or the template left out a part of one.
     """
     spans: list[Span] = []
-    for number, message in enumerate(messages, start=1):
-        if message["role"] != ASSISTANT:
-            continue
-        if number == 1:
+    for place in sorted(trained):
+        number, is_last = place + 1, place + 1 == len(messages)
+        if not place:
             raise UserError("message 1 is the assistant's: there is no prompt before it.")
-        before = render(messages[: number - 1], True)
+        before = render(messages[:place], True)
         if not text.startswith(before):
             raise _refusal(
                 number,
+                is_last,
                 "what it writes before that message, with its generation prompt, is not the "
                 f"beginning of the conversation: {_difference(before, text)}",
             )
-        after = text if number == len(messages) else render(messages[:number], False)
+        after = text if is_last else render(messages[:number], False)
         end = len(before) + turn_end(after[len(before) :])
         if not after.startswith(before) or not text.startswith(after[:end]) or end > len(text):
             raise _refusal(
                 number,
+                is_last,
                 "what it writes up to that message is not the beginning of the whole "
                 f"conversation: {_difference(after[:end], text)}",
             )
         if spans and spans[-1][1] > len(before):
-            raise _refusal(number, "that message begins before the end of the one before it")
+            raise _refusal(
+                number, is_last, "that message begins before the end of the one before it"
+            )
+        check_written(number, messages[place], text[len(before) : end])
+        if not turn_end.ends(text[len(before) : end]):
+            raise UserError(
+                f"the chat template writes no special token after message {number}, so that the "
+                "policy would not learn to end such a response."
+            )
         spans.append((len(before), end))
     return spans
+
+
+def marked_turns(
+    text: str, messages: Sequence[Message], trained: Set[int], turn_end: "TurnEnd"
+) -> tuple[str, list[Span]]:
+    """`text` without its marks, and the marked parts that are of the messages `trained`, each with
+    its end-of-turn token, also where that stands behind the mark. Some templates mark only the
+    last turns.
+
+    Raises:
+        UserError: another part than a whole turn is marked, or no end-of-turn token follows.
+    """
+    text = text.replace(MARK_END + MARK_START, "")  # two marked parts of one turn
+    borders = [0]
+    for piece in re.split(f"[{MARK_START}{MARK_END}]", text):  # every second one is marked
+        borders.append(borders[-1] + len(piece))
+    text = text.replace(MARK_START, "").replace(MARK_END, "")
+    marked = list(zip(borders[1::2], borders[2::2], strict=False))
+    turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    places = turns[-len(marked) :] if marked else []
+    if len(marked) > len(turns) or not trained & set(places):
+        raise UserError(
+            f"the {{% generation %}} markers of the chat template hold {len(marked)} parts of a "
+            f"conversation with {len(turns)} turns of the assistant: put them around all that a "
+            "response writes, its end-of-turn token included."
+        )
+    spans: list[Span] = []
+    for place, (start, end) in zip(places, marked, strict=True):
+        if place in trained:
+            check_written(place + 1, messages[place], text[start:end])
+            spans.append((start, turn_end.behind_mark(text, start, end, place + 1)))
+    return text, spans
+
+
+def check_written(number: int, message: Message, text: str) -> None:
+    """Raise `UserError` unless `text`, which a template wrote for a message, holds all of it."""
+    parts = _THINK.split(message["content"])
+    parts += [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
+    missing = [part.strip() for part in parts if part.strip() not in text]
+    for call in [*message.get("tool_calls", []), message.get("function_call") or {}]:
+        function = call.get("function", call)
+        said = [function[key] for key in ("name", "arguments") if function.get(key)]
+        for leaf in map(str, _leaves(said)):
+            forms = {leaf.strip(), json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)}
+            if not any(form.strip('"').lower() in text.lower() for form in forms):
+                missing.append(leaf)
+    if missing:
+        raise UserError(
+            f"the chat template leaves out {missing[0][:60]!r} of message {number}, a response "
+            "that counts: another one than that of the data would be learned. Give "
+            "model.data.chat_template a file with a template that writes it, or take it out of "
+            "the data; of a turn before the last one, set its 'weight' to 0, or "
+            "model.data.one_turn_per_sample=True (SFT)."
+        )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The names and values in a call of a tool."""
+    yield from value if isinstance(value, dict) else ()
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(item) if isinstance(item, dict | list) else [item]
 
 
 def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: Decode) -> Encoded:
@@ -131,18 +214,49 @@ class TurnEnd:
         control = "|".join(re.escape(token) for token in ordered)
         self.usual = re.compile(rf"({re.escape(end_of_turn)})(?:\s|{control})*\Z")
         self.other = re.compile(rf"({control})\s*\Z")
+        self.end_of_turn = end_of_turn
+        self.follows = re.compile(rf"\s*{re.escape(end_of_turn)}")
 
     def __call__(self, turn: str) -> int:
         found = self.usual.search(turn) or self.other.search(turn)
         return len(turn) if found is None else found.end(1)
 
+    def ends(self, turn: str) -> bool:
+        """Whether a turn ends with a control token."""
+        return self.other.search(turn) is not None
 
-def _refusal(number: int, why: str) -> UserError:
+    def behind_mark(self, text: str, start: int, end: int, number: int) -> int:
+        """Where a marked turn ends: with its mark, or with the end-of-turn token behind it.
+
+        Raises:
+            UserError: there is none; names the message by its `number`.
+        """
+        if self.ends(text[start:end]):
+            return end
+        found = self.follows.match(text, end)
+        if found is None:
+            raise UserError(
+                f"the {{% generation %}} markers of the chat template end before the end of "
+                f"message {number}, with {text[end : end + 20]!r} behind them in place of its "
+                f"end-of-turn token {self.end_of_turn!r}, so that the policy would not learn to "
+                "end a response: put the token inside the markers."
+            )
+        return found.end()
+
+
+def _refusal(number: int, is_last: bool, why: str) -> UserError:
+    remedy = (
+        "Give model.data.chat_template a file with a template whose generation prompt is how a "
+        "response begins, or mark the assistant's text and its end-of-turn token in it with "
+        "{% generation %} ... {% endgeneration %}."
+        if is_last
+        else "Set model.data.one_turn_per_sample=True (SFT): each response is then the last of a "
+        "sample of its own, as it will be seen in use. Or cut the conversation after its first "
+        "response."
+    )
     return UserError(
         f"the chat template does not show which tokens of message {number} are the assistant's: "
-        f"{why}. Mark them in the template with {{% generation %}} ... {{% endgeneration %}} "
-        "around the assistant's text and its end-of-turn token, give that file as "
-        "model.data.chat_template, or cut the conversation after its first response."
+        f"{why}. {remedy}"
     )
 
 

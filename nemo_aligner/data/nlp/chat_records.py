@@ -5,7 +5,12 @@
 A conversation stands in the field `messages`, OpenAI's form `[{"role": ..., "content": ...}]`, or
 in `conversations`, ShareGPT's `[{"from": ..., "value": ...}]`; a prompt in `prompt`, a text or
 messages; a pair in `prompt`, `chosen` and `rejected`; a labelled response in `prompt` and
-`response`. A text in the field `system` comes first, and `tools` is handed to the template.
+`response`. A text in the field `system` comes first; `tools` and `chat_template_kwargs` are handed
+to the template.
+
+A message has a text, or a list of parts that are texts. The assistant's may have `weight` 0: it is
+not trained on. The arguments of its `tool_calls` are objects, or JSON text of one, as in OpenAI's
+interface; templates get objects.
 
 This module knows no tokens; every complaint is a `UserError` that the reader of the file completes
 with file and line.
@@ -31,11 +36,21 @@ ROLES = {
     "function_response": "tool",
 }
 ASSISTANT = "assistant"
+CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
+# Names of an assistant's thoughts beside its content.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def conversation_field(record: Record) -> str | None:
     """`messages` or `conversations`, which of them a record has; None: neither."""
-    return next((field for field in ("messages", "conversations") if field in record), None)
+    return next((field for field in CONVERSATIONS if record.get(field) is not None), None)
+
+
+def holds_conversation(record: Record) -> bool:
+    """Whether a record holds messages, and not just texts."""
+    if any(isinstance(record.get(field), list) for field in ("prompt", "response", *PAIR)):
+        return True
+    return "text" not in record and conversation_field(record) is not None
 
 
 def holds_pair(record: Record) -> bool:
@@ -78,8 +93,27 @@ def prompt_messages(record: Record) -> list[Message]:
     return messages
 
 
-def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
-    """The conversations of a pair, the better one first.
+def is_trained(message: Message) -> bool:
+    """Whether a message is one that supervised fine-tuning learns from."""
+    return message["role"] == ASSISTANT and message.get("weight") != 0
+
+
+def each_turn(record: Record) -> list[Record]:
+    """Of a record with a conversation one for each turn that is trained on, which ends with it and
+    trains on no other.
+
+    Raises:
+        UserError: there is no conversation, or a message is broken.
+    """
+    messages = conversation_messages(record)
+    others = {key: value for key, value in record.items() if key not in (*CONVERSATIONS, "system")}
+    ends = [number for number, message in enumerate(messages) if is_trained(message)]
+    as_history = [m | {"weight": 0} if m["role"] == ASSISTANT else m for m in messages]
+    return [{**others, "messages": [*as_history[:end], messages[end]]} for end in ends] or [record]
+
+
+def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
+    """The conversations of a pair, the better one first, and the place from which they differ.
 
     `chosen` and `rejected` are texts or messages that continue `prompt`, or whole conversations.
 
@@ -87,11 +121,11 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
         UserError: a field is missing or broken, a conversation does not end with a response, or
             the two are the same, one begins with the other, or they respond to different prompts.
     """
-    for field in ("chosen", "rejected"):
+    for field in PAIR:
         if record.get(field) is None:
             raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
     prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
-    chosen, rejected = (_whole(record, field, prompt) for field in ("chosen", "rejected"))
+    chosen, rejected = (_whole(record, field, prompt) for field in PAIR)
     if chosen == rejected:
         raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
     for number, (one, other) in enumerate(zip(chosen, rejected), start=1):
@@ -101,9 +135,8 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
                     f"'chosen' and 'rejected' differ in message {number}, which is of the role "
                     f"{one['role']!r}: they are no responses to the same prompt."
                 )
-            return chosen, rejected
-    fields = ("chosen", "rejected")
-    shorter, longer = fields if len(chosen) < len(rejected) else reversed(fields)
+            return chosen, rejected, number - 1
+    shorter, longer = PAIR if len(chosen) < len(rejected) else reversed(PAIR)
     raise UserError(
         f"'{shorter}' is the beginning of '{longer}', so there is no other response to the same "
         "prompt: end both with the responses that are to be compared."
@@ -111,8 +144,8 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message]]:
 
 
 def response_messages(record: Record) -> tuple[list[Message], int]:
-    """The conversation of `prompt` and `response`, a text or the messages that follow, and how
-    many messages of the assistant are in the response.
+    """The conversation of `prompt` and `response`, a text or the messages that follow, and the
+    place where the response begins.
 
     Raises:
         UserError: a field is missing or broken, or the conversation does not end with a response.
@@ -121,8 +154,7 @@ def response_messages(record: Record) -> tuple[list[Message], int]:
         if record.get(field) is None:
             raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
     prompt = _with_system(record, _prompt(record))
-    messages = _whole(record, "response", prompt)
-    return messages, sum(message["role"] == ASSISTANT for message in messages[len(prompt) :])
+    return _whole(record, "response", prompt), len(prompt)
 
 
 def check_response(messages: list[Message], field: str) -> None:
@@ -141,15 +173,32 @@ def record_tools(record: Record) -> list[Any] | None:
     Raises:
         UserError: the field holds no list.
     """
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise UserError(f"field 'tools' is not valid JSON ({error}).") from None
-    if tools is not None and not isinstance(tools, list):
-        raise UserError(f"field 'tools' must be a list, not {type(tools).__name__}.")
+    tools: list[Any] | None = _from_json(record.get("tools") or None, list, "field 'tools'")
     return tools or None
+
+
+def template_options(record: Record) -> dict[str, Any]:
+    """What a record gives to the template by name, in `chat_template_kwargs`.
+
+    Raises:
+        UserError: the field holds no object.
+    """
+    name = "chat_template_kwargs"
+    options: dict[str, Any] = _from_json(record.get(name) or {}, dict, f"field '{name}'")
+    return options
+
+
+def _from_json(value: Any, kind: type, what: str) -> Any:
+    """A value of a type, or the one that a JSON text holds; None stays."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"{what} is not valid JSON ({error}): {value[:80]!r}.") from None
+    if value is not None and not isinstance(value, kind):
+        name = "a list" if kind is list else "a JSON object"
+        raise UserError(f"{what} must be {name}, not {type(value).__name__}: {value!r}.")
+    return value
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
@@ -179,12 +228,60 @@ def _message(item: Any, number: int, field: str) -> Message:
         role = ROLES.get(role.lower(), role.lower())
     if content is None and not item.get("tool_calls"):
         raise UserError(f"{where} ({role}) has no '{names[1]}'; it has {sorted(item)}.")
-    if content is not None and not isinstance(content, str):
-        raise UserError(
-            f"'{names[1]}' of {where} ({role}) must be text, not {type(content).__name__}."
-        )
     more = {key: value for key, value in item.items() if key not in names and value is not None}
-    return {"role": role, "content": content or "", **more}
+    calls = _from_json(more.pop("tool_calls", None), list, f"'tool_calls' of {where}")
+    if calls:
+        more["tool_calls"] = [_call(call, f"a call in 'tool_calls' of {where}") for call in calls]
+    weight = check_weight(more.pop("weight", None), where)
+    if weight == 1 and role != ASSISTANT:
+        raise UserError(
+            f"'weight' of {where} is 1, but its role is {role!r}, and only the assistant's turns "
+            "are trained on: remove it, or set it to 0."
+        )
+    more |= {"weight": 0} if weight == 0 and role == ASSISTANT else {}
+    text = content_text(content or "", f"'{names[1]}' of {where} ({role})")
+    return {"role": role, "content": text, **more}
+
+
+def content_text(content: Any, what: str) -> str:
+    """A text, or the texts of a list of parts, `{"type": "text", "text": ...}`, joined.
+
+    Raises:
+        UserError: it is neither, or a part is of another type; names `what`.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UserError(f"{what} must be text, not {type(content).__name__}.")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+        if not isinstance(text, str):
+            raise UserError(
+                f"{what} has a part of type {kind!r}, but only parts of type 'text' that have a "
+                "text can be used: remove the part, or the line."
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def check_weight(weight: Any, where: str) -> Any:
+    """`weight` of a message: 0, 1 or None; raises `UserError` for another, naming `where`."""
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise UserError(f"'weight' of {where} is {weight!r}: use 0 (not trained on) or 1.")
+    return weight
+
+
+def _call(call: Any, what: str) -> Any:
+    """A call of a tool, with its arguments as an object."""
+    if not isinstance(call, dict):
+        raise UserError(f"{what} must be an object, not {type(call).__name__}: {call!r}.")
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _call(call["function"], what)}
+    if call.get("arguments") is None:
+        return call
+    return call | {"arguments": _from_json(call["arguments"], dict, f"'arguments' of {what}")}
 
 
 def _prompt(record: Record) -> list[Message]:

@@ -4,46 +4,66 @@
 with the mask of the assistant's turns.
 """
 
+import datetime
+import functools
+import inspect
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.data_rules import FROM_TOKENIZER
+from nemo_aligner.config.values import resolved
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import (
+    MARK_END,
+    MARK_START,
     Encoded,
     TurnEnd,
     encode_turns,
     find_turns,
+    marked_turns,
 )
 from nemo_aligner.data.nlp.chat_records import (
+    ASSISTANT,
     Message,
-    check_response,
-    conversation_messages,
-    pair_messages,
+    is_trained,
     prompt_messages,
     record_tools,
+    template_options,
 )
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.json_lines import Record
 
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_MARKS = f"{{%- macro marked_turn() %}}{MARK_START}{{{{ caller() }}}}{MARK_END}{{%- endmacro +%}}"
+_DATE, _LETTERS = "strftime_now", "aAbBcdDeFHIjmMpSTuUwWxXyYZ"
 _PROBE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"})
 
 
-class ChatTemplate:
+class ChatTemplate(ConversationForm):
     """A chat template and the tokenizer that it is for.
 
     Args:
         tokenizer: NeMo tokenizer around one of Hugging Face.
         source: "tokenizer" for the tokenizer's own template, else the file of one (Jinja).
+        options: given to the template by name, `model.data.chat_template_kwargs`; those of a
+            record come before them.
+        date: that a template takes for today, as YYYY-MM-DD; None: today's.
 
     Raises:
         ConfigError: the tokenizer is of another kind, or has no template.
     """
 
-    def __init__(self, tokenizer: Any, source: str = FROM_TOKENIZER) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        source: str = FROM_TOKENIZER,
+        options: Mapping[str, Any] | None = None,
+        date: str | None = None,
+    ) -> None:
         self.inner: Any = getattr(tokenizer, "tokenizer", None)
         if not hasattr(self.inner, "apply_chat_template"):
             raise ConfigError(
@@ -58,11 +78,17 @@ class ChatTemplate:
                 "model.data.chat_template=tokenizer, but the tokenizer has no chat template; give "
                 "the file of one, or train on texts (null)."
             )
-        self.state = ["chat template", self.template or str(own_chat_template(tokenizer))]
+        self.options = self._checked(
+            dict(resolved(options or {})), "model.data.chat_template_kwargs"
+        )
+        self.date = str(date or datetime.date.today())
+        written = self.template or str(own_chat_template(tokenizer))
+        self.state = ["chat template", written, json.dumps(self.options, sort_keys=True)]
+        self.state += [self.date] if _DATE in written else []
         self._turn_end: TurnEnd | None = None
 
     @property
-    def end_strings(self) -> tuple[str, ...]:
+    def end_strings(self) -> tuple[str, ...]:  # type: ignore[override]
         """What ends a response besides the eos token; empty if the template writes no end."""
         end = self.end_of_turn()
         return () if end is None else (end,)
@@ -74,12 +100,7 @@ class ChatTemplate:
         found = re.search(self._control_pattern(), turn[turn.rfind(_PROBE[1]["content"]) :])
         return None if found is None else found.group()
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        generation_prompt: bool,
-        tools: list[Any] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """The text of a conversation.
 
         Args:
@@ -88,79 +109,87 @@ class ChatTemplate:
         Raises:
             UserError: the template refuses the messages (some know no system message).
         """
-        return str(self._apply(messages, tools, generation_prompt, tokenize=False))
+        return _unmarked(self._write(messages, generation_prompt, self.options))
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """The tokens of texts that hold their control tokens already."""
         return [list(ids) for ids in self.inner(texts, add_special_tokens=False)["input_ids"]]
 
-    def prompt_tokens(
-        self, messages: Sequence[Message], tools: list[Any] | None = None
-    ) -> list[int]:
+    def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation, up to where the policy's next message begins.
 
         Raises:
             UserError: the template refuses the messages.
         """
-        return self.tokenize([self.render(messages, True, tools)])[0]
+        return self.tokenize([self.render(messages, True)])[0]
 
-    def conversation_tokens(
-        self, messages: Sequence[Message], tools: list[Any] | None = None
+    def prompt(self, record: Record) -> list[int]:
+        """The tokens of a record's prompt, all of whose messages the template writes."""
+        messages = prompt_messages(record)
+        text = _unmarked(self._write(messages, True, self._inputs(record)))
+        _check_contents(text, messages)
+        return self.tokenize([text])[0]
+
+    def encode_messages(
+        self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
-        """The tokens of a conversation, up to the end of the assistant's last message.
+        """See `ConversationForm`.
 
         Raises:
-            UserError: the template refuses the messages, leaves one out, has no end of a turn, or
-                does not show where a turn is.
+            UserError: the template refuses the messages, leaves out a part of one, has no end of a
+                turn, or does not show where a turn is.
         """
         if self._turn_end is None:
             self._turn_end = self._end_finder()
-        if _MARKERS.search(self.inner.get_chat_template(self.template, tools)):
-            return self._by_markers(messages, tools)
-        text = self.render(messages, False, tools)
+        trained = {n for n, message in enumerate(messages) if n >= first and is_trained(message)}
+        if not trained:
+            raise UserError("every response of the conversation has 'weight' 0: remove the line.")
+        inputs = self._inputs(record)
+        text = self._write(messages, False, inputs)
+        if MARK_START in text:
+            text, spans = marked_turns(text, messages, trained, self._turn_end)
+        else:
+
+            def render(part: Sequence[Message], generation_prompt: bool) -> str:
+                return _unmarked(self._write(part, generation_prompt, inputs))
+
+            spans = find_turns(text, messages, trained, render, self._turn_end)
         _check_contents(text, messages)
-
-        def render(part: Sequence[Message], generation_prompt: bool) -> str:
-            return self.render(part, generation_prompt, tools)
-
-        spans = find_turns(text, messages, render, self._turn_end)
         return encode_turns(text, spans, self.tokenize, self.inner.decode)
-
-    # --- records --------------------------------------------------------------------------------
-
-    def prompt(self, record: Record) -> list[int]:
-        """The tokens of a record's prompt."""
-        return self.prompt_tokens(prompt_messages(record), record_tools(record))
-
-    def conversation(self, record: Record) -> Encoded:
-        """The tokens of a record's conversation, which ends with a response."""
-        messages = conversation_messages(record)
-        check_response(messages, "messages" if "messages" in record else "conversations")
-        return self.conversation_tokens(messages, record_tools(record))
-
-    def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The tokens of a record's two conversations, the better one first."""
-        tools = record_tools(record)
-        chosen, rejected = (
-            self.conversation_tokens(messages, tools) for messages in pair_messages(record)
-        )
-        return chosen, rejected
 
     # --- the template ---------------------------------------------------------------------------
 
-    def _apply(
-        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool, **options: Any
-    ) -> Any:
+    def _inputs(self, record: Record) -> dict[str, Any]:
+        """What the template gets for a record, beside its messages."""
+        own = self._checked(template_options(record), "field 'chat_template_kwargs'")
+        return {**self.options, **own, "tools": record_tools(record)}
+
+    def _write(
+        self, messages: Sequence[Message], generation_prompt: bool, inputs: Mapping[str, Any]
+    ) -> str:
+        """The text of a conversation, with marks where the template has them."""
+        template = self.inner.get_chat_template(self.template, inputs.get("tools"))
         try:
-            return self.inner.apply_chat_template(
+            text = self.inner.apply_chat_template(
                 list(messages),
-                tools=tools,
-                chat_template=self.template,
-                add_generation_prompt=prompt,
-                **options,
+                chat_template=_prepared(template, self.date),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **inputs,
             )
         except Exception as error:  # jinja2's own classes; a template raises what it likes
             raise UserError(f"the chat template refuses the conversation: {error}") from error
+        return str(text)
+
+    def _checked(self, options: dict[str, Any], where: str) -> dict[str, Any]:
+        """`options`, none of which the template gets from elsewhere."""
+        taken = {"messages", _DATE, *self.inner.special_tokens_map}
+        taken |= inspect.signature(self.inner.apply_chat_template).parameters.keys()
+        for name in sorted((taken - {"documents"}) & options.keys()):
+            raise UserError(
+                f"{where} has {name!r}, which the chat template gets from elsewhere: remove it."
+            )
+        return options
 
     def _control_pattern(self) -> str:
         tokens = sorted(self._control_tokens(), key=len, reverse=True)
@@ -179,39 +208,50 @@ class ChatTemplate:
             )
         return TurnEnd(end, sorted(self._control_tokens()))
 
-    def _by_markers(self, messages: Sequence[Message], tools: list[Any] | None) -> Encoded:
-        found = self._apply(
-            messages,
-            tools,
-            False,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        tokens = list(found["input_ids"])
-        is_response = [bool(value) for value in found["assistant_masks"]]
-        if not any(is_response):
-            raise UserError(
-                "the {% generation %} markers of the chat template hold no token of this "
-                "conversation."
-            )
-        end = len(tokens) - is_response[::-1].index(True)
-        return Encoded(tokens[:end], is_response[:end])
-
 
 def own_chat_template(tokenizer: Tokenizer) -> Any:
     """The chat template of the Hugging Face tokenizer behind a NeMo tokenizer, if there is one."""
     return getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
 
 
+@functools.lru_cache(maxsize=16)
+def _prepared(template: str, date: str) -> str:
+    """`template` with marks around what it says is generated, and with `date` for today."""
+    macros = ""
+    if _GENERATION.search(template):
+        macros += _MARKS
+        template = _GENERATION.sub(
+            lambda found: (
+                f"{{%{found[1]} {'endcall' if found[2] else 'call marked_turn()'} {found[3]}%}}"
+            ),
+            template,
+        )
+    if _DATE in template:
+        today = datetime.datetime.fromisoformat(date)
+        directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in _LETTERS]
+        filters = (f"replace({each!r}, {today.strftime(each)!r})" for each in directives)
+        macros += (
+            f"{{%- macro {_DATE}(format) %}}{{{{ format | {' | '.join(filters)} }}}}"
+            "{%- endmacro +%}"
+        )
+    return macros + template
+
+
+def _unmarked(text: str) -> str:
+    return text.replace(MARK_START, "").replace(MARK_END, "")
+
+
 def _check_contents(text: str, messages: Sequence[Message]) -> None:
     """Raise `UserError` if the template left out what a message says.
 
-    Thoughts are an exception: templates of models that reason drop those of earlier turns.
+    Thoughts are an exception: templates of models that reason drop those of earlier turns. (Turns
+    that are trained on are checked apart.)
     """
     for number, message in enumerate(messages, start=1):
-        content = message["content"].strip()
-        if message["role"] == "tool" or "</think>" in content or content in text:
+        content = message["content"]
+        if message["role"] == ASSISTANT:
+            content = content.split("</think>")[-1]
+        if message["role"] == "tool" or content.strip() in text:
             continue
         raise UserError(
             f"the chat template leaves out what message {number} (role {message['role']!r}) says."

@@ -41,11 +41,13 @@ class Index(NamedTuple):
         offsets: int64, of its `RecordSource`.
         notes: int64 [records], as `Records.notes`.
         numbers: float64 [records], as `Records.numbers`.
+        rows: int64 [records], the row that each record is made of; empty if all rows are records.
     """
 
     offsets: np.ndarray
     notes: np.ndarray
     numbers: np.ndarray
+    rows: np.ndarray
 
 
 def file_fingerprint(path: Path) -> str:
@@ -223,12 +225,15 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
 def _write_index(path: Path, index: Index) -> None:
     """One int64 array: the lengths of the three arrays, then the three."""
     sizes = [len(array) for array in index]
-    parts: Sequence[np.ndarray] = [np.array(sizes), *index[:2], index.numbers.view(np.int64)]
+    parts: Sequence[np.ndarray] = [
+        np.array(sizes),
+        *index._replace(numbers=index.numbers.view(np.int64)),
+    ]
     with path.open("wb") as file:
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(np.int64)),
             "fortran_order": False,
-            "shape": (3 + sum(sizes),),
+            "shape": (len(sizes) + sum(sizes),),
         }
         np.lib.format.write_array_header_1_0(file, header)
         for part in parts:
@@ -239,10 +244,10 @@ def _read_index(path: Path) -> Index | None:
     """The index, or None if the file is damaged."""
     try:
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
-        ends = np.cumsum([3, *whole[:3].tolist()])
+        ends = np.cumsum([4, *whole[:4].tolist()])
     except (ValueError, OSError, EOFError):
         return None
     if whole.dtype != np.int64 or whole.ndim != 1 or ends[-1] != len(whole):
         return None
-    offsets, notes, numbers = (whole[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
-    return Index(offsets, notes, numbers.view(np.float64))
+    index = Index(*(whole[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)))
+    return index._replace(numbers=index.numbers.view(np.float64))

@@ -30,11 +30,13 @@ from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     Message,
-    check_response,
-    conversation_messages,
-    pair_messages,
+    check_weight,
+    content_text,
+    is_trained,
     prompt_messages,
+    template_options,
 )
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.json_lines import Record
 
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"
@@ -45,11 +47,14 @@ _BEHIND = "\x00"
 
 @dataclass(frozen=True)
 class Turn:
-    """What one speaker says; `label` may be None."""
+    """What one speaker says; `label` may be None. With `counts` False it is not trained on,
+    whoever speaks.
+    """
 
     speaker: str
     value: str
     label: str | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,10 @@ class Source:
     turns: tuple[Turn, ...]
     masked: tuple[str, ...] = (USER,)
     kind: str | None = None
+
+    def trains(self, turn: Turn) -> bool:
+        """Whether a turn is trained on, if it is not the first."""
+        return turn.counts and turn.speaker not in self.masked
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,7 @@ def chat_text(source: Source, marks: ChatTokens) -> str:
     return header_text(source, marks) + turns + marks.turn_start * trained
 
 
-class NeMoChat:
+class NeMoChat(ConversationForm):
     """NeMo's chat format for one tokenizer.
 
     Args:
@@ -132,16 +141,12 @@ class NeMoChat:
     def __init__(self, tokenizer: Tokenizer, marks: ChatTokens) -> None:
         self.tokenizer = tokenizer
         self.marks = marks
+        self.end_strings = (marks.turn_start,)
         self.state = ["NeMo's chat format", *astuple(marks)]
         self._behind = len(tokenizer.text_to_ids(_BEHIND))
         self._turn_start_ids = self._ids(marks.turn_start)
         self._label_start_ids = self._ids(marks.label_start)
         self._end_of_name_ids = self._ids(marks.end_of_name)
-
-    @property
-    def end_strings(self) -> tuple[str, ...]:
-        """What ends a response besides the eos token."""
-        return (self.marks.turn_start,)
 
     # --- records --------------------------------------------------------------------------------
 
@@ -172,14 +177,24 @@ class NeMoChat:
         """
         if "conversations" in record:
             return self.encode(source_of_record(record))
-        messages = conversation_messages(record)
-        check_response(messages, "messages")
-        return self.encode(source_of_messages(messages))
+        return super().conversation(record)
 
-    def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The tokens of a record's two conversations, the better one first."""
-        chosen, rejected = map(source_of_messages, pair_messages(record))
-        return self.encode(chosen), self.encode(rejected)
+    def sample(self, record: Record) -> list[int]:
+        """The tokens of a conversation that is scored."""
+        if "conversations" in record:
+            return self.encode(source_of_record(record)).tokens
+        return super().sample(record)
+
+    def encode_messages(
+        self, messages: Sequence[Message], record: Record, first: int = 0
+    ) -> Encoded:
+        """See `ConversationForm`."""
+        if template_options(record):
+            raise UserError(
+                "field 'chat_template_kwargs' is for chat templates, and NeMo's chat format "
+                "(model.data.chat=True) is none: remove it."
+            )
+        return self.encode(source_of_messages(messages, first))
 
     # --- tokens -------------------------------------------------------------------------------
 
@@ -197,11 +212,12 @@ class NeMoChat:
         for number, (turn, part) in enumerate(zip(source.turns, parts, strict=True)):
             start, end = self._trained(source, number, turn, part)
             is_response += [start <= place < end for place in range(len(part))]
-        is_response += [True] * (len(tokens) - len(is_response))  # the TURN at the end
+        ends = source.turns[-1].counts  # and so does the TURN at the end
+        is_response += [ends] * (len(tokens) - len(is_response))
         if not any(is_response):
             raise UserError(
                 f"no turn of the conversation is trained on: all are masked "
-                f"({', '.join(source.masked)}), or there is only the first one."
+                f"({', '.join(source.masked)}) or of weight 0, or there is only the first one."
             )
         return Encoded(tokens, is_response)
 
@@ -212,12 +228,10 @@ class NeMoChat:
         context = 0 if source.kind == TEXT_TO_VALUE else 1
         if number < context:
             return 0, 0  # it is the context of the others, whoever speaks
-        if turn.speaker in source.masked:
+        if not source.trains(turn):
             # Its TURN ends the response before it. NeMo trains on it behind a masked turn too,
             # such as between two tools' replies, where no response ends.
-            follows_response = (
-                number > context and source.turns[number - 1].speaker not in source.masked
-            )
+            follows_response = number > context and source.trains(source.turns[number - 1])
             return 0, len(self._turn_start_ids) * follows_response
         name = len(self._ids(self.marks.turn_start + turn.speaker + self.marks.end_of_name))
         label = -1 if turn.label is None else _find(self._label_start_ids, part)
@@ -276,20 +290,24 @@ def source_of_record(record: Record) -> Source:
     return Source(system, read, masked, kind)
 
 
-def source_of_messages(messages: Sequence[Message]) -> Source:
-    """The conversation of messages with roles: user is User, assistant is Assistant, and so on.
+def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
+    """The conversation of messages with roles: user is User, assistant is Assistant, and so on;
+    those before `first` do not count.
 
     Raises:
         UserError: a system message that is not the first, or nothing but one.
     """
-    system, rest = "", list(messages)
-    if rest[0]["role"] == "system":
-        system = rest.pop(0)["content"]
-    if any(message["role"] == "system" for message in rest):
+    system, rest = "", list(enumerate(messages))
+    if messages[0]["role"] == "system":
+        system = rest.pop(0)[1]["content"]
+    if any(message["role"] == "system" for _place, message in rest):
         raise UserError("NeMo's chat format has one system message, the first.")
     if not rest:
         raise UserError("the conversation has nothing but a system message.")
-    turns = tuple(Turn(message["role"].capitalize(), message["content"]) for message in rest)
+    turns = tuple(
+        Turn(each["role"].capitalize(), each["content"], None, place >= first and is_trained(each))
+        for place, each in rest
+    )
     masked = dict.fromkeys(turn.speaker for turn in turns if turn.speaker.lower() != ASSISTANT)
     return Source(system, turns, tuple(masked) or (USER,))
 
@@ -299,12 +317,13 @@ def _turn(turn: Any, number: int) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object, not {type(turn).__name__}.")
     for name in ("from", "value"):
-        if not isinstance(turn.get(name), str):
+        if not isinstance(turn.get(name), str | list):
             raise UserError(f"{where} has no text in '{name}'; it has {sorted(turn)}.")
     label = turn.get("label")
     if label is not None and not isinstance(label, str):
         raise UserError(f"'label' of {where} must be text, not {type(label).__name__}.")
-    return Turn(turn["from"], turn["value"], label)
+    value = content_text(turn["value"], f"'value' of {where}")
+    return Turn(turn["from"], value, label, check_weight(turn.get("weight"), where) != 0)
 
 
 def _find(part: Sequence[int], whole: Sequence[int]) -> int:

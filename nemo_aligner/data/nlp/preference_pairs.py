@@ -260,7 +260,7 @@ class DPOModelDataset(RewardModelDataset):
                 "names.)"
             )
         length = self.encoder.pair_length(record, self.seq_length)
-        if self.encoder.form is None:
+        if self.encoder.form_of(record) is None:
             check_text(record, "prompt")
         for key in DEFAULT_REWARDS:
             reward = record.get(key, 0.0)

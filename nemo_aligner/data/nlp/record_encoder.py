@@ -13,12 +13,13 @@ import numpy as np
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat import chat_form, say_default
 from nemo_aligner.data.nlp.chat_masks import Encoded
-from nemo_aligner.data.nlp.chat_records import conversation_field, response_messages
+from nemo_aligner.data.nlp.chat_records import conversation_field, holds_conversation
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.file_dataset import TextEncoder
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.records import check_text
+from nemo_aligner.data.nlp.records import NO_FORM, check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
 HEAD = 64  # characters of a response
@@ -29,7 +30,8 @@ class RecordEncoder:
 
     Without a form for conversations a prompt is the field `text`, or a text in `prompt`; a sample
     is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one. All are
-    texts and stay as they are. In a form they are conversations (`chat_records.py`).
+    texts and stay as they are. In a form they are conversations (`chat_records.py`); in one that
+    nobody has asked for only records that hold messages.
 
     Args:
         tokenizer: NeMo tokenizer.
@@ -47,6 +49,14 @@ class RecordEncoder:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
         form = None if self.form is None else self.form.state
         return self.encode_text.settings(form, *others)
+
+    def form_of(self, record: Record) -> ConversationForm | None:
+        """The form that a record is written in; None: its texts stay as they are."""
+        if self.form is not None and self.form.is_default:
+            if not holds_conversation(record):
+                return None
+            say_default()
+        return self.form
 
     def prompt(self, record: Record) -> list[int]:
         """The tokens of a prompt."""
@@ -67,7 +77,7 @@ class RecordEncoder:
         if text is not None:
             return self.encode_text(text)
         assert self.form is not None
-        return self.form.conversation(self._fixed(record)).tokens
+        return self.form.sample(self._fixed(record))
 
     def sample_length(self, record: Record, limit: int) -> int:
         """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
@@ -78,8 +88,9 @@ class RecordEncoder:
 
     def pair(self, record: Record) -> Pair:
         """The tokens of both samples of a pair that stands in one record."""
-        if self.form is not None:
-            chosen, rejected = self.form.pair(self._fixed(record))
+        form = self.form_of(record)
+        if form is not None:
+            chosen, rejected = form.pair(self._fixed(record))
             return chosen.tokens, rejected.tokens
         prompt, first, second = _pair_texts(record)
         return self.encode_text(prompt + first), self.encode_text(prompt + second)
@@ -88,10 +99,9 @@ class RecordEncoder:
         """The tokens of both samples of such a pair, and which of them are of the response: what
         follows `prompt`, or the messages of the assistant from the first one that differs.
         """
-        if self.form is not None:
-            chosen, rejected = self.form.pair(self._fixed(record))
-            first = _common(chosen.tokens, rejected.tokens)
-            return _from_turn_at(chosen, first), _from_turn_at(rejected, first)
+        form = self.form_of(record)
+        if form is not None:
+            return form.pair(self._fixed(record))
         prompt = self.encode_text.without_end(record["prompt"])
         # A tokenizer may join the last characters of the prompt with the first of a response.
         chosen, rejected = (
@@ -104,11 +114,9 @@ class RecordEncoder:
         """The tokens of `prompt` with `response`, which continues it, and which of them are of the
         response: what follows the prompt, or the messages of the assistant after it.
         """
-        if self.form is not None:
-            record = self._fixed(record)
-            messages, turns = response_messages(record)
-            sample = self.form.conversation({"messages": messages, "tools": record.get("tools")})
-            return _last_turns(sample, turns)
+        form = self.form_of(record)
+        if form is not None:
+            return form.response(self._fixed(record))
         tokens = self.encode_text(_response_text(record))
         first = _common(self.encode_text.without_end(record["prompt"]), tokens)
         return Encoded(tokens, [n >= first for n in range(len(tokens))])
@@ -117,7 +125,7 @@ class RecordEncoder:
         """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
         bound.
         """
-        if self.form is not None:
+        if self.form_of(record) is not None:
             return len(self.with_response(record).tokens)
         return self.encode_text.length(_response_text(record), limit)
 
@@ -125,7 +133,7 @@ class RecordEncoder:
         """Tokens of the longer sample of a pair; above `limit` exact, else possibly an upper
         bound. A pair whose samples have the same tokens is refused.
         """
-        if self.form is not None:
+        if self.form_of(record) is not None:
             pair = self.pair(record)
             _check_differ(*pair)
             return max(map(len, pair))
@@ -147,14 +155,8 @@ class RecordEncoder:
     def _prompt_text(self, record: Record) -> str | np.ndarray | None:
         """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
-        if self.form is None and "text" not in record and prompt is not None:
-            if not isinstance(prompt, str):
-                raise UserError(
-                    "field 'prompt' holds a conversation, which needs a form: set "
-                    "model.data.chat_template=tokenizer, or the file of a template."
-                )
-            check_text(record, "prompt")
-            return prompt
+        if self.form_of(record) is None and "text" not in record and prompt is not None:
+            return _plain_text(record, "prompt")
         return self._text(record, has_conversation=prompt is not None)
 
     def _sample_text(self, record: Record) -> str | np.ndarray | None:
@@ -162,7 +164,7 @@ class RecordEncoder:
 
     def _text(self, record: Record, has_conversation: bool) -> str | np.ndarray | None:
         """The field `text`; None for a conversation, which goes before it in a form."""
-        if self.form is not None:
+        if self.form_of(record) is not None:
             if has_conversation or conversation_field(record) or "text" not in record:
                 return None
             if self.template:
@@ -212,27 +214,10 @@ def _common(first: list[int], second: list[int]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _from_turn_at(sample: Encoded, place: int) -> Encoded:
-    """`sample` without the responses before the one that `place` is in."""
-    while place and sample.is_response[place - 1]:
-        place -= 1
-    return Encoded(sample.tokens, [x and n >= place for n, x in enumerate(sample.is_response)])
-
-
-def _last_turns(sample: Encoded, turns: int) -> Encoded:
-    """`sample` without the responses before the last `turns`."""
-    starts = [n for n, x in enumerate(sample.is_response) if x and not sample.is_response[n - 1]]
-    first = starts[-turns:][0]
-    return Encoded(sample.tokens, [x and n >= first for n, x in enumerate(sample.is_response)])
-
-
 def _plain_text(record: Record, field: str) -> str:
     """A field that must be a text, as there is no form for conversations."""
     if isinstance(record.get(field), list):
-        raise UserError(
-            f"field '{field}' holds a conversation, which needs a form: set "
-            "model.data.chat_template=tokenizer, or the file of a template."
-        )
+        raise UserError(f"field '{field}' holds a conversation. {NO_FORM}")
     check_text(record, field)
     text: str = record[field]
     return text

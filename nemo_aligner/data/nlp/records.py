@@ -21,6 +21,13 @@ from nemo_aligner.data.nlp.columns import Columns, kind_of
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
 from nemo_aligner.data.nlp.json_lines import Record, RecordSource
 
+# What to do about a conversation that is read as a text.
+NO_FORM = (
+    "A conversation needs a form, and the tokenizer has no chat template: set "
+    "model.data.chat_template to the file of one, or model.data.chat=True for NeMo's chat format. "
+    "(Where it has one, the first line decides how SFT reads a file: give texts and conversations "
+    "in files of their own.)"
+)
 # From a record to what is kept of its check: a whole number, or that and another number.
 Inspect = Callable[[Record], int | tuple[int, float]]
 
@@ -41,6 +48,7 @@ class Records(Sequence):
         settings: gives a hash of everything that `inspect` depends on, the state of the tokenizer
             included (`settings_of`). None, or a function that returns it: nothing is kept, and
             every start reads all records.
+        expand: makes the records of a row, at least one; None: a row is a record.
 
     Attributes:
         paths: of the entries.
@@ -48,6 +56,7 @@ class Records(Sequence):
         first_of_file: int64, number of the first record of each entry.
         notes: int64 [number of records], of `inspect`.
         numbers: float64 [number of records], of `inspect`; 0 where it returns one number.
+        rows: int64 [number of records], with `expand`: the rows of all files, counted.
 
     Raises:
         UserError: a file is missing, empty or damaged, or a record is broken; the message names
@@ -65,14 +74,16 @@ class Records(Sequence):
         columns: Mapping[str, Any] | None = None,
         index_dir: str | None = None,
         settings: Callable[[], str | None] | None = None,
+        expand: Callable[[Record], list[Record]] | None = None,
     ) -> None:
+        self.expand = expand
         entries = [DataFile.of(entry, "the list of data files") for entry in paths]
         self.paths = [Path(entry.path) for entry in entries]
         self.sources: list[RecordSource] = []
         self.columns: list[Columns] = []
         self.counts: list[int] = []
         found: list[index_files.Index] = []
-        check = _Check(fields, inspect, allow_blank, index_dir, settings)
+        check = _Check(fields, inspect, allow_blank, index_dir, settings, expand)
         for entry, path in zip(entries, self.paths, strict=True):
             mapping = Columns(columns if entry.columns is None else entry.columns)
             sources = open_sources(path, data_impl, index_dir)
@@ -85,6 +96,10 @@ class Records(Sequence):
         self.numbers = _joined([index.numbers for index in found])
         self.first_of_file = np.cumsum([0, *self.counts[:-1]])
         self._ends = np.cumsum([len(index.notes) for index in found])  # of the sources
+        self.rows: np.ndarray | None = None
+        if expand is not None:
+            before = np.cumsum([0, *(index.rows[-1] + 1 for index in found)])
+            self.rows = np.concatenate([i.rows + n for i, n in zip(found, before, strict=False)])
 
     def __len__(self) -> int:
         return len(self.notes)
@@ -92,7 +107,15 @@ class Records(Sequence):
     def __getitem__(self, index: int) -> Record:  # type: ignore[override]
         number = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[number - 1]) if number else 0
-        return self.columns[number](self.sources[number][int(index) - first])
+        if self.rows is None or self.expand is None:
+            return self.columns[number](self.sources[number][int(index) - first])
+        row = self.rows[index]
+        record = self.columns[number](self.sources[number][int(row - self.rows[first])])
+        return self.expand(record)[int(index - np.searchsorted(self.rows, row))]
+
+    def row_of(self, index: int, first: int) -> int:
+        """How many rows after that of the record `first` the row of a record is."""
+        return index - first if self.rows is None else int(self.rows[index] - self.rows[first])
 
 
 class _Check:
@@ -105,7 +128,9 @@ class _Check:
         allow_blank: bool,
         index_dir: str | None,
         settings: Callable[[], str | None] | None,
+        expand: Callable[[Record], list[Record]] | None,
     ) -> None:
+        self.expand = expand
         self.fields = fields
         self.inspect = inspect
         self.allow_blank = allow_blank
@@ -143,16 +168,19 @@ class _Check:
 
     def read(self, source: RecordSource, columns: Columns) -> index_files.Index:
         """Read all records of a source and check them."""
-        notes, numbers = array.array("q"), array.array("d")
-        for number, row in source.scan():
+        notes, numbers, rows = array.array("q"), array.array("d"), array.array("q")
+        for place, (number, row) in enumerate(source.scan()):
             try:
                 record = columns(row)
                 for field in self.fields:
                     check_text(record, field, self.allow_blank)
-                found = self.inspect(record)
-                note, other = found if isinstance(found, tuple) else (found, 0.0)
-                notes.append(note)
-                numbers.append(other)
+                for each in [record] if self.expand is None else self.expand(record):
+                    found = self.inspect(each)
+                    note, other = found if isinstance(found, tuple) else (found, 0.0)
+                    notes.append(note)
+                    numbers.append(other)
+                    if self.expand is not None:
+                        rows.append(place)
             except UserError as error:
                 raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
         if not notes:
@@ -161,6 +189,7 @@ class _Check:
             source.offsets,
             np.frombuffer(notes, dtype=np.int64),
             np.frombuffer(numbers, dtype=np.float64),
+            np.frombuffer(rows, dtype=np.int64) if rows else np.zeros(0, dtype=np.int64),
         )
 
 
@@ -178,18 +207,25 @@ def check_text(record: Record, field: str, allow_blank: bool = False, unit: str 
     `unit` is what a row is called.
     """
     if field not in record:
-        hint = ""
-        if "messages" in record or "conversations" in record:
-            hint = (
-                " A conversation needs a form: set model.data.chat_template=tokenizer, or the "
-                "file of a template, or model.data.chat=True for NeMo's chat format."
-            )
+        hint = f" {NO_FORM}" if "messages" in record or "conversations" in record else ""
         raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.{hint}")
     value = record[field]
     if not isinstance(value, str):
         raise UserError(f"field '{field}' must be text, not {kind_of(value)}.")
     if not (allow_blank or value.strip()):
         raise UserError(f"field '{field}' is empty.")
+
+
+def first_record(entry: DataFile, columns: Any, index_dir: str | None) -> Record:
+    """The first record of a data file; empty if its columns are not there, which the check of all
+    records says with its place.
+    """
+    source = open_sources(Path(entry.path), "jsonl", index_dir)[0]
+    _number, row = next(source.scan(), (0, {}))
+    try:
+        return Columns(columns if entry.columns is None else entry.columns)(row)
+    except UserError:
+        return {}
 
 
 def open_records(

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat import ConversationForm
 from nemo_aligner.data.nlp.chat_masks import Encoded
+from nemo_aligner.data.nlp.chat_records import conversation_messages, each_turn
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import Records, settings_of
@@ -38,6 +39,8 @@ class SFTChatDataset(FileDataset):
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
         name: "train", ...; for messages.
         columns, index_mapping_dir: of the data section; see `Records`.
+        one_turn_per_sample: make a sample of each of the assistant's turns, which ends with it and
+            trains on it alone: what is before it stands there as it will in use.
 
     Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
     makes batches of them.
@@ -54,7 +57,13 @@ class SFTChatDataset(FileDataset):
         name: str = "train",
         columns: Mapping[str, Any] | None = None,
         index_mapping_dir: str | None = None,
+        one_turn_per_sample: bool = False,
     ) -> None:
+        if one_turn_per_sample and not answer_only_loss:
+            raise ConfigError(
+                "model.data.one_turn_per_sample=True trains on one turn of each sample, and "
+                "model.answer_only_loss=False on everything; set one of them otherwise."
+            )
         self.name = name
         self.tokenizer = tokenizer
         self.form = form
@@ -67,7 +76,13 @@ class SFTChatDataset(FileDataset):
             self._inspect,
             columns=columns,
             index_dir=index_mapping_dir,
-            settings=partial(settings_of, tokenizer, form.state, max_seq_length),
+            settings=partial(
+                settings_of,
+                tokenizer,
+                form.state,
+                [max_seq_length, answer_only_loss, one_turn_per_sample],
+            ),
+            expand=each_turn if one_turn_per_sample else None,
         )
         self._check_lengths()
         self.documents = np.arange(len(self.lines))
@@ -75,6 +90,12 @@ class SFTChatDataset(FileDataset):
     def _inspect(self, record: Record) -> tuple[int, float]:
         """What is left of a conversation, and how many tokens."""
         tokens, is_response = self.form.conversation(record)
+        if not self.answer_only_loss:
+            if any(message.get("weight") == 0 for message in conversation_messages(record)):
+                raise UserError(
+                    "a message has 'weight' 0, but model.answer_only_loss=False trains on "
+                    "everything: set it to True, or remove the weights."
+                )
         limit = self.max_seq_length + 1
         if len(tokens) <= limit:
             return WHOLE, len(tokens)
