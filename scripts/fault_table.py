@@ -14,9 +14,11 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from tests.chaos.test_fault_matrix import CELLS, Cell
+from tests.chaos import test_fault_matrix, test_two_machines
+from tests.chaos.test_fault_matrix import Cell
 
-JOBS = {"ppo": "PPO", "rs": "Rejection sampling"}
+CELLS = [*test_fault_matrix.CELLS, *test_two_machines.CELLS]
+JOBS = {"ppo": "PPO", "rs": "Rejection sampling", "sft": "SFT"}
 
 
 def rows(records: list[dict]) -> list[str]:

@@ -1479,6 +1479,13 @@ MUTANTS = [
         _unit("test_watchdog.py", "test_the_rank_that_hangs_is_named_by_the_one_that_waits"),
     ),
     Mutant(
+        "a store over a link that is cut holds the watchdog",
+        "servers/control_group.py",
+        "                return reply.result(self._reply_s)\n",
+        "                return reply.result()\n",
+        _unit("test_watchdog.py", "test_a_rank_ends_when_the_machine_of_rank_0_is_lost"),
+    ),
+    Mutant(
         "a rank that waits for a slow one counts as hung",
         "launch/watchdog.py",
         "            if has_moved or total != of_all:",

@@ -71,7 +71,7 @@ from nemo_aligner.checkpoint.stored_weights import (
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import DamagedFileError, UserError
-from nemo_aligner.core.leftovers import claim, temporary_folder
+from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
 
 ARTIFACT_PREFIX = "nemo:"
 REMOTE_CODE = "tokenizer.trust_remote_code"
@@ -463,17 +463,18 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
         check_files_together(path, select=forms.is_weight_of_any)
         yield path
         return
-    token = [secrets.token_hex(8)]
+    agreed = [secrets.token_hex(8)]
     if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(token, src=0)
+        torch.distributed.broadcast_object_list(agreed, src=0)
+    token = token_of_machine(agreed[0])
     first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
     temporary = Path(tempfile.gettempdir()).absolute()
-    folder = temporary / f"nemo_weights_{token[0]}"
+    folder = temporary / f"nemo_weights_{token}"
     try:
         if first_on_node:
             with _opened(path) as tar:
                 members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
-                claim(temporary, "nemo_weights_", token[0]).mkdir()
+                claim(temporary, "nemo_weights_", token).mkdir()
                 safe_extract(tar, str(folder), members=members)
                 check_members(tar, path, select=forms.is_weight)
         barrier()

@@ -7,6 +7,7 @@ heavy.
 import contextlib
 import json
 import os
+import secrets
 from datetime import datetime, timezone
 from enum import IntEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 ENDING_FILE = "ending.json"
 
 _folder: Path | None = None  # where the ending of this process is still to be written
+_folder_of_rank_zero: Path | None = None  # the same, on another rank
 
 
 class ExitCode(IntEnum):
@@ -48,13 +50,24 @@ class JobStopped(SystemExit):
         self.code, self.reason = code, reason
 
 
-def keep_ending_in(folder: Path) -> None:
-    """Have `note_ending` write into `folder`, and remove what a former run has left there; rank 0
-    of a job calls it.
+def keep_ending_in(folder: Path, is_rank_zero: bool = True) -> None:
+    """Have `note_ending` of rank 0 write into `folder`, and remove what a former run has left
+    there; every rank of a job may call it.
     """
+    global _folder, _folder_of_rank_zero
+    if is_rank_zero:
+        _folder = folder
+        (folder / ENDING_FILE).unlink(missing_ok=True)
+    else:
+        _folder_of_rank_zero = folder
+
+
+def stand_in_for_rank_zero() -> None:
+    """Have this rank write the ending, if rank 0, which is out of reach, has not."""
     global _folder
-    _folder = folder
-    (folder / ENDING_FILE).unlink(missing_ok=True)
+    folder = _folder_of_rank_zero
+    if folder is not None and not (folder / ENDING_FILE).exists():
+        _folder = folder
 
 
 def ending_file() -> Path | None:
@@ -82,6 +95,6 @@ def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
     with contextlib.suppress(OSError):  # a full disk must not hide why the job ends
-        part = folder / f"{ENDING_FILE}.part"
+        part = folder / f"{ENDING_FILE}.{secrets.token_hex(4)}"  # of one of several machines
         part.write_text(json.dumps(ending) + "\n")
         os.replace(part, folder / ENDING_FILE)

@@ -16,10 +16,12 @@ import atexit
 import contextlib
 import fcntl
 import glob
+import hashlib
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 import threading
@@ -70,6 +72,16 @@ def claim(folder: Path, prefix: str, token: str | None = None) -> Path:
                     _record = _new_record(records)
             os.write(_record, os.fsencode(path) + b"\0")
     return path
+
+
+def token_of_machine(token: str) -> str:
+    """16 hexadecimal digits from those that the ranks agreed on, other ones on each machine: they
+    may share the folder of what is temporary.
+    """
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(f"{token} {socket.gethostname()} {boot}".encode()).hexdigest()[:16]
 
 
 def sweep_once() -> None:

@@ -143,7 +143,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         ) from error
     if is_rank_zero():
         _keep_json_lines(log_dir)
-        keep_ending_in(log_dir)
+    keep_ending_in(log_dir, is_rank_zero())
     return log_dir
 
 

@@ -25,10 +25,15 @@ from types import FrameType
 
 import torch
 
-from nemo_aligner.core.endings import ExitCode, ending_file, note_ending
+from nemo_aligner.core.endings import (
+    ExitCode,
+    ending_file,
+    note_ending,
+    stand_in_for_rank_zero,
+)
 from nemo_aligner.core.progress import progress
 from nemo_aligner.launch import endings, watchdog_process
-from nemo_aligner.servers.control_group import JobStore
+from nemo_aligner.servers.control_group import JobStore, StoreLostError
 from nemo_aligner.training.stop_requests import stop_requests
 
 SIGN_S = 0.5  # between two signs of life to the process beside
@@ -47,7 +52,8 @@ class Watchdog:
 
     def __init__(self, timeout_s: float, rank: int, size: int) -> None:
         self.timeout_s, self.rank, self.size = timeout_s, rank, size
-        self._store = JobStore(size, "nemo_aligner/watchdog")
+        reply_s = min(REPLY_S, timeout_s / 4)
+        self._store = JobStore(size, "nemo_aligner/watchdog", reply_s)
         self._main = threading.main_thread().ident
         self._beside: subprocess.Popen | None = None
 
@@ -84,9 +90,7 @@ class Watchdog:
     # ---- the ranks make progress ----
 
     def _look(self) -> None:
-        """Thread: end the job when no rank makes progress. The store blocks while rank 0, which
-        holds it, does not run; the process beside that one ends this then.
-        """
+        """Thread: end the job when no rank makes progress, or none that this one hears of."""
         pause_s = self.timeout_s / MOST_LOOKS
         own, of_all, idle_s, last = -1, -1, 0.0, time.monotonic()
         while True:
@@ -95,10 +99,9 @@ class Watchdog:
             idle_s, last = idle_s + min(now - last, 2 * pause_s), now
             has_moved = progress.count != own or not progress.is_expected
             own = progress.count
-            try:
+            total = of_all
+            with contextlib.suppress(RuntimeError):  # no store: others may move, but who knows
                 total = self._store.add("progress", int(has_moved))
-            except RuntimeError:  # rank 0 or the launcher has ended, and soon this process will
-                continue
             if has_moved or total != of_all:
                 of_all, idle_s = total, 0.0
             elif idle_s > self.timeout_s:
@@ -117,10 +120,13 @@ class Watchdog:
                 for rank in range(self.size):
                     if rank not in found and (text := self._store.get(f"stands {rank}")):
                         found[rank] = json.loads(text)
+        except StoreLostError:  # each machine says it, of what it knows
+            is_said = int(os.environ.get("LOCAL_RANK", 0)) > 0
         except RuntimeError:  # the store has ended with rank 0, of which the log says why
             is_said = True
         reason = self._what_hangs(found)
         if self.rank == min(found) and not is_said:
+            stand_in_for_rank_zero()  # if it is another one
             shown = min(found, key=lambda rank: (found[rank]["waits"], rank))
             print(
                 f"\nERROR: {reason}. The same command continues.\n\nRank {shown} stands here:\n"

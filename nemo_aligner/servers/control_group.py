@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of a server job talk to each other beside the model's process groups."""
 
+import concurrent.futures
 import contextlib
 import datetime
+import functools
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -77,32 +82,60 @@ class ControlGroup:
         return values
 
 
-class JobStore:
-    """Notes to the other ranks through the store that the process group was built with."""
+class StoreLostError(RuntimeError):
+    """The store does not reply: the link to the machine that holds it is cut, or that is down."""
 
-    def __init__(self, size: int, prefix: str):
+
+class JobStore:
+    """Notes to the other ranks through the store that the process group was built with.
+
+    Its own calls never return over a link that is cut, so a thread makes them. After a call that
+    had no reply within `reply_s` each one raises `StoreLostError`, until that reply comes.
+    """
+
+    def __init__(self, size: int, prefix: str, reply_s: float = 10.0):
         self._store = None
+        self._reply_s, self._is_lost = reply_s, False
+        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         if size > 1:
             store = dist.distributed_c10d._get_default_store()
             with contextlib.suppress(Exception):
                 # A connection of its own: never behind a blocking call of another thread.
                 store = store.clone()  # type: ignore[attr-defined]
             self._store = dist.PrefixStore(prefix, store)
+            threading.Thread(target=self._call, daemon=True, name=f"store {prefix}").start()
 
     def put(self, key: str, text: str) -> None:
-        if self._store is not None:
-            self._store.set(key, text)
+        self._ask(lambda store: store.set(key, text))
 
     def get(self, key: str) -> str | None:
-        if self._store is None or not self._store.check([key]):
-            return None
-        return self._store.get(key).decode()
+        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 at first, and return it; without other ranks that is always 0."""
-        return 0 if self._store is None else self._store.add(key, amount)
+        return self._ask(lambda store: store.add(key, amount)) or 0
 
     def delete(self, key: str) -> None:
-        if self._store is not None:
-            with contextlib.suppress(Exception):  # not every kind of store can delete
-                self._store.delete_key(key)
+        with contextlib.suppress(Exception):  # not every kind of store can delete
+            self._ask(lambda store: store.delete_key(key))
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        if self._store is None:
+            return None
+        if not self._is_lost:
+            reply: Future[Any] = Future()
+            self._calls.put((functools.partial(call, self._store), reply))
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                return reply.result(self._reply_s)
+            self._is_lost = True
+        raise StoreLostError("the store of the job, on the machine of rank 0, does not reply")
+
+    def _call(self) -> None:
+        """Thread: make the calls."""
+        while True:
+            call, reply = self._calls.get()
+            try:
+                reply.set_result(call())
+            except Exception as error:
+                reply.set_exception(error)
+            self._is_lost = False

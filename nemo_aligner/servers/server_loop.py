@@ -55,7 +55,7 @@ from nemo_aligner.core.errors import (
 from nemo_aligner.core.progress import progress
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.control_group import ControlGroup, JobStore
+from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
 from nemo_aligner.servers.hosts import Frontend
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 
@@ -464,6 +464,8 @@ class ServerLoop:
                 self._read_stop_request()
                 failure = self._store.get("failure")
                 store_errors = 0
+            except StoreLostError:
+                failure = None  # the link may come back; else the watchdog ends the job
             except Exception:
                 store_errors += 1  # the store lives in rank 0 or in the launcher
             now = time.monotonic()

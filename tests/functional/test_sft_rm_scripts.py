@@ -66,14 +66,14 @@ def common(log_dir) -> list[str]:
     ]
 
 
-def sft(data, tokenizer, log_dir, *overrides, **kwargs) -> ScriptJob:
+def sft(data, tokenizer, log_dir, *overrides, script="train_gpt_sft.py", **kwargs) -> ScriptJob:
     """Four updates of a tiny model from random weights."""
     log_dir.mkdir(exist_ok=True)
     architecture = (
         "num_layers=2 hidden_size=32 num_attention_heads=4 position_embedding_type=rope bias=False"
     )
     return ScriptJob(
-        "train_gpt_sft.py",
+        script,
         log_dir.with_suffix(".log"),
         [
             *common(log_dir),

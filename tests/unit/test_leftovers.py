@@ -8,6 +8,7 @@ The processes are real. A server that is killed is in tests/functional/test_code
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -176,3 +177,12 @@ def test_the_tests_remove_what_tritons_left_since_they_began(tmp_path, monkeypat
     monkeypatch.setattr(traces.psutil, "process_iter", lambda _names: [])
     ours.remove()
     assert (old.exists(), new.exists(), used.exists()) == (True, False, True)
+
+
+def test_machines_that_share_a_folder_have_names_of_their_own(monkeypatch):
+    token = secrets.token_hex(8)
+    here = leftovers.token_of_machine(token)
+    assert leftovers.token_of_machine(token) == here != leftovers.token_of_machine(here)
+    assert leftovers._OURS.fullmatch(f"nemo_weights_{here}")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    assert leftovers.token_of_machine(token) != here

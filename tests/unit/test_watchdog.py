@@ -35,8 +35,8 @@ from nemo_aligner.launch.watchdog import Watchdog, watch
 WHAT, TIMEOUT_S, RANK, SIZE = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:5])
 if SIZE > 1:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[6]}", rank=RANK, world_size=SIZE)
+keep_ending_in(Path(sys.argv[5]), RANK == 0)
 if RANK == 0:
-    keep_ending_in(Path(sys.argv[5]))
     find = Watchdog._what_hangs
     Watchdog._what_hangs = lambda *args: (time.sleep(2), find(*args))[1]  # others are faster
 watch(TIMEOUT_S, RANK, SIZE)
@@ -162,6 +162,25 @@ def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
     code, other = jobs[1].ended()
     assert code == ExitCode.LOST_PEER and "ERROR" not in other
     assert "rank 1 stands" in ending(tmp_path)["reason"]
+
+
+def test_a_rank_ends_when_the_machine_of_rank_0_is_lost(start, tmp_path):
+    """Where nothing runs any more, and no connection breaks: the store does not reply. (That of
+    real jobs is tests/chaos/test_two_machines.py.)
+    """
+    jobs = [start("waits", rank, 2) for rank in (0, 1)]
+    for job in jobs:
+        wait_until(lambda job=job: "ready" in job.log, 60, lambda job=job: job.log)
+    (watcher,) = beside(jobs[0])
+    try:
+        for process in (watcher, jobs[0].process):
+            process.send_signal(signal.SIGSTOP)
+        code, err = jobs[1].ended()
+    finally:
+        watcher.kill()
+    assert code == ExitCode.LOST_PEER, err
+    assert "hang_timeout_s): rank 0 does not reply; rank 1 stands in phase 'train' at" in err
+    assert ending(tmp_path)["code"] == 77 and "rank 0 does not" in ending(tmp_path)["reason"]
 
 
 def test_a_rank_may_wait_for_a_slow_one(start):
