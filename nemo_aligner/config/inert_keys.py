@@ -240,7 +240,7 @@ def _of_sampling(kind: str) -> dict[str, Inert]:
     prompts = f"the data set tokenizes prompts; use {data}.add_bos"
     passes = "log-probabilities come from their own pass"
     section = f"model.{kind}.sampling_params"
-    return _inert(section, "add_BOS", prompts, False) | _inert(
+    return _inert(section, "add_BOS", prompts, False, None) | _inert(
         section, "all_probs compute_logprob", passes, False
     )
 

@@ -85,7 +85,7 @@ _ARCHITECTURE = dotted(
 ) | dotted(
     "model.tokenizer",
     """library type model vocab_file merge_file use_fast delimiter sentencepiece_legacy
-    additional_special_tokens special_tokens trust_remote_code chat_template""",
+    additional_special_tokens special_tokens trust_remote_code chat_template end_token_ids""",
 )
 _PARALLEL = dotted(
     "model",
@@ -134,8 +134,9 @@ _DATA = (
 )
 _REWARD_MODEL = dotted(
     "model",
-    """reward_model_type output_sequence use_avg_pool force_head_dtype forward_micro_batch_size
-    reward_standardization.enable reward_standardization.mean reward_standardization.std""",
+    """reward_model_type output_sequence use_avg_pool pad_token_id force_head_dtype
+    forward_micro_batch_size reward_standardization.enable reward_standardization.mean
+    reward_standardization.std""",
 ) | dotted(
     "model.regression",
     """num_attributes merge_attributes attribute_weights loss_mask_val loss_func
@@ -455,6 +456,7 @@ ARCHITECTURE_KEYS = tuple(sorted(key.removeprefix("model.") for key in _ARCHITEC
     "expert_model_parallel_size",
     "reward_model_type",
     "use_avg_pool",
+    "pad_token_id",
     "regression.num_attributes",
     "regression.attribute_weights",
 )

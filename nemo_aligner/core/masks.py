@@ -49,6 +49,17 @@ def counted_lengths(weights: Tensor, width: int) -> Tensor:
     return last + 1 + width - weights.shape[1]
 
 
+def lengths_before(padding_id: int | None, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """The `lengths` int64 [N] of samples `tokens` [N, S] without `padding_id` (None: whole) at
+    their ends: int64 [N], at least 1.
+    """
+    if padding_id is None:
+        return lengths
+    column = torch.arange(tokens.size(1), device=tokens.device)
+    counts = (tokens != padding_id) & (column < lengths.to(tokens.device).reshape(-1, 1))
+    return torch.where(counts, column, 0).amax(1) + 1
+
+
 def one_row_per_sample(mask: Tensor, packed_position_ids: Tensor) -> Tensor:
     """Spread the samples of packed rows over rows of their own, where their columns are.
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 
 
 class Tokenizer(Protocol):
@@ -31,29 +31,19 @@ class Tokenizer(Protocol):
         """Decode ids; the options depend on the kind of tokenizer."""
 
 
-def adds_bos(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer itself begins a text with its bos token. Only those of Hugging Face
-    do; SentencePiece's models and NeMo's others leave it to the caller.
-    """
-    inner: Any = getattr(tokenizer, "tokenizer", None)
-    if not hasattr(inner, "all_special_ids") or tokenizer.bos_id is None:
-        return False
-    return list(inner("a")["input_ids"])[:1] == [tokenizer.bos_id]
-
-
 def begins_with_bos(tokenizer: Tokenizer, asked: bool | None, key: str = "add_bos") -> bool:
-    """Whether plain texts begin with the bos token.
-
-    Args:
-        asked: value of the key; None: as the tokenizer itself does it.
-        key: for the message.
+    """Whether plain texts begin with bos: `asked`, the value of `key`, or if it is None what the
+    tokenizer itself does. Those of Hugging Face may put it; others leave it to their callers.
 
     Raises:
         UserError: it is asked for, and the tokenizer has none.
     """
     if asked and tokenizer.bos_id is None:
         raise UserError(f"{key}=True, but the tokenizer has no bos token; set it to null.")
-    return adds_bos(tokenizer) if asked is None else bool(asked)
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    if asked is not None or tokenizer.bos_id is None or not hasattr(inner, "all_special_ids"):
+        return bool(asked)
+    return list(inner("a")["input_ids"])[:1] == [tokenizer.bos_id]
 
 
 def text_tokens(tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
@@ -63,12 +53,31 @@ def text_tokens(tokenizer: Tokenizer, text: str, add_bos: bool) -> list[int]:
     return list(ids) if bos is None or list(ids[:1]) == [bos] else [bos, *ids]
 
 
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """The ids that end a response: eos first, then those that `set_end_ids` has added."""
+    return [tokenizer.eos_id, *getattr(tokenizer, "more_end_ids", ())]
+
+
+def set_end_ids(tokenizer: Any, ids: Sequence[int]) -> None:
+    """Let those of `ids` (`model.tokenizer.end_token_ids`) that it has end a response too.
+
+    Raises:
+        ConfigError: they are no list of ids.
+    """
+    if not isinstance(ids, Sequence) or not all(type(id_) is int and id_ >= 0 for id_ in ids):
+        raise ConfigError(
+            f"model.tokenizer.end_token_ids={ids!r} must be a list of token ids, such as [2, 7]."
+        )
+    size, eos = tokenizer.vocab_size, tokenizer.eos_id
+    tokenizer.more_end_ids = [id_ for id_ in dict.fromkeys(ids) if id_ < size and id_ != eos]
+
+
 def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of a response: without its end token, and without special tokens where a Hugging
     Face tokenizer decodes.
     """
     ids = list(ids)
-    if ids[-1:] == [tokenizer.eos_id]:
+    if ids and ids[-1] in end_ids(tokenizer):
         ids.pop()
     return tokenizer.ids_to_text(ids) if ids else ""
 

@@ -11,7 +11,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.tokenizer import adds_bos, text_tokens
+from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.generate.responses import Response
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ def tokens_of(response: Response, tokenizer: Any) -> list[int]:
     has_tokens = response.prompt_tokens is not None and response.response_tokens is not None
     if has_tokens and response.tokenizer == tokenizer_fingerprint(tokenizer):
         return [*response.prompt_tokens, *response.response_tokens]  # type: ignore[misc]
-    ids = text_tokens(tokenizer, response.prompt + response.response, adds_bos(tokenizer))
+    with_bos = begins_with_bos(tokenizer, None)
+    ids = text_tokens(tokenizer, response.prompt + response.response, with_bos)
     return ids if response.is_end is False else [*ids, tokenizer.eos_id]
 
 

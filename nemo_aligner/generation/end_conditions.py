@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.tokenizer import Tokenizer, keep_special_tokens
+from nemo_aligner.core.tokenizer import Tokenizer, end_ids, keep_special_tokens
 
 
 class EndConditions:
-    """Decides when a response has ended: at the eos token, or with one of the end strings.
+    """Decides when a response has ended: at an end token, or with one of the end strings.
 
     An end string that is one token for the tokenizer (mostly a special token) ends a response as
     that token, not as the same characters spelled by others. Any other is searched for in the
@@ -26,7 +26,7 @@ class EndConditions:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self._decode_options = keep_special_tokens(tokenizer)
-        self.token_ids = [tokenizer.eos_id]
+        self.token_ids = end_ids(tokenizer)
         strings = []
         for string in end_strings:
             ids = self._single_token_ids(string)

@@ -61,23 +61,23 @@ def summary(job: InspectedJob, findings: Findings) -> str:
 
 def _beginning(job: InspectedJob) -> str:
     """How plain texts begin, and why; empty where the job reads no plain texts."""
-    dataset: Any = job.dataset
-    of_sft = isinstance(dataset, SFTDataset)
-    encoder = dataset if of_sft else getattr(dataset, "encoder", None)
-    form = getattr(encoder, "form", None)
-    if (
-        encoder is None
-        or (form and not form.is_default)
-        or holds_tokens(job.cfg.data.get("data_impl"))
-    ):
+    encoder: Any = getattr(job.dataset, "encoder", None)
+    data, key = job.cfg.data, "model.data.add_bos"
+    if isinstance(job.dataset, SFTDataset):
+        reader, data, key = job.dataset, data.train_ds, "model.data.train_ds.add_bos"
+    elif encoder is None or holds_tokens(data.data_impl):
         return ""
-    asked = (job.cfg.data.train_ds if of_sft else job.cfg.data).get("add_bos")
-    key = f"model.data{'.train_ds' * of_sft}.add_bos={asked}"
-    reason = f"as the tokenizer itself does ({key})" if asked is None else f"as {key} asks"
-    if not (encoder if of_sft else encoder.encode_text).add_bos:
+    elif encoder.form and not encoder.form.is_default:
+        return ""
+    else:
+        reader = encoder.encode_text
+    asked = data.get("add_bos")
+    reason = f"as the tokenizer itself does ({key}=null)" if asked is None else f"by {key}={asked}"
+    if not reader.add_bos:
         return f" Texts begin without a bos token, {reason}."
-    bos = decode_with_special_tokens(job.tokenizer, [job.tokenizer.bos_id])
-    return f" Texts begin with the bos token {bos!r}, {reason}."
+    bos: Any = job.tokenizer.bos_id
+    text = decode_with_special_tokens(job.tokenizer, [bos])
+    return f" Texts begin with the bos token {text!r}, {reason}."
 
 
 def finding_text(finding: Finding) -> str:

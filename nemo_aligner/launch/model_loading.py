@@ -24,6 +24,7 @@ Model = TypeVar("Model", bound=MegatronGPTModel)
 
 # Keys of a file that describe the file, not the model.
 META_KEYS = ("target", "nemo_version")
+TOKENIZER_FILES = ("library", "type", "model", "vocab_file")
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -94,6 +95,9 @@ def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
     `model_cfg.overwrite_base_config` drops parts.
     """
     remove_overwritten_fields(base, model_cfg.get("overwrite_base_config") or {})
+    own, given = base.get("tokenizer") or {}, drop_unset(model_cfg).get("tokenizer") or {}
+    if any(own.get(key) not in (None, given.get(key)) for key in TOKENIZER_FILES if key in given):
+        own.pop("end_token_ids", None)  # ids of another tokenizer
     return OmegaConf.create(
         _merged(plain_dict(base), plain_dict(drop_unset(model_cfg), resolve=True))
     )

@@ -155,33 +155,6 @@ def test_a_reward_model_goes_to_hugging_face(tiny_tokenizer_dir, tmp_path, capsy
     torch.testing.assert_close(rewards, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_reward_model_gets_a_token_for_padding(tiny_tokenizer_dir, tmp_path):
-    folder = tmp_path / "tokenizer"
-    shutil.copytree(tiny_tokenizer_dir, folder)
-    model = MegatronGPTRewardModel(tiny_config(str(folder), "llama"))
-    model.unwrapped()[0].rm_head.bias.data.zero_()
-    lengths = torch.tensor([5, 9])
-    tokens = TOKENS[:2, :9].clamp(min=1)
-    for pad_token, expected in ((None, None), ("<|endoftext|>", None), ("!", 0)):
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(settings | ({"pad_token": pad_token} if pad_token else {}))
-        )
-        model.save_to(str(tmp_path / "rm.nemo"))  # with the tokenizer as it is now
-        target = tmp_path / "hf"
-        assert convert("nemo-to-hf", tmp_path / "rm.nemo", target, "--overwrite") == 0
-        assert json.loads((target / "config.json").read_text())["pad_token_id"] == expected
-    hf = transformers.AutoModelForSequenceClassification.from_pretrained(
-        target, attn_implementation="eager"
-    )
-    padded = torch.where(torch.arange(9) < lengths[:, None], tokens, 0)
-    model.set_eval()
-    with torch.no_grad():
-        rewards = hf(padded, attention_mask=(padded > 0).long()).logits.squeeze(-1)
-    found = model.infer((tokens, lengths)).view(-1)
-    torch.testing.assert_close(found, rewards, atol=1e-5, rtol=1e-5)
-
-
 def test_transformers_stops_at_the_end_token_of_the_tokenizer(write_folder, tmp_path):
     folder = write_folder(hugging_face.randomized(hugging_face.FOLDERS["Llama 2"]))
     for name in ("config.json", "generation_config.json"):  # name no token

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import end_ids
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -70,7 +71,7 @@ def test_greedy_generation_equals_hugging_face(write_folder, name):
         with torch.no_grad():
             for _ in range(64):
                 logits = hf(tokens).logits[0, -1, :ids]
-                logits[model.tokenizer.eos_id] = -torch.inf  # the minimum length
+                logits[end_ids(model.tokenizer)] = -torch.inf  # the minimum length
                 tokens = torch.cat([tokens, logits.argmax().view(1, 1)], dim=1)
         assert row[: length + 64].tolist() == tokens[0].tolist()
 

@@ -159,7 +159,8 @@ def test_pairs(model, write, capsys):
     lines = write(*({"text": text} for text in ("the film", "a plot", "x", "y")), name="lines")
     out = shown(capsys, lines, "--model", model, "--job", "training_rm")
     assert (
-        "Texts begin without a bos token, as the tokenizer itself does (model.data.add_bos=" in out
+        "Texts begin without a bos token, as the tokenizer itself does (model.data.add_bos=null)."
+        in out
     )
     assert f"--- sample 2: {lines}, records 3 and 4" in out and "Nothing to report." in out
 

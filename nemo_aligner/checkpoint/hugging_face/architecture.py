@@ -6,6 +6,7 @@
 them back. Both refuse by name what the other side cannot express.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ NO_INFLUENCE = frozenset(
 NOT_COMPARED = frozenset(
     """make_vocab_size_divisible_by override_vocab_size init_method_std use_scaled_init_method
     hidden_dropout attention_dropout moe_router_load_balancing_type reward_model_type use_avg_pool
-    encoder_seq_length qkv_bias bias_activation_fusion openai_gelu""".split()
+    encoder_seq_length qkv_bias bias_activation_fusion openai_gelu pad_token_id""".split()
 )
 _ROPE_KEYS = (
     "rotary_percentage",
@@ -145,8 +146,7 @@ def model_keys(
         keys |= values[value]
     for part in architecture.parts:
         keys |= part.keys(config)
-    read = {*architecture.same, *architecture.choices, *architecture.implied, *NO_INFLUENCE}
-    read |= {name for part in architecture.parts for name in part.reads}
+    read = keys_read(architecture) | {*architecture.implied, *NO_INFLUENCE}
     for name, default in defaults.items():
         if name not in read and config.get(name) != default:
             raise Unsupported(
@@ -154,6 +154,12 @@ def model_keys(
                 f"differs from its default {default!r}; the model may compute something else."
             )
     return keys
+
+
+def keys_read(architecture: Architecture) -> set[str]:
+    """The keys of `config.json` that say what a model computes."""
+    parts = {name for part in architecture.parts for name in part.reads}
+    return {*architecture.same, *architecture.choices, *parts}
 
 
 def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +218,7 @@ def as_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
 
     kind = config["model_type"]
     try:
-        whole = type(AutoConfig.for_model(kind)).from_dict(dict(config)).to_dict()
+        whole = type(AutoConfig.for_model(kind)).from_dict(copy.deepcopy(dict(config))).to_dict()
     except Exception as error:  # whatever the checks of that class raise
         raise Unsupported(f"transformers refuses the configuration of {kind}: {error}") from error
     return {**config, **whole}

@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def plan(
         source: of the weights.
         architecture: to write.
         keys: complete section `model`.
-        vocab_rows: rows of the embedding table without its padding.
+        vocab_rows: rows of the embedding table without its padding; those that the source does
+            not have are zeros.
         dtype: to convert to; None: as stored.
         leave_out: names of weights after `model.` that are not written.
 
@@ -95,8 +97,8 @@ def plan(
                 )
             rest = shape[axes:]
             if name in _VOCABULARY:
-                rest = (min(vocab_rows, rest[0]), *rest[1:])
-            part: Slice = (*index, *(slice(0, size) for size in rest))
+                rest = (vocab_rows, *rest[1:])
+            part: Slice = (*index, *map(partial(slice, 0), map(min, rest, shape[axes:])))
             stored = stored_dtype(source, key)
             result.append(Written(key, part, place, _shapes(layout, place, rest), dtype or stored))
     return sorted(result, key=_order)
@@ -127,7 +129,7 @@ def read_tensors(source: TensorSource, layout: Layout, item: Written) -> dict[st
     stored = source.read(item.key, item.part)
     transposed = item.place.rule.transposed and stored.dim() > 1
     result = {
-        name: torch.empty(shape[::-1] if transposed else shape, dtype=item.dtype)
+        name: torch.zeros(shape[::-1] if transposed else shape, dtype=item.dtype)
         for name, shape in item.shapes.items()
     }
     first = 0

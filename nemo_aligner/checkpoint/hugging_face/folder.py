@@ -5,6 +5,7 @@
 No code and no pickle of a folder is run.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16", "F64")
@@ -77,7 +79,7 @@ def read_config(path: Path) -> FolderConfig:
             f"{path / CONFIG_FILE}: transformers has no model_type {kind!r}."
         ) from error
     try:
-        whole = type(config).from_dict(given).to_dict()
+        whole = type(config).from_dict(copy.deepcopy(given)).to_dict()
     except Exception as error:  # whatever the checks of that class raise
         raise UserError(f"{path / CONFIG_FILE} is not valid for {kind}: {error}") from error
     assert isinstance(config, PretrainedConfig)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face folder as a checkpoint: its section `model` and its weights."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     model_keys,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.folder import read_config
+from nemo_aligner.checkpoint.hugging_face.folder import GENERATION_FILE, read_config, read_json
 from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
 
-# Key of `model` with the keys of `config.json` that this package has no key for; they go back
-# into the folder that is written.
-ORIGIN = "hugging_face"
+# Key of `model` with what `config.json` says, and under `GENERATION` what `generation_config.json`
+# does; what the training does not change goes back into the folder that is written.
+ORIGIN, GENERATION = "hugging_face", "generation_config"
+_NOT_KEPT = ("auto_map", "num_labels")  # names code, which does not travel; follows from labels
 FILES_OF_TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -30,7 +33,6 @@ FILES_OF_TOKENIZERS = (
     "vocab.json",
     "vocab.txt",
 )
-_LABELS = ("id2label", "label2id")  # names of what a head gives
 
 
 def architecture_of(path: Path, config: dict[str, Any]) -> Architecture:
@@ -70,9 +72,13 @@ def model_section(path: Path) -> DictConfig:
     keys |= _head_keys(config)
     if any((path / name).is_file() for name in FILES_OF_TOKENIZERS):
         keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
-    keys[ORIGIN] = _origin(architecture, found.given)
-    if "regression" in keys:
-        keys[ORIGIN] |= {name: found.given[name] for name in _LABELS if name in found.given}
+    origin = {name: value for name, value in found.given.items() if name not in _NOT_KEPT}
+    if (path / GENERATION_FILE).is_file():
+        origin[GENERATION] = read_json(path / GENERATION_FILE)
+    ends = end_token_ids(origin)
+    if ends:
+        keys.setdefault("tokenizer", {})["end_token_ids"] = ends
+    keys[ORIGIN] = origin
     return OmegaConf.create(keys)
 
 
@@ -83,20 +89,34 @@ def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     numbers = len(config.get("id2label") or (0, 1))
     several = numbers > 1
-    return {
+    # transformers reads the reward of a sample at its last token other than this one.
+    padding = {} if classes.endswith(PER_TOKEN) else {"pad_token_id": config.get("pad_token_id")}
+    return padding | {
         "reward_model_type": "regression" if several else "binary_ranking",
         "regression": {"num_attributes": numbers},
         "output_sequence": classes.endswith(PER_TOKEN),
     }
 
 
-def _origin(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]:
-    """What of `config.json` no key of `model` stands for: token ids, names, ..."""
-    read = {*architecture.same, *architecture.choices, "architectures", "transformers_version"}
-    read |= {name for part in architecture.parts for name in part.reads}
-    read |= {"dtype", "torch_dtype", *_LABELS, "num_labels", "_name_or_path"}
-    read |= {"auto_map"}  # names code, which does not travel
-    return {name: value for name, value in given.items() if name not in read and value is not None}
+def end_token_ids(origin: Mapping[str, Any]) -> list[int]:
+    """The ids that end a response in transformers: those of `generation_config.json`, or where it
+    names none of `config.json`.
+
+    Args:
+        origin: the value of `ORIGIN`.
+
+    Raises:
+        UserError: they are no ids.
+    """
+    found = (origin.get(GENERATION) or {}).get("eos_token_id")
+    found = origin.get("eos_token_id") if found is None else found
+    ids = [] if found is None else list(found) if isinstance(found, Sequence) else [found]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in ids):
+        raise UserError(
+            f"eos_token_id={found!r} of {GENERATION_FILE} or config.json must be an id or a list "
+            "of ids; correct the file."
+        )
+    return ids
 
 
 def weights(path: Path) -> FolderWeights:

@@ -21,11 +21,19 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     PER_TOKEN,
     Architecture,
     Unsupported,
+    as_class_reads,
     hugging_face_config,
+    keys_read,
+    model_keys,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
-from nemo_aligner.checkpoint.hugging_face.reading import FILES_OF_TOKENIZERS, ORIGIN
+from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE, GENERATION_FILE, read_json
+from nemo_aligner.checkpoint.hugging_face.reading import (
+    FILES_OF_TOKENIZERS,
+    GENERATION,
+    ORIGIN,
+    end_token_ids,
+)
 from nemo_aligner.checkpoint.hugging_face.weights import Layout
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.config.defaults import complete_model
@@ -55,7 +63,12 @@ def describe(
         UserError: the architecture is not known, or cannot express the model.
     """
     keys = plain_dict(complete_model(section), resolve=True)
-    model_type = model_type or (keys.get(ORIGIN) or {}).get("model_type")
+    origin = keys.get(ORIGIN) or {}
+    model_type = model_type or origin.get("model_type")
+    if keys["position_embedding_type"] != "learned_absolute":
+        # That of a job is its `encoder_seq_length`, and no weight depends on it.
+        positions = origin.get("max_position_embeddings")
+        keys["max_position_embeddings"] = positions or keys["max_position_embeddings"]
     if model_type is None:
         return *_first_that_can(keys), keys
     if model_type not in ARCHITECTURES:
@@ -121,28 +134,31 @@ def write_folder(
     architecture, config, keys = describe(section, model_type)
     role = role_of(keys, source)
     skipped = left_out(role, keys, source, drop_head_bias)
-    items = export.plan(source, architecture, keys, vocab_rows, dtype, skipped)
-    total = sum(sum(item.sizes().values()) for item in items)
-    config = (keys.get(ORIGIN) or {}) | config | _head_config(role, keys)
-    config |= {
-        "architectures": [architecture.class_for(role)],
-        "vocab_size": vocab_rows,
-        **dict.fromkeys(_DTYPE_KEYS, str(_main_dtype(items)).removeprefix("torch.")),
-    }
+    config = _as_it_came(architecture, config, keys) | _head_config(role, keys)
+    config["architectures"] = [architecture.class_for(role)]
+    generation = config.pop(GENERATION, None)
     folder = target.with_name(target.name + WRITING_SUFFIX)
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
+        copy_tokenizer(section, folder)
+        _write_json(folder / CONFIG_FILE, config)  # the class of a tokenizer may stand there
+        if role == PER_SAMPLE:
+            config["pad_token_id"] = _set_padding(folder, config, keys)
+            vocab_rows = max(vocab_rows, (config["pad_token_id"] or 0) + 1)
         layout = Layout(architecture, keys)
+        items = export.plan(source, architecture, keys, vocab_rows, dtype, skipped)
+        total = sum(sum(item.sizes().values()) for item in items)
         export.write_tensors(
             folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
         )
-        copy_tokenizer(section, folder)
-        _write_config(folder, config)
-        if role == PER_SAMPLE and config.get("pad_token_id") is None:
-            _write_config(folder, config | {"pad_token_id": _padding_id(folder)})
-        if role == CAUSAL_LM and config.get("eos_token_id") is None:
-            _write_end_token(folder)
+        main_dtype = str(_main_dtype(items)).removeprefix("torch.")
+        config |= {"vocab_size": vocab_rows, **dict.fromkeys(_DTYPE_KEYS, main_dtype)}
+        _write_json(folder / CONFIG_FILE, config)
+        if generation is not None:
+            _write_json(folder / GENERATION_FILE, generation)
+        if role == CAUSAL_LM:
+            _write_end_tokens(folder, config, keys["tokenizer"].get("end_token_ids"))
         replace_folder(target, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,37 +234,77 @@ def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _padding_id(folder: Path) -> int | None:
-    """The token with which transformers may pad the samples of the reward model in `folder`.
-
-    It takes the reward at the last token that is not this one, so it must not be a token that ends
-    samples. None, and a warning, where the tokenizer has no other.
+def _as_it_came(
+    architecture: Architecture, config: dict[str, Any], keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`config` with what the folder that the model came from says in the place of all that is the
+    same as there.
     """
-    tokenizer = _tokenizer_in(folder)
-    found = None if tokenizer is None else tokenizer.pad_token_id
-    if found is None or found == tokenizer.eos_token_id:
+    origin: dict[str, Any] = dict(keys.get(ORIGIN) or {})
+    came_as = ARCHITECTURES.get(origin.get("model_type", ""), architecture)
+    read = keys_read(came_as)
+    if came_as is not architecture or not read & origin.keys():
+        return {name: value for name, value in origin.items() if name not in read} | config
+    before = complete_model(model_keys(architecture, as_class_reads(origin), {}))
+    written = hugging_face_config(architecture, plain_dict(before, resolve=True))
+    changed = {name: value for name, value in config.items() if written.get(name, ...) != value}
+    kept = {name: origin[name] for name in origin if name in config or name not in written}
+    return config | kept | changed
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any]) -> int | None:
+    """The token with which transformers may pad the samples of the reward model in `folder`, whose
+    tokenizer then pads with it too.
+
+    transformers takes the reward at the last token that is not this one. So it is that of the
+    model (`model.pad_token_id`), or one that no sample ends with: the tokenizer's, one that is
+    named so, or a new one. None, and a warning, without a tokenizer.
+    """
+    own, tokenizer = keys.get("pad_token_id"), _tokenizer_in(folder)
+    if tokenizer is None:
         logging.warning(
-            f"{folder.name.removesuffix(WRITING_SUFFIX)} has no pad_token_id, because the "
-            "tokenizer has no token for padding alone: in transformers such a reward model scores "
-            "one sample at a time. Add a token to the tokenizer and name it in config.json."
+            f"{folder.name.removesuffix(WRITING_SUFFIX)} has pad_token_id={own}, because there is "
+            "no tokenizer to pad with another token. Where it is null, transformers scores one "
+            "sample at a time: add a token for padding and name it in config.json."
         )
-        return None
-    return found
+        return own
+    added = tokenizer.get_added_vocab()
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id, None}
+    ends |= {*(keys["tokenizer"].get("end_token_ids") or ()), config.get("bos_token_id")}
+    # A template may end turns with it.
+    ends |= {added[token] for token in added if token in str(tokenizer.chat_template)}
+    named = sorted(added[token] for token in added if "pad" in token.lower())
+    given = {config.get("pad_token_id")} & {*added.values()}
+    choice = [number for number in [tokenizer.pad_token_id, *given, *named] if number not in ends]
+    wanted = own if own is not None else next(iter(choice), None)
+    if wanted is None or (wanted != tokenizer.pad_token_id and 0 <= wanted < len(tokenizer)):
+        token = "<|pad|>" if wanted is None else tokenizer.convert_ids_to_tokens(wanted)
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            settings = read_json(folder / name) if (folder / name).is_file() else {}
+            if settings or name == "tokenizer_config.json":
+                _write_json(folder / name, settings | {"pad_token": token})
+    return _tokenizer_in(folder).pad_token_id if wanted is None else wanted
 
 
-def _write_end_token(folder: Path) -> None:
-    """Name the tokenizer's end token where nothing else does: transformers stops at no other."""
-    tokenizer, target = _tokenizer_in(folder), folder / "generation_config.json"
-    if tokenizer is None or tokenizer.eos_token_id is None:
-        return
-    settings = json.loads(target.read_text()) if target.is_file() else {}
-    if settings.get("eos_token_id") is None:
-        settings["eos_token_id"] = tokenizer.eos_token_id
-        target.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[int] | None) -> None:
+    """Name the tokens that end a response, where transformers would read others: those of the
+    model, or else the tokenizer's.
+    """
+    target = folder / GENERATION_FILE
+    settings = read_json(target) if target.is_file() else {}
+    # transformers does not read those of config.json beside a generation_config.json.
+    stated = end_token_ids({GENERATION: settings} if target.is_file() else config)
+    ends = list(ends or stated or end_token_ids(config))
+    tokenizer = None if ends else _tokenizer_in(folder)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ends = [tokenizer.eos_token_id]
+    if ends and ends != stated:
+        found = ends if len(ends) > 1 else ends[0]
+        _write_json(target, settings | {"eos_token_id": found})
 
 
 def _tokenizer_in(folder: Path) -> Any:

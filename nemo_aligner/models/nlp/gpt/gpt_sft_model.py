@@ -129,7 +129,7 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             UserError: a prompt leaves no room for a response, or a strategy is given.
         """
         _refuse_strategy(strategy)
-        sampling = sampling_params or DEFAULT_SAMPLING_PARAMS
+        sampling: Mapping[str, Any] = sampling_params or DEFAULT_SAMPLING_PARAMS
         if sampling.get("compute_logprob"):
             raise UserError(
                 "sampling_params.compute_logprob=True is not available; score tokens with "

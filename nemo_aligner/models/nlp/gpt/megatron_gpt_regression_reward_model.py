@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, regression_loss
+from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.metrics import correlation_moments, correlations_from_moments
 from nemo_aligner.core.types import LabelledPairBatch, RegressionBatch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -115,7 +116,7 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         weights = loss_weights(valid.to(get_device()), sum_over_dp=sum_over_dp)
         inputs = {
             "tokens": batch["inputs"],
-            "lengths": batch["lengths"],
+            "lengths": lengths_before(self.cfg.pad_token_id, batch["inputs"], batch["lengths"]),
             # Of the whole sample: with two dimensions, A columns could be taken for positions.
             "labels": labels.unsqueeze(1),
             "weights": weights.unsqueeze(1),

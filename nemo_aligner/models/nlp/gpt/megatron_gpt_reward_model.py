@@ -20,6 +20,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
+from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
@@ -229,12 +230,12 @@ class MegatronGPTRewardModel(
         lengths = interleave(batch["chosen_length"], batch["rejected_length"])
         inputs = {
             "tokens": interleave(batch["chosen"], batch["rejected"]),
-            "lengths": lengths,
             # The same weight for both samples of a pair.
             "weights": loss_weights(
                 valid.to(get_device()), sum_over_dp=sum_over_dp
             ).repeat_interleave(2),
         }
+        inputs["lengths"] = lengths_before(self.cfg.pad_token_id, inputs["tokens"], lengths)
         margins: Tensor | None = dict(batch).get("margin")  # type: ignore[assignment]
         if margins is not None:
             inputs["margins"] = margins.repeat_interleave(2)
@@ -312,7 +313,10 @@ class MegatronGPTRewardModel(
             )
         return forward_collect(
             self.model,
-            {"tokens": tokens, "lengths": lengths},
+            {
+                "tokens": tokens,
+                "lengths": lengths_before(self.cfg.pad_token_id, tokens, lengths),
+            },
             micro_batch_size=self.forward_micro_batch_size,
             output_fn=lambda output, _: self._standardize(output.float()),
             model_inputs=("lengths",),

@@ -25,6 +25,7 @@ from nemo_aligner.checkpoint.file_references import check_not_outside, unmarked
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.leftovers import temporary_folder
+from nemo_aligner.core.tokenizer import set_end_ids
 
 # What `type` may be with the library megatron.
 GPT2_BPE = ("GPT2BPETokenizer", "megatron-gpt-345m")
@@ -93,6 +94,7 @@ def build_tokenizer(cfg: DictConfig) -> TokenizerSpec:
     more = _plain(cfg, "additional_special_tokens")
     if more:
         _add_tokens(tokenizer, more, cfg.library)
+    set_end_ids(tokenizer, _plain(cfg, "end_token_ids") or ())
     return tokenizer
 
 
