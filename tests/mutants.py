@@ -849,6 +849,20 @@ MUTANTS = [
         _unit("test_supervised.py", "test_a_save_without_a_validation_has_no_metric_of_one"),
     ),
     Mutant(
+        "after a change of the batch size the rest of a pass is left out",
+        "algorithms/supervised.py",
+        "used = self.used if self.batches_left else",
+        "used = self.used // 4 * 4 if self.batches_left else",
+        _unit("test_supervised.py", "test_another_batch_size_goes_on_in_samples"),
+    ),
+    Mutant(
+        "a job with another base resumes",
+        "checkpoint/made_from.py",
+        'FIXED = ("base", ',
+        "FIXED = (",
+        _unit("test_made_from.py", "test_what_differs_is_shown_and_refused_or_not"),
+    ),
+    Mutant(
         "the token between two replies of tools is trained on",
         "data/nlp/nemo_chat.py",
         "number > context and source.trains(source.turns[number - 1])",
@@ -1453,8 +1467,8 @@ MUTANTS = [
     Mutant(
         "a job that is asked to end does not save",
         "training/schedule.py",
-        "(last or must_save or step % save_interval == 0)",
-        "(last or step % save_interval == 0)",
+        "save_due or (save_enabled and must_save)",
+        "save_due",
         _unit("test_schedule.py", "test_check_progress"),
     ),
     Mutant(

@@ -34,9 +34,7 @@ from nemo_aligner.algorithms.ppo_data import (
     DataSettings,
     make_kl_controller,
     make_ppo_data,
-    objective_of,
 )
-from nemo_aligner.algorithms.rollout_state import changes_of_objective
 from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
     PPORolloutBatch as PPORolloutBatch,
 )
@@ -147,7 +145,6 @@ class PPOTrainer(PolicyGradientTrainer):
                 f"the loss by model.ppo.kl_loss_coef={kl_loss_coef}. Both apply; set one of them "
                 "to 0 unless you mean that."
             )
-        self.objective = objective_of(cfg, self.data_settings, kl_loss_coef)
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self._critic_save: Pending[int | None] | None = None  # that nobody has waited for
@@ -302,15 +299,11 @@ class PPOTrainer(PolicyGradientTrainer):
             critic_save.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, the weight of an adaptive KL, and `objective`, what this run optimizes."""
-        state = super().state_dict() | self.kl_controller.state_dict()
-        return state | {"objective": self.objective}
+        """The counters and the weight of an adaptive KL."""
+        return super().state_dict() | self.kl_controller.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        changes = changes_of_objective(self.objective, state_dict.get("objective"))
-        if changes:
-            logging.warning(changes)
         self.kl_controller.load_state_dict(state_dict)
 
 

@@ -10,7 +10,7 @@ alignment. All DP ranks call these functions.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -97,25 +97,6 @@ def harm_of_kl(setting: str, remedy: str) -> str:
         f"than in the reference, until they have probability 0. Set {remedy}, unless you repeat "
         "an old run (docs/ppo.md)."
     )
-
-
-def objective_of(cfg: DictConfig, settings: DataSettings, kl_loss_coef: float) -> dict[str, Any]:
-    """What PPO with `trainer.ppo`, complete, optimizes: the values that decide it by their keys,
-    for a checkpoint (JSON values).
-    """
-    name = name_kl_estimator(settings.use_absolute_kl, settings.kl_estimator)
-    adaptive = cfg.adaptive_kl is not None and cfg.adaptive_kl.enable
-    named_apart = ("use_absolute_kl", "kl_estimator", "max_response_length")
-    values = {key: value for key, value in asdict(settings).items() if key not in named_apart}
-    if not settings.overlong_buffer_len:
-        del values["overlong_penalty_factor"]
-    values |= {
-        "initial_policy_kl_penalty": cfg.initial_policy_kl_penalty,
-        "kl_estimator": name if cfg.initial_policy_kl_penalty > 0 else None,
-        "adaptive_kl.target": cfg.adaptive_kl.target if adaptive else None,
-    }
-    objective = {f"trainer.ppo.{key}": value for key, value in sorted(values.items())}
-    return objective | {"model.ppo.kl_loss_coef": float(kl_loss_coef)}
 
 
 def make_kl_controller(cfg: DictConfig) -> FixedKLController | AdaptiveKLController:

@@ -33,44 +33,6 @@ def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples:
         )
 
 
-KL_ESTIMATOR = "trainer.ppo.kl_estimator"
-
-
-def changes_of_objective(objective: dict[str, Any], before: dict[str, Any] | None) -> str | None:
-    """What a resumed job optimizes otherwise than the job that wrote its checkpoint, for a
-    warning; None if nothing.
-
-    Args:
-        objective: of this job, by configuration key.
-        before: that of the checkpoint; None from a version that did not store it.
-    """
-    if before is None:
-        estimator = objective[KL_ESTIMATOR]
-        if estimator in (None, "abs"):
-            return None
-        return (
-            "the checkpoint to resume does not say how its job measured the KL in the reward. "
-            f"The default then was trainer.ppo.use_absolute_kl=True; this job uses {estimator}. "
-            "To continue as before set trainer.ppo.use_absolute_kl=True, unless that job had it "
-            "False (docs/ppo.md)."
-        )
-    changed = [
-        f"{key}={value}, before {before[key]}"
-        for key, value in objective.items()
-        if key in before
-        and before[key] != value
-        # An estimator that counts in one of the jobs only: another line says why.
-        and not (key == KL_ESTIMATOR and None in (value, before[key]))
-    ]
-    if not changed:
-        return None
-    return (
-        "this job optimizes something else than the job that wrote the checkpoint to resume:\n  "
-        + "\n  ".join(changed)
-        + "\nTo continue as before, set the former values."
-    )
-
-
 def check_all_ranks_agree(state: dict[str, Any]) -> None:
     """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
     if parallel_state.get_world_size() == 1:

@@ -56,7 +56,8 @@ from nemo_aligner.training.schedule import (
     check_progress,
     compute_max_steps,
     compute_num_steps_per_epoch,
-    is_complete,
+    say_complete,
+    warn_of_unreachable_steps,
 )
 from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timeline import log_phase
@@ -194,6 +195,10 @@ class RolloutTrainer(ABC):
         """Finished epochs over the prompts."""
         return self.step // self.num_steps_per_epoch
 
+    @property
+    def sampler_start(self) -> int:
+        return self.consumed_samples
+
     def set_max_steps(self) -> None:
         self.max_steps = compute_max_steps(
             self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
@@ -212,10 +217,14 @@ class RolloutTrainer(ABC):
         """
         self.run_timer.start_time()
         forget_token_counts()
-        limits = f"trainer.{self.SECTION}.max_steps or max_epochs"
-        if is_complete(self.step, self.max_steps, limits):
+        section = f"trainer.{self.SECTION}"
+        is_complete = self.step >= self.max_steps
+        if is_complete:
             with self.ready_to_save():
                 self.ckpt_callback.finish_export()
+        else:
+            steps_per_epoch = self.num_steps_per_epoch
+            warn_of_unreachable_steps(section, self.cfg, self.max_steps, steps_per_epoch)
         if self.step == 0:
             self.before_first_step()
 
@@ -251,6 +260,8 @@ class RolloutTrainer(ABC):
             self.finish_saves()
 
         self.logger.finalize()
+        if is_complete:
+            say_complete(self.step, self.max_steps, section)
         if stop is not None:
             stop_requests.leave(stop)
 
@@ -535,9 +546,8 @@ class RolloutTrainer(ABC):
     ) -> None:
         """Write model, optimizer and counters; inside `ready_to_save`."""
         state = self.state_dict()
-        counters = {key: value for key, value in state.items() if not isinstance(value, dict)}
         self.ckpt_callback.custom_save(
-            monitor_candidates=counters | (extra_candidates or {}),
+            monitor_candidates=state | (extra_candidates or {}),
             is_train_end=is_train_end,
             trainer_state=state,
         )

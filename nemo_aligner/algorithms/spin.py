@@ -44,6 +44,7 @@ class SPINTrainer(SupervisedTrainer):
     """
 
     JOB = ("gpt_spin", "trainer.spin")
+    counts_batches = True  # an iteration does
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

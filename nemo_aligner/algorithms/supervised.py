@@ -10,7 +10,7 @@ so the training loss at k and a validation at k belong to the same weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig
 from torch import Tensor
@@ -29,7 +29,7 @@ from nemo_aligner.core.interfaces import (
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
+from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.finite import naming_step
@@ -39,8 +39,9 @@ from nemo_aligner.training.schedule import (
     compute_num_steps_per_epoch,
     endless_batches,
     interval_in_steps,
-    is_complete,
+    say_complete,
     supervised_max_steps,
+    warn_of_unreachable_steps,
 )
 from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timers import ScopedTimer
@@ -55,13 +56,16 @@ class SupervisedTrainer:
 
     Attributes:
         step: finished optimizer updates.
-        consumed_samples: samples of all ranks that they used; it alone says where in the data a
-            resumed job goes on.
+        consumed_samples: samples of all ranks that they used.
+        passes, used: where in the data it goes on: passes over them that were finished before the
+            present one, and samples of this one that are used, in batches of whatever size.
+        more_steps: that the epochs have, because global batches had another size for some time.
         held_out: latest metrics of each validation set, and of the test set as `test`, with the
             number of samples that they are over (the sum of the model's metric `weights`).
     """
 
     JOB = ("gpt_sft", "trainer.sft")  # the configuration whose section has the defaults of `cfg`
+    counts_batches = False  # something beside the data and `limit_train_batches` does
 
     def __init__(
         self,
@@ -114,14 +118,18 @@ class SupervisedTrainer:
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
-        self.alarms = Alarms(f"{section or self.JOB[1]}.alarms", cfg.alarms)
 
+        self.section = section or self.JOB[1]
+        self.alarms = Alarms(f"{self.section}.alarms", cfg.alarms)
         self.step = 0
         self.consumed_samples = 0
+        self.passes = self.used = self.more_steps = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
-        sampler: Any = train_dataloader.batch_sampler  # one of data/nlp/samplers.py
-        self.global_batch_size: int = sampler.global_batch_size
-        self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler, cfg.limit_train_batches)
+        self.sampler = cast(BatchSampler, train_dataloader.batch_sampler)
+        self.global_batch_size = self.sampler.global_batch_size
+        self.num_steps_per_epoch = compute_num_steps_per_epoch(
+            self.sampler, cfg.limit_train_batches
+        )
         if self.num_steps_per_epoch == 0:
             raise ConfigError(
                 f"limit_train_batches={cfg.limit_train_batches} leaves no batch to train on."
@@ -131,17 +139,11 @@ class SupervisedTrainer:
             interval_in_steps(key, cfg[key], self.num_steps_per_epoch)
             for key in ("val_check_interval", "save_interval")
         )
-        validates = self.limit_val_batches != 0 and self.val_check_interval > 0
-        if validates and isinstance(cfg.save_interval, float):
-            # In whole steps a part of an epoch need not be a multiple of another.
-            whole = self.save_interval - self.save_interval % self.val_check_interval
-            self.save_interval = whole or self.save_interval
         self.set_max_steps()
-        self._check_progress(None)  # refuses intervals that do not fit
         self._check_epochs()
 
     def _check_epochs(self) -> None:
-        sampler = self.train_dataloader.batch_sampler
+        sampler = self.sampler
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
         if epochs > 1 and not isinstance(sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
@@ -154,11 +156,21 @@ class SupervisedTrainer:
     @property
     def epoch(self) -> int:
         """Finished epochs."""
-        return self.step // self.num_steps_per_epoch
+        return (self.step - self.more_steps) // self.num_steps_per_epoch
+
+    @property
+    def batches_left(self) -> int:
+        """Whole global batches that are left in the present pass over the data."""
+        return (self.sampler.total_samples - self.used) // self.global_batch_size
+
+    @property
+    def sampler_start(self) -> int:
+        used = self.used if self.batches_left else self.sampler.samples_per_epoch
+        return self.passes * self.sampler.samples_per_epoch + used
 
     def set_max_steps(self) -> None:
         """`max_steps` of this run: all epochs, or fewer steps if the configuration says so."""
-        self.max_steps = supervised_max_steps(self.cfg, self.train_dataloader)
+        self.max_steps = supervised_max_steps(self.cfg, self.train_dataloader, self.more_steps)
 
     # ----------------------------------------------------------------------------------- the loop
 
@@ -170,15 +182,13 @@ class SupervisedTrainer:
         """
         self.run_timer.start_time()
         forget_token_counts()
-        if is_complete(
-            self.step,
-            self.max_steps,
-            "max_steps or max_epochs (trainer.sft, rm, dpo, kto, spin or knowledge_distillation)",
-        ):
+        if self.step >= self.max_steps:
             self.ckpt_callback.finish_export()
             self._score_test_set()  # it may have died before
             self.logger.finalize()
+            say_complete(self.step, self.max_steps, self.section)
             return
+        warn_of_unreachable_steps(self.section, self.cfg, self.max_steps, self.num_steps_per_epoch)
         if self.run_init_validation and self.step == 0 and self.val_dataloaders:
             self.run_validation()
 
@@ -220,9 +230,7 @@ class SupervisedTrainer:
             stop_requests.leave(stop)
 
     def training_batches(self) -> Iterator[Any]:
-        """What the steps train on, from `consumed_samples` on, without an end; each is drawn after
-        the step before it.
-        """
+        """What the steps train on, without an end; each is drawn after the step before it."""
         return endless_batches(self.train_dataloader, self)
 
     @property
@@ -242,6 +250,9 @@ class SupervisedTrainer:
             metrics = train_on_batch(
                 self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
             )
+        if not self.batches_left:
+            self.passes, self.used = self.passes + 1, 0
+        self.used += self.global_batch_size
         self.consumed_samples += self.global_batch_size
         summary = self.model.summarize_metrics(metrics) | dict(known)
         if self.alarms.concern(summary):
@@ -357,14 +368,41 @@ class SupervisedTrainer:
 
     def state_dict(self) -> dict[str, int]:
         """The counters, which `load_state_dict` takes."""
-        return {"step": self.step, "consumed_samples": self.consumed_samples, "epoch": self.epoch}
+        return {
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "epoch": self.epoch,
+            "global_batch_size": self.global_batch_size,
+            "passes": self.passes,
+            "used": self.used,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Continue where `state_dict()` was taken: the next batch is the one that the earlier job
-        would have had next.
+        """Continue where `state_dict()` was taken: the next samples are those that the earlier job
+        would have had next, also in global batches of another size.
+
+        Raises:
+            ConfigError: another size, and something counts batches.
         """
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])
+        before = state_dict.get("global_batch_size")
+        if before is None:  # of a version that did not store it
+            before = self.consumed_samples // self.step if self.step else self.global_batch_size
+        batches = self.sampler.total_samples // self.global_batch_size
+        counts_batches = self.counts_batches or self.num_steps_per_epoch < batches
+        if before != self.global_batch_size and counts_batches:
+            raise ConfigError(
+                f"a global batch has {self.global_batch_size} items of the data, in the job that "
+                f"wrote the checkpoint {before}, and {self.section}.limit_train_batches, or an "
+                "iteration of SPIN, counts batches. Set model.global_batch_size as before, or "
+                "start from the checkpoint in another exp_manager.explicit_log_dir."
+            )
+        whole = self.sampler.total_samples // before * before
+        passes, used = divmod(max(self.consumed_samples - 1, 0), max(whole, 1))
+        self.passes = state_dict.get("passes", passes)
+        self.used = state_dict.get("used", used + 1 if self.consumed_samples else 0)
+        self.more_steps = self.step + self.batches_left - (self.passes + 1) * batches
         self.set_max_steps()
 
 

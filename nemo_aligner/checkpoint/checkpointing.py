@@ -8,7 +8,8 @@
         model_config.yaml    the model's configuration, with the tokenizer's files beside it, as in
                              a `.nemo`: the folder can be used like one
         rng/rank_00000.pt    random-number states of each rank
-        state.json           counters of the trainer, monitored metrics, number of the save
+        state.json           counters of the trainer, monitored metrics, number of the save, what
+                             the job was made from (`made_from.py`)
         CHECKSUMS.xxh128     checksums of all of these (`checksums.py`)
         COMPLETE             written last, with the checksum of the former; a folder without it is
                              ignored and removed
@@ -67,9 +68,11 @@ from nemo_aligner.checkpoint.folders import (
     read_state,
     remove_checkpoint,
     set_aside,
+    try_names,
     why_unranked,
 )
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER, REFERENCE, RNG_FOLDER
+from nemo_aligner.checkpoint.made_from import MadeFrom, compare
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
     check_same_kind,
@@ -148,11 +151,14 @@ class CheckpointCallback:
             replace it with every checkpoint ("every_checkpoint").
         async_save: write checkpoints in the background, all but the last one.
         enabled: False writes nothing (`exp_manager.create_checkpoint_callback`).
+        made_from: what the job is made from (`made_from.py`); a checkpoint of something else is
+            refused. None: not compared.
 
     Raises:
         ConfigError: another value of `save_hf`, or `async_save` with what is written beside every
             checkpoint.
         UserError: `save_hf`, and Hugging Face cannot express the model.
+        SaveError: on all ranks; what is to be written has a name or a folder that cannot be.
     """
 
     def __init__(
@@ -172,12 +178,19 @@ class CheckpointCallback:
         save_hf: bool | str | None = False,
         async_save: bool = False,
         enabled: bool = True,
+        made_from: MadeFrom | None = None,
     ):
         check_save_hf(save_hf)
         check_async_save(async_save, always_save_nemo, save_hf)
         if save_hf and enabled:
             model.check_hugging_face()
         self.root = Path(log_dir) / CHECKPOINTS
+        if enabled:
+            others = [f"{name}.nemo"] * (save_nemo_on_train_end or always_save_nemo)
+            others += [f"{name}-hf"] * bool(save_hf)
+            with failing_together(self.root):
+                if parallel_state.get_rank() == 0:
+                    try_names(self.root, filename, others)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -191,6 +204,7 @@ class CheckpointCallback:
         self.save_hf = save_hf
         self.async_save = bool(async_save)
         self.enabled = enabled
+        self.made_from = made_from
         # Number of the save that the weights in memory come from, as rank 0 knows it; None: not
         # known.
         self.save_number: int | None = None
@@ -233,6 +247,8 @@ class CheckpointCallback:
         counters = trainer_state or {}
         folder = self.root / format_name(self.filename, {**counters, **metrics})
         state = {"trainer": counters, "metrics": metrics}
+        if self.made_from is not None:
+            state["made_from"] = self.made_from
         if self.async_save and not is_train_end:
             self._begin(folder, state)
             return folder
@@ -528,6 +544,8 @@ class CheckpointCallback:
         """
         stored = read_state(folder)
         assert stored is not None, f"{folder} is not complete"
+        if self.made_from is not None:
+            compare(self.made_from, stored, folder)
         self.model.check_checkpoint(folder)
         with progress.expected(False):
             self._load(folder)

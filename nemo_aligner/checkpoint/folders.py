@@ -18,7 +18,7 @@ from nemo.utils import logging
 
 from nemo_aligner.checkpoint.checksums import MANIFEST, file_checksum, sync_folder, write_durably
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, MARKER
-from nemo_aligner.core.errors import DamagedFileError
+from nemo_aligner.core.errors import DamagedFileError, SaveError
 
 STATE_FILE = "state.json"
 WRITING_SUFFIX = ".writing"
@@ -46,6 +46,34 @@ def format_name(template: str, metrics: dict[str, float]) -> str:
         return f"{key}={format(value, spec)}"
 
     return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, template)
+
+
+def try_names(root: Path, template: str, others: list[str]) -> None:
+    """Make what a job will write in `root`, with the longest names, and remove it again.
+
+    Args:
+        template: of `format_name`, for its checkpoints.
+        others: further names.
+
+    Raises:
+        SaveError: a name or `root` cannot be written.
+    """
+    try:
+        # Long numbers that are no whole ones, as metrics may be.
+        metrics = dict.fromkeys(re.findall(r"\{([^{}:]+)", template), -1e9 + 0.5)
+        for name in (format_name(template, metrics), *others):
+            if "/" in name:
+                raise ValueError(f"{name!r} contains /, and is no name")
+            probe = root / (name + REMOVING_SUFFIX)
+            if not probe.is_dir():  # what a dead job has left goes with the next save
+                probe.mkdir(parents=True)
+                probe.rmdir()
+    except (OSError, ValueError) as error:
+        raise SaveError(
+            f"the files of this job cannot be written in {root}: {error}. Nothing was trained; "
+            "change exp_manager.name, exp_manager.checkpoint_callback_params.filename or the "
+            "folder (exp_manager.explicit_log_dir)."
+        ) from None
 
 
 def mark(folder: Path, manifest_checksum: str) -> None:

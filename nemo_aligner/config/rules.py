@@ -284,25 +284,6 @@ def check_required(values: Values, config_name: str) -> None:
             )
 
 
-def check_intervals(
-    section: str, val_check_interval: int | float | None, save_interval: int | float | None
-) -> None:
-    """Raise `ConfigError` unless checkpoints fall on validations: their names and their ranking
-    hold a validation metric.
-
-    Args:
-        section: "trainer.ppo." or "", for the message.
-    """
-    if not isinstance(val_check_interval, int) or not isinstance(save_interval, int):
-        return
-    if min(val_check_interval, save_interval) > 0 and save_interval % val_check_interval:
-        raise ConfigError(
-            f"{section}save_interval={save_interval} must be a multiple of "
-            f"{section}val_check_interval={val_check_interval}: checkpoints are ranked by a "
-            "validation metric, so each save needs a validation at the same step."
-        )
-
-
 def _check_devices(
     values: Values, visible_devices: int | None, env: Mapping[str, str] | None
 ) -> int:
@@ -391,11 +372,6 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         for key in ("val_check_interval", "save_interval"):
             values.number(f"{section}.{key}")
     values.whole(f"{section}.alarms.replica_check_interval", 0)
-    check_intervals(
-        f"{section}.",
-        values.get(f"{section}.val_check_interval"),
-        values.get(f"{section}.save_interval"),
-    )
     for key in ("limit_train_batches", "limit_val_batches"):
         values.number(f"{section}.{key}", 0)
     if config_name in PREFIX_DATA_JOBS:

@@ -87,6 +87,7 @@ def train(cfg: DictConfig) -> None:
             cfg.model.global_batch_size,
             cfg.trainer.ppo.ppo_epochs,
         ),
+        train=prompts.train_dataloader_builder(consumed_samples=0),
     )
 
     has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic

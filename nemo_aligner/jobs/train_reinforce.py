@@ -75,6 +75,7 @@ def train(cfg: DictConfig) -> None:
             reinforce.num_rollout_samples * settings.num_rollouts_per_prompt,
             cfg.model.global_batch_size,
         ),
+        train=prompts.train_dataloader_builder(consumed_samples=0),
     )
 
     environment = cfg.model.reinforce.environment

@@ -95,6 +95,7 @@ def train(cfg: DictConfig) -> None:
         max_steps=compute_num_optimizer_steps(
             rs_steps, rs.num_rollout_samples * rs.top_n_rollouts, cfg.model.global_batch_size
         ),
+        train=train_dataloader,
     )
 
     rm = RemoteGPTRMClient(

@@ -10,6 +10,7 @@ import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
+from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.core.endings import keep_ending_in
@@ -185,6 +187,7 @@ def build_checkpoint_callback(
     model: MegatronGPTModel,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    made_from: MadeFrom | None = None,
 ) -> CheckpointCallback:
     """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`; without a `log_dir` it
     neither writes nor finds a checkpoint.
@@ -200,21 +203,30 @@ def build_checkpoint_callback(
         name=options.get("name") or "model",
         save_hf=(cfg.get("model") or {}).get("save_hf"),
         enabled=log_dir is not None and options.get("create_checkpoint_callback", True),
+        made_from=made_from,
         **{key: params[key] for key in CHECKPOINT_OPTIONS if key in params},
     )
 
 
 def set_up_training(
-    cfg: DictConfig, job: Job, model: MegatronGPTModel, max_steps: int
+    cfg: DictConfig,
+    job: Job,
+    model: MegatronGPTModel,
+    max_steps: int,
+    train: Any = None,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler, CheckpointCallback]:
     """Optimizer and learning-rate schedule of `model`, and what writes its checkpoints; logs the
     configuration. All ranks call it.
 
     Args:
         max_steps: optimizer updates, the horizon of the schedule.
+        train: loader of the training data; None: the job has none.
     """
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=max_steps)
-    ckpt_callback = build_checkpoint_callback(cfg, job.log_dir, model, optimizer, scheduler)
+    origin = made_from(cfg, job.section, train)
+    ckpt_callback = build_checkpoint_callback(
+        cfg, job.log_dir, model, optimizer, scheduler, origin
+    )
     job.logger.log_hyperparams(OmegaConf.to_container(cfg))
     return optimizer, scheduler, ckpt_callback
 

@@ -21,6 +21,7 @@ from nemo_aligner.data.nlp.builders import (
 from nemo_aligner.data.nlp.chat import sft_chat_options
 from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training.optim import build_scheduler
 from nemo_aligner.training.schedule import supervised_max_steps
 
 
@@ -198,8 +199,9 @@ def train_supervised(
         JobStopped: after a save, at the time limit or a signal.
     """
     settings = cfg.trainer[job.section]
+    max_steps = supervised_max_steps(settings, loaders.train)
     optimizer, scheduler, ckpt_callback = set_up_training(
-        cfg, job, model, max_steps=supervised_max_steps(settings, loaders.train)
+        cfg, job, model, max_steps, loaders.train
     )
     trainer = trainer_class(
         cfg=settings,
@@ -217,5 +219,10 @@ def train_supervised(
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:
         trainer.load_state_dict(state)
+        if trainer.max_steps != max_steps:  # part of the data was used in batches of another size
+            updates = scheduler.state_dict()
+            scheduler = build_scheduler(optimizer, model.cfg.optim, trainer.max_steps)
+            scheduler.load_state_dict(updates)
+            trainer.scheduler = ckpt_callback.scheduler = scheduler
     trainer.fit()
     return trainer

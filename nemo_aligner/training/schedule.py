@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from nemo.utils import logging
 from omegaconf import DictConfig
 
-from nemo_aligner.config.rules import check_intervals
 from nemo_aligner.core.errors import ConfigError, UserError
 
 
@@ -88,6 +87,10 @@ class Counters(Protocol):
     step: int
     max_steps: int
 
+    @property
+    def sampler_start(self) -> int:
+        """`consumed_samples` of a sampler that goes on where the trainer stands in the data."""
+
 
 def compute_num_steps_per_epoch(
     sampler: Sampler, limit_train_batches: int | float | None = 1.0
@@ -112,21 +115,43 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
     return min(total, max_steps) if max_steps >= 0 else total
 
 
-def is_complete(step: int, max_steps: int, keys: str) -> bool:
-    """True if a job that starts at `step` has nothing to do; logs which `keys` to raise."""
-    if step < max_steps:
-        return False
-    logging.info(
-        f"step {step} of {max_steps}: training is already complete; raise {keys} to continue."
+def say_complete(step: int, max_steps: int, section: str) -> None:
+    """Say that a job that starts at `step` has nothing to do, and what to change.
+
+    Args:
+        section: of the job's settings, such as "trainer.sft".
+    """
+    logging.warning(
+        f"step {step} of {max_steps}: training is already complete, nothing was trained; raise "
+        f"{section}.max_steps or max_epochs to continue, or give another job a folder of its own "
+        "(exp_manager.explicit_log_dir)."
     )
-    return True
+
+
+def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_epoch: int) -> None:
+    """Say that the data end before `max_steps`.
+
+    Args:
+        section: name of `cfg`, such as "trainer.sft".
+        cfg: with `max_steps`, `max_epochs` and, for SPIN, `max_iterations`.
+        reached: steps of the job.
+    """
+    asked = cfg.max_steps
+    if asked is None or asked <= reached:
+        return
+    step = steps_per_epoch * cfg.get("max_iterations", 1)
+    logging.warning(
+        f"{section}.max_steps={asked} is not reached: {section}.max_epochs={cfg.max_epochs} ends "
+        f"the job after step {reached}, with {steps_per_epoch} steps in an epoch of the data; set "
+        f"{section}.max_epochs={cfg.max_epochs - (reached - asked) // step}."
+    )
 
 
 def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
-    """Yield the batches of a data loader, epoch after epoch, from `counters.consumed_samples` on.
+    """Yield the batches of a data loader, epoch after epoch, from where `counters` stand.
 
     Args:
-        counters: the trainer, which advances `consumed_samples`.
+        counters: the trainer, which advances its position.
 
     Raises:
         UserError: there is no batch at this position of the data.
@@ -134,7 +159,8 @@ def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any
     while True:
         # A loader with workers runs ahead of the training, so the position is set here, not taken
         # from the sampler.
-        dataloader.batch_sampler.consumed_samples = started_at = counters.consumed_samples
+        dataloader.batch_sampler.consumed_samples = counters.sampler_start
+        started_at = counters.consumed_samples
         yield from dataloader
         if counters.consumed_samples == started_at:
             raise UserError(
@@ -162,31 +188,31 @@ def check_progress(
 
     Validation is on if there are batches for it and its interval is positive; saving if its
     interval is positive. Each happens at the multiples of its interval, at the end, and when the
-    time is over; a save also when the job must end (`must_save`).
+    time is over; a validation also with a save at its interval, whose checkpoint is ranked by it;
+    a save also when the job must end (`must_save`).
 
     Returns:
         (run validation, save a checkpoint, training is at its end).
-
-    Raises:
-        ConfigError: a save would come without the validation whose metric it is ranked by.
     """
     validation_enabled = limit_val_batches != 0 and val_check_interval > 0
     save_enabled = save_interval > 0
-    if validation_enabled:
-        check_intervals("", val_check_interval, save_interval)
     is_train_end = step == max_steps
     last = is_train_end or run_time_exceeded
-    run_val = validation_enabled and (last or step % val_check_interval == 0)
-    save_model = save_enabled and (last or must_save or step % save_interval == 0)
+    save_due = save_enabled and (last or step % save_interval == 0)
+    run_val = validation_enabled and (last or save_due or step % val_check_interval == 0)
+    save_model = save_due or (save_enabled and must_save)
     return run_val, save_model, is_train_end
 
 
-def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader: BatchLoader) -> int:
+def supervised_max_steps(
+    trainer_cfg: DictConfig, train_dataloader: BatchLoader, more_steps: int = 0
+) -> int:
     """Optimizer updates of a supervised job, the horizon of its learning rate.
 
     Args:
         trainer_cfg: complete section `trainer.sft`, `trainer.rm`, ...; `max_iterations`, of SPIN,
             says how often its epochs are repeated.
+        more_steps: that the epochs have, because global batches had another size for some time.
 
     Raises:
         ConfigError: neither epochs nor steps say when training ends.
@@ -197,7 +223,8 @@ def supervised_max_steps(trainer_cfg: DictConfig, train_dataloader: BatchLoader)
         steps_per_epoch = compute_num_steps_per_epoch(
             train_dataloader.batch_sampler, trainer_cfg.limit_train_batches
         )
-        limits.append(trainer_cfg.get("max_iterations", 1) * max_epochs * steps_per_epoch)
+        epochs = trainer_cfg.get("max_iterations", 1) * max_epochs
+        limits.append(epochs * steps_per_epoch + more_steps)
     if not limits:
         raise ConfigError(
             "max_epochs=null needs max_steps: set one of them, so that training ends."

@@ -7,7 +7,6 @@ from nemo_aligner.config.rules import (
     RESTORE_KEYS,
     SECTIONS,
     check_flags,
-    check_intervals,
     check_required,
     check_values,
 )

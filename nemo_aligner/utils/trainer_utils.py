@@ -8,6 +8,5 @@ from nemo_aligner.training.schedule import (
     compute_max_steps,
     compute_num_steps_per_epoch,
     endless_batches,
-    is_complete,
     safe_is_divisible,
 )

@@ -7,7 +7,6 @@ import pytest
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import check_expert_parallel
 from nemo_aligner.config.rollout_rules import check_shared_queue, check_top_n
-from nemo_aligner.config.rules import check_intervals
 from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
     check_reward_function_options,
@@ -17,13 +16,6 @@ from nemo_aligner.config.server_rules import (
 from nemo_aligner.core.errors import ConfigError
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
-
-
-def test_intervals():
-    for both in ((5, 10), (0, 3), (0.5, 1), (5, 0)):
-        check_intervals("trainer.rm.", *both)
-    with pytest.raises(ConfigError, match="trainer.rm.save_interval=7 must be a multiple of .*=5"):
-        check_intervals("trainer.rm.", 5, 7)
 
 
 @pytest.mark.parametrize(

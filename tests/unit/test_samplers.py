@@ -153,11 +153,13 @@ def test_in_order_and_padded():
     assert list(make(MegatronPretrainingBatchSampler, 16, consumed=16)) == []
 
 
-def test_a_changed_batch_size_goes_on_at_the_next_whole_batch():
-    sampler = make(MegatronPretrainingRandomBatchSampler, 32, consumed=12, dp=1)
-    assert list(sampler) == list(
-        make(MegatronPretrainingRandomBatchSampler, 32, consumed=16, dp=1)
-    )
+def test_a_pass_starts_at_any_sample():
+    """As after a change of the global batch size."""
+    order = list(itertools.chain(*make(RANDOM[1], 30, dp=1, gbs=2)))
+    sampler = make(RANDOM[1], 30, consumed=14, dp=1)
+    assert list(sampler) == [order[14:22], order[22:30]] and sampler.consumed_samples == 24
+    in_order = make(MegatronPretrainingBatchSampler, 30, consumed=14, dp=1)
+    assert list(in_order) == [list(range(14, 22)), list(range(22, 30))]
 
 
 def test_refusals_name_values_and_keys():

@@ -71,10 +71,3 @@ def test_steps_per_epoch():
 )
 def test_check_progress(arguments, expected):
     assert check_progress(*arguments) == expected
-
-
-def test_check_progress_refuses_a_save_without_validation():
-    with pytest.raises(
-        ConfigError, match="save_interval=3 must be a multiple of val_check_interval=2"
-    ):
-        check_progress(1, 10, 2, 3, 1.0)

@@ -3,6 +3,8 @@
 """`SupervisedTrainer` driven by a fake model: y = w * x on real samplers, in milliseconds."""
 
 import copy
+import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -125,14 +127,14 @@ class FakeTimer:
         return self.checks == 0
 
 
-def dataloader(size, random=True, consumed=0, workers=0, drop_last=True):
+def dataloader(size, random=True, consumed=0, workers=0, drop_last=True, gbs=GBS):
     cfg = OmegaConf.create({"model": {"seed": 5, "data": {"num_workers": workers}}})
     return build_dataloader(
         cfg,
         Numbers(size),
         consumed,
-        2,
-        GBS,
+        2 - gbs % 2,
+        gbs,
         drop_last=drop_last,
         pad_samples_to_global_batch_size=not drop_last,
         use_random_sampler=random,
@@ -243,7 +245,8 @@ def test_validation_is_weighted_and_monitored():
     assert trainer.logger.of("timers/")[5]["validation_time"] >= 0
     middle, end = trainer.ckpt_callback.saves
     assert (middle.end, end.end) == (False, True)
-    assert middle.state == {"step": 4, "consumed_samples": 16, "epoch": 0}
+    place = {"global_batch_size": GBS, "passes": 0, "used": 16}
+    assert middle.state == {"step": 4, "consumed_samples": 16, "epoch": 0, **place}
     assert end.candidates["val_loss"] == last["loss"] and end.candidates["step"] == 5
     assert end.candidates["train_loss"] == trainer.logger.of("train/")[4]["loss"]
     assert (
@@ -316,10 +319,20 @@ def test_intervals_of_parts_of_an_epoch():
         save_interval=0.5,
     )
     assert (saving.num_steps_per_epoch, saving.val_check_interval) == (35, 3)
-    assert saving.save_interval == 15  # 17 steps, less what is no multiple of 3
+    assert saving.save_interval == 17
     assert make(save_interval=0.01, val_check_interval=0).save_interval == 1
     with pytest.raises(ConfigError, match="save_interval=2.5: a float is a part of an epoch"):
         make(save_interval=2.5)
+
+
+def test_a_save_that_is_due_has_a_validation():
+    """Whatever the two intervals are; checkpoints are ranked by it."""
+    trainer = make(val=dataloader(4, random=False), val_check_interval=4, save_interval=3)
+    trainer.fit()
+    saves = trainer.ckpt_callback.saves
+    assert [save.state["step"] for save in saves] == [3, 6, 9, 10]
+    assert sorted(trainer.logger.of("validation/")) == [3, 4, 6, 8, 9, 10]
+    assert all("val_loss" in save.candidates for save in saves)
 
 
 def test_a_save_without_a_validation_has_no_metric_of_one(monkeypatch):
@@ -371,6 +384,69 @@ def test_resume_equals_the_uninterrupted_run(workers):
             break
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("sizes", "rests"),  # (global batch size, its last step), what is left out of each epoch
+    [
+        ([(4, 2), (2, 15)], [0, 0, 0]),  # 8 of 10 samples were used: the other two come first
+        ([(4, 3), (2, 15)], [2, 0, 0]),
+        ([(2, 3), (4, 99)], [0, 2, 2]),  # 6 of 10 samples were used, and then four more
+        ([(2, 4), (4, 99)], [2, 2, 2]),
+        ([(2, 2), (6, 4), (2, 99)], [0, 0, 0]),
+        ([(2, 1), (4, 2), (1, 4), (2, 99)], [0, 0, 0]),
+        ([(5, 2), (2, 99)], [0, 0, 0]),  # at the end of an epoch without a rest
+    ],
+)
+def test_another_batch_size_goes_on_in_samples(sizes, rests, workers):
+    state, seen, rows = None, [], []
+    for size, last in sizes:
+        loader = dataloader(10, gbs=size, workers=workers)
+        trainer = make(train=loader, max_epochs=3, save_interval=1, val_check_interval=0)
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.max_steps = min(last, trainer.max_steps)
+        trainer.fit()
+        state = copy.deepcopy(trainer.ckpt_callback.saves[-1].state)
+        assert state["consumed_samples"] == trainer.consumed_samples
+        seen += [index for batch in trainer.model.batches for index in batch]
+        rows += trainer.logger.of("train/").values()
+    generator = torch.Generator()
+    expected = []
+    for epoch, rest in enumerate(rests):
+        order = torch.randperm(10, generator=generator.manual_seed(5 + epoch)).tolist()
+        expected += order[: 10 - rest]
+    assert seen == expected and trainer.epoch == 3
+    ends = list(itertools.accumulate(10 - rest for rest in rests))
+    for row in rows:  # "epoch" is the one that the step belongs to
+        assert ends[row["epoch"] - 1] - 10 < row["consumed_samples"] <= ends[row["epoch"] - 1]
+
+
+def test_an_old_checkpoint_says_its_position_by_its_counters():
+    trainer = make(train=dataloader(10, gbs=2), max_epochs=3)
+    trainer.load_state_dict({"step": 3, "consumed_samples": 12, "epoch": 1})
+    assert (trainer.passes, trainer.used) == (1, 4)
+    trainer.fit()
+    assert trainer.consumed_samples == 12 + 6 + 10 and trainer.epoch == 3
+
+
+def test_what_counts_batches_refuses_another_size():
+    trainer = make(train=dataloader(10, gbs=2), limit_train_batches=3)
+    with pytest.raises(ConfigError, match="batch has 2 items .*checkpoint 4"):
+        trainer.load_state_dict({"step": 1, "consumed_samples": 4, "epoch": 0})
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(60, "max_steps=60 is not reached.* after step 10, .* 5 steps in an epoch.*max_epochs=12"),
+     (11, "max_epochs=3"), (10, None), (-1, None)],
+)  # fmt: skip
+def test_steps_that_the_data_do_not_reach_are_said_at_the_start(asked, said, monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "warning", lines.append)
+    make(max_steps=asked, section="trainer.dpo").fit()
+    assert len(lines) == bool(said) and (said is None or re.search(said, lines[0]))
+
+
 def test_time_limit_saves_and_stops_without_the_end(monkeypatch):
     trainer = make(timer=FakeTimer(checks=3), val=dataloader(4, random=False))
     assert fit_until_stopped(trainer).code == ExitCode.TIME
@@ -379,13 +455,12 @@ def test_time_limit_saves_and_stops_without_the_end(monkeypatch):
     trainer = make()
     trainer.load_state_dict({"step": 10, "consumed_samples": 40, "epoch": 2})
     lines = []
-    monkeypatch.setattr(logging, "info", lambda message, *_args: lines.append(message))
+    monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
     trainer.fit()
-    assert (
-        len(lines) == 1
-        and "step 10 of 10: training is already complete; raise max_steps or max_epochs"
-        in lines[0]
+    said = (
+        "step 10 of 10: training is already complete, nothing was trained; raise trainer.sft.max"
     )
+    assert len(lines) == 1 and said in lines[0]
     assert not trainer.model.batches and not trainer.ckpt_callback.saves
 
 
@@ -395,13 +470,10 @@ def test_refusals():
     assert make(train=dataloader(22, random=False), max_epochs=1).max_steps == 5
     with pytest.raises(ConfigError, match="max_epochs=null needs max_steps"):
         make(max_epochs=None)
-    with pytest.raises(
-        ConfigError, match="save_interval=3 must be a multiple of val_check_interval=2"
-    ):
-        make(val=dataloader(4, random=False), save_interval=3)
     with pytest.raises(ConfigError, match="leaves no batch"):
         make(limit_train_batches=0)
     trainer = make(train=dataloader(22, random=False), max_epochs=1)
-    trainer.load_state_dict({"step": 3, "consumed_samples": 20, "epoch": 0})
+    trainer.load_state_dict({"step": 5, "consumed_samples": 20, "epoch": 1})
+    trainer.max_steps = 7
     with pytest.raises(UserError, match="no training data left after 20 samples"):
         trainer.fit()

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from nemo.utils import logging
 
+from nemo_aligner.checkpoint.made_from import SMALL as SMALL
+from nemo_aligner.checkpoint.made_from import content_samples
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"
-# Data files below this size (bytes) are read anew at each start, and nothing is written for them.
-SMALL = 4 << 20
-# A larger file counts as unchanged if its size, its times and these samples of it are.
-SAMPLES, SAMPLE_BYTES = 64, 4096
+# Data files of at most `SMALL` bytes are read anew at each start, and nothing is written for them.
 
 
 class Index(NamedTuple):
@@ -56,13 +55,7 @@ def file_fingerprint(path: Path) -> str:
     """
     stat = path.stat()
     found = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
-    with path.open("rb") as file:
-        if stat.st_size <= SMALL:
-            found.update(file.read())
-        else:
-            for start in np.linspace(0, stat.st_size - SAMPLE_BYTES, SAMPLES).astype(np.int64):
-                file.seek(int(start))
-                found.update(file.read(SAMPLE_BYTES))
+    found.update(content_samples(path))
     return found.hexdigest()
 
 

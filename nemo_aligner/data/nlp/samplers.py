@@ -12,7 +12,8 @@
 `consumed_samples` alone (samples used by all ranks together since step 0) decides where a pass
 starts, so a resumed job gets exactly the batches that the killed one would have had next. A pass
 has whole global batches only: the rest at the end of an epoch is dropped or, in order and on
-request, filled up with the index -1 (a slot without data).
+request, filled up with the index -1 (a slot without data). A pass may start at any sample, as
+after a change of the global batch size (`training/schedule.py:DataPosition`).
 
 The random samplers draw from their own generator, never from the global one, on which the training
 depends.
@@ -23,7 +24,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
-from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
 
@@ -82,12 +82,6 @@ class BatchSampler(ABC):
                 f"{global_batch_size} incomplete, and ranks with unequal work: set "
                 "pad_samples_to_global_batch_size=True (empty slots are masked)."
             )
-        if consumed_samples % global_batch_size:
-            logging.warning(
-                f"consumed_samples={consumed_samples} is not a multiple of the global batch size "
-                f"{global_batch_size} (was it changed on resume?): sampling continues at the next "
-                "multiple."
-            )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
         self.micro_batch_size = micro_batch_size
@@ -96,16 +90,18 @@ class BatchSampler(ABC):
         self.data_parallel_size = data_parallel_size
         self.drop_last = drop_last
         self.seed = seed
-        batches = total_samples / global_batch_size
-        self.samples_per_epoch = global_batch_size * (
-            math.floor(batches) if drop_last else math.ceil(batches)
+        self.samples_per_epoch = self._whole_batches(total_samples)
+
+    def _whole_batches(self, samples: int) -> int:
+        """Samples, with empty slots, of the global batches that `samples` make."""
+        batches = samples / self.global_batch_size
+        return self.global_batch_size * (
+            math.floor(batches) if self.drop_last else math.ceil(batches)
         )
 
     def _position(self) -> tuple[int, int]:
-        """(epoch, samples of it that are used: a multiple of the global batch size)."""
-        batches = math.ceil(self.consumed_samples / self.global_batch_size)
-        epoch, done = divmod(batches, self.samples_per_epoch // self.global_batch_size)
-        return epoch, done * self.global_batch_size
+        """(epoch, samples of it that are used)."""
+        return divmod(self.consumed_samples, self.samples_per_epoch)
 
     @property
     def _local_batch_size(self) -> int:
@@ -164,7 +160,7 @@ class _RandomSampler(BatchSampler):
     is_random = True
 
     def _samples_left(self) -> int:
-        return self.samples_per_epoch - self._position()[1]
+        return self._whole_batches(self.total_samples - self._position()[1])
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, done = self._position()
@@ -173,11 +169,13 @@ class _RandomSampler(BatchSampler):
         )
         # The end of the permutation, beyond the last global batch, is left out: other samples in
         # each epoch.
-        for global_batch in order[done : self.samples_per_epoch].split(self.global_batch_size):
+        end = done + self._samples_left()
+        for global_batch in order[done:end].split(self.global_batch_size):
             share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
             for batch in share.split(self._local_batch_size):
                 self.consumed_samples += len(batch) * self.data_parallel_size
                 yield batch.tolist()
+        self.consumed_samples = (epoch + 1) * self.samples_per_epoch
 
 
 class _InOrderSampler(BatchSampler):
@@ -187,13 +185,13 @@ class _InOrderSampler(BatchSampler):
 
     def _samples_left(self) -> int:
         epoch, done = self._position()
-        return self.samples_per_epoch - done if epoch == 0 else 0
+        return self._whole_batches(self.total_samples - done) if epoch == 0 else 0
 
     def __iter__(self) -> Iterator[list[int]]:
         size, ranks = self._local_batch_size, self.data_parallel_size
         rank = self.data_parallel_rank
-        first = self.samples_per_epoch - self._samples_left()
-        for start in range(first, self.samples_per_epoch, size * ranks):
+        first, left = self._position()[1], self._samples_left()
+        for start in range(first, first + left, size * ranks):
             batch = [
                 index if index < self.total_samples else -1
                 for index in range(start, start + size * ranks)

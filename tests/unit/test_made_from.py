@@ -1,0 +1,155 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint was made from, and names that are tried out before training."""
+
+import contextlib
+import json
+import shutil
+import tarfile
+from types import SimpleNamespace
+
+import pytest
+from nemo.utils import logging
+from omegaconf import OmegaConf
+
+from nemo_aligner.checkpoint import made_from as module
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.checksums import MANIFEST
+from nemo_aligner.checkpoint.made_from import compare, content_hash, made_from
+from nemo_aligner.config.defaults import CONF, complete_config
+from nemo_aligner.core.errors import SaveError, UserError
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
+    return lines
+
+
+def test_content_does_not_depend_on_the_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SMALL", 1000)
+    folder = tmp_path / "base"
+    (folder / ".git").mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes(range(256)) * 4000)
+    (folder / "config.json").write_text("{}")
+    shutil.copytree(folder, tmp_path / "moved")
+    before = content_hash(folder)
+    assert content_hash(tmp_path / "moved") == before
+    (folder / "README.md").write_text("a page")
+    (folder / ".git/index").write_text("x")
+    assert content_hash(folder) == before
+    (folder / "weights").write_bytes(bytes(range(1, 256)) * 4000 + bytes(4000))
+    assert content_hash(folder) != before
+    (folder / MANIFEST).write_text("checksums")
+    with tarfile.open(tmp_path / "base.nemo", "w") as tar:
+        tar.add(folder, ".")
+    assert content_hash(tmp_path / "base.nemo") == content_hash(folder) != before
+
+
+def dpo(base, **changes):
+    cfg = complete_config({"pretrained_checkpoint": {"restore_from_path": str(base)}}, "gpt_dpo")
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value)
+    return cfg
+
+
+def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
+    base = tmp_path / "a.nemo"
+    base.write_bytes(b"a")
+    first = made_from(dpo(base), "dpo")
+    stored = {"made_from": json.loads(json.dumps({**first, "facts": {"date": "1 May"}}))}
+    (tmp_path / "moved").mkdir()
+    again = made_from(dpo(shutil.copy(base, tmp_path / "moved")), "dpo")
+    compare({**again, "facts": {"date": "2 May"}}, stored, "run")
+    assert warned == []
+    compare(made_from(dpo(base, model__optim__lr=0.5), "dpo"), stored, "run")
+    assert "another schedule:\n" in warned[0] and warned[0].split()[-3:] == [
+        "model.optim.lr",
+        "9e-06",
+        "0.5",
+    ]
+    base.write_bytes(b"b")
+    other = dpo(base, model__dpo__ref_policy_kl_penalty=0.5, model__optim__lr=0.5)
+    with pytest.raises(UserError) as refusal:
+        compare(made_from(other, "dpo"), stored, "run")
+    lines = [line.split() for line in str(refusal.value).splitlines()[2:5]]
+    assert [line[0] for line in lines] == [
+        "base",
+        "model.dpo.ref_policy_kl_penalty",
+        "model.optim.lr",
+    ]
+    assert lines[1][1:] == ["0.2", "0.5"]
+    assert "explicit_log_dir" in str(refusal.value) and "resume_if_exists=False" in str(
+        refusal.value
+    )
+    with pytest.raises(UserError, match="job +dpo +kto"):
+        compare({"objective": {"job": "kto"}}, stored, "run")
+    compare(first, {"trainer": {}}, "run")
+    assert len(warned) == 2 and "does not say what it was made from" in warned[1]
+
+
+def test_each_key_that_is_compared_is_one_of_a_job():
+    keys = set()
+    for file in CONF.glob("*.yaml"):
+        tree = OmegaConf.to_container(OmegaConf.load(file))
+        keys |= {key.rpartition(".")[2] for key, _ in module._leaves(tree)}
+    assert keys >= module.OBJECTIVE | module.SCHEDULE
+
+
+def test_data_are_known_by_content_order_and_choice(tmp_path, tiny_tokenizer):
+    files = []
+    for name in "ab":
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text(
+            "".join(json.dumps({"input": f"{name} {i}", "output": "x"}) + "\n" for i in range(3))
+        )
+
+    def data(*paths, shuffle=True, num_samples=None):
+        section = {"file_path": [str(path) for path in paths], "max_seq_length": 32}
+        dataset = build_sft_dataset(
+            OmegaConf.create(section), tiny_tokenizer, num_samples, is_chat=False
+        )
+        sampler = SimpleNamespace(is_random=shuffle)
+        return module._data(SimpleNamespace(dataset=dataset, batch_sampler=sampler))
+
+    first = data(*files)
+    assert first["training data"]["shown"] == "6 samples of a.jsonl, b.jsonl"
+    (tmp_path / "moved").mkdir()
+    moved = [shutil.copy(file, tmp_path / "moved") for file in files]
+    assert data(*moved) == first
+    others = [data(*files[::-1]), data(files[0]), data(*files, num_samples=5)]
+    others.append(data(*files, shuffle=False))
+    files[1].write_text(files[1].read_text().replace("b 2", "b 7"))
+    others.append(data(*files))
+    assert all(other != first for other in others)
+
+
+LONG = "n" * 300
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": LONG}, "File name too long"),
+        ({"name": "n" * 245, "save_nemo_on_train_end": False}, None),
+        ({"name": "n" * 245}, "File name too long"),
+        ({"name": "a/b"}, "'a/b.nemo' contains /"),
+        ({"name": LONG, "save_nemo_on_train_end": False}, None),
+        ({"filename": LONG}, "File name too long"),
+        ({"filename": "{epoch}/{step}"}, "contains /"),
+        ({"filename": "{val_loss:d}"}, "Unknown format code 'd'"),
+        ({"log_dir": "/proc/1/job"}, "No such file"),
+        ({"log_dir": "file"}, "Not a directory"),
+        ({"log_dir": "/proc/1/job", "enabled": False}, None),
+    ],
+)
+def test_names_and_folders_are_tried_out_before_training(options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    settings = {"log_dir": tmp_path / "job", "name": "run"} | options
+    refused = pytest.raises(SaveError, match=f"{said}.*Nothing was trained")
+    with refused if said else contextlib.nullcontext():
+        CheckpointCallback(settings.pop("log_dir"), None, None, None, **settings)
+    assert not list(tmp_path.glob("job/checkpoints/*"))
