@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
+from tests.chat_forms import OTHERS, write_tokenizer
 from tests.functional.jobs import (
     ScriptJob,
     must_fail_with,
@@ -201,6 +202,33 @@ def sft_run(data, tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sft") / "one"
     must_succeed(sft(data, tiny_tokenizer_dir, folder))
     return folder
+
+
+def test_each_turn_trains_with_the_date_of_the_run(tmp_path):
+    """On two ranks, and a resumed job takes the date from the run's folder."""
+    family = OTHERS["qwen3"]
+    template = "{{ strftime_now('%d %b %Y') }}" + family.template
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", family, template)
+    for name in ("train", "validation"):
+        turns = [("user", "assistant")[n % 2] for n in range(4)]
+        with (tmp_path / f"sft_{name}.jsonl").open("w") as file:
+            for n in range(8 if name == "train" else 4):
+                messages = [{"role": role, "content": f"{role} {n}"} for role in turns]
+                file.write(json.dumps({"messages": messages}) + "\n")
+    options = ["model.data.one_turn_per_sample=True"]
+    options += [f"model.data.{part}_ds.max_seq_length=256" for part in ("train", "validation")]
+    options += ["model.encoder_seq_length=256"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    must_succeed(
+        sft(tmp_path, tokenizer, whole, *options, "model.data.chat_date=2024-02-05", ranks=2)
+    )
+    losses = read_metrics(whole, "train/loss")
+    assert len(losses) == 4  # of 16 samples, 4 in a batch
+    resume_from(whole, again, lost_step=4)
+    must_succeed(sft(tmp_path, tokenizer, again, *options, ranks=2))
+    assert read_metrics(again, "train/loss") == losses[2:]
+    assert read_metrics(again, "validation/loss") == read_metrics(whole, "validation/loss")[1:]
+    assert "written in the tokenizer's chat template" in again.with_suffix(".log").read_text()
 
 
 def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_path):

@@ -144,7 +144,7 @@ def test_the_end_of_a_marked_turn_is_trained(folders, tokenizers, write, tmp_pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("'<|im_end|>\\n'", "'<|im_start|>'"), "'<|im_start|>' behind them in place of its end"),
+        (("'<|im_end|>\\n'", "'<|im_start|>'"), "'<|im_start|>' is behind them in place of"),
         (("message.content }}{% end", "message.content[1:] }}{% end"), "leaves out 'hello' of me"),
         (
             ("{% generation %}", "{% generation %}a{% endgeneration %}b{% generation %}"),

@@ -66,30 +66,26 @@ def find_turns(
     """
     spans: list[Span] = []
     for place in sorted(trained):
-        number, is_last = place + 1, place + 1 == len(messages)
+        number, is_last, why = place + 1, place + 1 == len(messages), ""
         if not place:
             raise UserError("message 1 is the assistant's: there is no prompt before it.")
         before = render(messages[:place], True)
-        if not text.startswith(before):
-            raise _refusal(
-                number,
-                is_last,
-                "what it writes before that message, with its generation prompt, is not the "
-                f"beginning of the conversation: {_difference(before, text)}",
-            )
         after = text if is_last else render(messages[:number], False)
         end = len(before) + turn_end(after[len(before) :])
-        if not after.startswith(before) or not text.startswith(after[:end]) or end > len(text):
-            raise _refusal(
-                number,
-                is_last,
+        if not text.startswith(before):
+            why = (
+                "what it writes before that message, with its generation prompt, is not the "
+                f"beginning of the conversation: {_difference(before, text)}"
+            )
+        elif not after.startswith(before) or not text.startswith(after[:end]) or end > len(text):
+            why = (
                 "what it writes up to that message is not the beginning of the whole "
-                f"conversation: {_difference(after[:end], text)}",
+                f"conversation: {_difference(after[:end], text)}"
             )
-        if spans and spans[-1][1] > len(before):
-            raise _refusal(
-                number, is_last, "that message begins before the end of the one before it"
-            )
+        elif spans and spans[-1][1] > len(before):
+            why = "that message begins before the end of the one before it"
+        if why:
+            raise _refusal(number, is_last, why)
         check_written(number, messages[place], text[len(before) : end])
         if not turn_end.ends(text[len(before) : end]):
             raise UserError(
@@ -147,9 +143,8 @@ def check_written(number: int, message: Message, text: str) -> None:
     if missing:
         raise UserError(
             f"the chat template leaves out {missing[0][:60]!r} of message {number}, a response "
-            "that counts: another one than that of the data would be learned. Give "
-            "model.data.chat_template a file with a template that writes it, or take it out of "
-            "the data; of a turn before the last one, set its 'weight' to 0, or "
+            "that counts. Give model.data.chat_template the file of one that writes it, or take "
+            "it out of the data; for a turn before the last one set its 'weight' to 0, or "
             "model.data.one_turn_per_sample=True (SFT)."
         )
 
@@ -236,10 +231,9 @@ class TurnEnd:
         found = self.follows.match(text, end)
         if found is None:
             raise UserError(
-                f"the {{% generation %}} markers of the chat template end before the end of "
-                f"message {number}, with {text[end : end + 20]!r} behind them in place of its "
-                f"end-of-turn token {self.end_of_turn!r}, so that the policy would not learn to "
-                "end a response: put the token inside the markers."
+                f"the {{% generation %}} markers of the chat template leave out the end of "
+                f"message {number}: {text[end : end + 20]!r} is behind them in place of "
+                f"{self.end_of_turn!r}. Put the end-of-turn token inside the markers."
             )
         return found.end()
 

@@ -8,9 +8,8 @@ messages; a pair in `prompt`, `chosen` and `rejected`; a labelled response in `p
 `response`. A text in the field `system` comes first; `tools` and `chat_template_kwargs` are handed
 to the template.
 
-A message has a text, or a list of parts that are texts. The assistant's may have `weight` 0: it is
-not trained on. The arguments of its `tool_calls` are objects, or JSON text of one, as in OpenAI's
-interface; templates get objects.
+A message has a text, or a list of parts that are texts. The assistant's of `weight` 0 are not
+trained on; arguments of `tool_calls` are objects, or JSON text of one, and templates get objects.
 
 This module knows no tokens; every complaint is a `UserError` that the reader of the file completes
 with file and line.
@@ -101,9 +100,6 @@ def is_trained(message: Message) -> bool:
 def each_turn(record: Record) -> list[Record]:
     """Of a record with a conversation one for each turn that is trained on, which ends with it and
     trains on no other.
-
-    Raises:
-        UserError: there is no conversation, or a message is broken.
     """
     messages = conversation_messages(record)
     others = {key: value for key, value in record.items() if key not in (*CONVERSATIONS, "system")}
@@ -168,23 +164,15 @@ def check_response(messages: list[Message], field: str) -> None:
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a template is told of; None without.
-
-    Raises:
-        UserError: the field holds no list.
-    """
+    """The tools that a template is told of, a list; None without."""
     tools: list[Any] | None = _from_json(record.get("tools") or None, list, "field 'tools'")
     return tools or None
 
 
 def template_options(record: Record) -> dict[str, Any]:
-    """What a record gives to the template by name, in `chat_template_kwargs`.
-
-    Raises:
-        UserError: the field holds no object.
-    """
-    name = "chat_template_kwargs"
-    options: dict[str, Any] = _from_json(record.get(name) or {}, dict, f"field '{name}'")
+    """What a record gives to the template by name, an object."""
+    given = record.get("chat_template_kwargs") or {}
+    options: dict[str, Any] = _from_json(given, dict, "field 'chat_template_kwargs'")
     return options
 
 
@@ -244,26 +232,20 @@ def _message(item: Any, number: int, field: str) -> Message:
 
 
 def content_text(content: Any, what: str) -> str:
-    """A text, or the texts of a list of parts, `{"type": "text", "text": ...}`, joined.
-
-    Raises:
-        UserError: it is neither, or a part is of another type; names `what`.
+    """A text, or the texts of a list of parts, `{"type": "text", "text": ...}`, joined; `what` is
+    its name in messages.
     """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+    if not isinstance(content, str | list):
         raise UserError(f"{what} must be text, not {type(content).__name__}.")
-    texts = []
-    for part in content:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
-        if not isinstance(text, str):
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(
                 f"{what} has a part of type {kind!r}, but only parts of type 'text' that have a "
                 "text can be used: remove the part, or the line."
             )
-        texts.append(text)
-    return "".join(texts)
+    return "".join(part["text"] for part in parts)
 
 
 def check_weight(weight: Any, where: str) -> Any:

@@ -78,6 +78,10 @@ class ChatTemplate(ConversationForm):
                 "model.data.chat_template=tokenizer, but the tokenizer has no chat template; give "
                 "the file of one, or train on texts (null)."
             )
+        # What a template gets otherwise than by `chat_template_kwargs`.
+        self._taken = {"messages", _DATE, *self.inner.special_tokens_map}
+        self._taken |= set(inspect.signature(self.inner.apply_chat_template).parameters)
+        self._taken -= {"documents"}
         self.options = self._checked(
             dict(resolved(options or {})), "model.data.chat_template_kwargs"
         )
@@ -183,9 +187,7 @@ class ChatTemplate(ConversationForm):
 
     def _checked(self, options: dict[str, Any], where: str) -> dict[str, Any]:
         """`options`, none of which the template gets from elsewhere."""
-        taken = {"messages", _DATE, *self.inner.special_tokens_map}
-        taken |= inspect.signature(self.inner.apply_chat_template).parameters.keys()
-        for name in sorted((taken - {"documents"}) & options.keys()):
+        for name in sorted(self._taken & options.keys()):
             raise UserError(
                 f"{where} has {name!r}, which the chat template gets from elsewhere: remove it."
             )

@@ -58,10 +58,8 @@ class ConversationForm:
         which they differ.
         """
         chosen, rejected, first = pair_messages(record)
-        return (
-            self.encode_messages(chosen, record, first),
-            self.encode_messages(rejected, record, first),
-        )
+        better = self.encode_messages(chosen, record, first)
+        return better, self.encode_messages(rejected, record, first)
 
     def response(self, record: Record) -> Encoded:
         """`prompt` with `response`, and which tokens are of the response."""

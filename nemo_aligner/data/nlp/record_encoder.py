@@ -73,7 +73,7 @@ class RecordEncoder:
 
     def sample(self, record: Record) -> list[int]:
         """The tokens of a prompt with its response."""
-        text = self._sample_text(record)
+        text = self._text(record, has_conversation=False)
         if text is not None:
             return self.encode_text(text)
         assert self.form is not None
@@ -83,7 +83,7 @@ class RecordEncoder:
         """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
         bound.
         """
-        text = self._sample_text(record)
+        text = self._text(record, has_conversation=False)
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
     def pair(self, record: Record) -> Pair:
@@ -158,9 +158,6 @@ class RecordEncoder:
         if self.form_of(record) is None and "text" not in record and prompt is not None:
             return _plain_text(record, "prompt")
         return self._text(record, has_conversation=prompt is not None)
-
-    def _sample_text(self, record: Record) -> str | np.ndarray | None:
-        return self._text(record, has_conversation=False)
 
     def _text(self, record: Record, has_conversation: bool) -> str | np.ndarray | None:
         """The field `text`; None for a conversation, which goes before it in a form."""
