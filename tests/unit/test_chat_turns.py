@@ -112,6 +112,8 @@ def test_a_response_that_the_template_cuts_is_refused(dataset, record, tokenizer
 )
 def test_thoughts_and_calls_are_written_too(name, more, missing, tokenizers):
     reply = {"role": "assistant", "content": "", **more}
+    with pytest.raises(UserError, match="leaves out '.+' of message 2"):
+        chat_form({"chat": True}, tokenizers[name]).conversation({"messages": [PROMPT, reply]})
     with pytest.raises(UserError, match=f"leaves out '{missing}' of message 2"):
         chat_form(TEMPLATE, tokenizers[name]).conversation({"messages": [PROMPT, reply]})
 
@@ -204,6 +206,8 @@ def test_arguments_that_the_template_has_are_refused(name, tokenizers, write):
         RLHFDataset([write(record)], tokenizers["chatml"], 99, TEMPLATE)
     with pytest.raises(UserError, match=f"model.data.chat_template_kwargs has '{name}'"):
         chat_form({**TEMPLATE, "chat_template_kwargs": {name: "x"}}, tokenizers["chatml"])
+    with pytest.raises(UserError, match="'chat_template_kwargs' is for chat templates, and NeMo"):
+        RLHFDataset([write(record)], tokenizers["chatml"], 99, {"chat": True})
 
 
 # ------------------------------------------------------------------------------- calls, weights

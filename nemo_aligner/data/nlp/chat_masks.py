@@ -142,9 +142,9 @@ def check_written(number: int, message: Message, text: str) -> None:
                 missing.append(leaf)
     if missing:
         raise UserError(
-            f"the chat template leaves out {missing[0][:60]!r} of message {number}, a response "
-            "that counts. Give model.data.chat_template the file of one that writes it, or take "
-            "it out of the data; for a turn before the last one set its 'weight' to 0, or "
+            f"the form of conversations leaves out {missing[0][:60]!r} of message {number}, a "
+            "response that counts. Give model.data.chat_template the file of one that writes it, "
+            "or take it out of the data; for a turn before the last one set its 'weight' to 0, or "
             "model.data.one_turn_per_sample=True (SFT)."
         )
 
@@ -201,12 +201,10 @@ class TurnEnd:
 
     Args:
         end_of_turn: what mostly ends a turn.
-        control_tokens: the tokens of the tokenizer that are no ordinary text.
+        control: regular expression of the tokens that are no ordinary text.
     """
 
-    def __init__(self, end_of_turn: str, control_tokens: Sequence[str]) -> None:
-        ordered = sorted(control_tokens, key=len, reverse=True)
-        control = "|".join(re.escape(token) for token in ordered)
+    def __init__(self, end_of_turn: str, control: str) -> None:
         self.usual = re.compile(rf"({re.escape(end_of_turn)})(?:\s|{control})*\Z")
         self.other = re.compile(rf"({control})\s*\Z")
         self.end_of_turn = end_of_turn

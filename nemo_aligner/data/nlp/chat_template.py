@@ -64,8 +64,9 @@ class ChatTemplate(ConversationForm):
         options: Mapping[str, Any] | None = None,
         date: str | None = None,
     ) -> None:
-        self.inner: Any = getattr(tokenizer, "tokenizer", None)
-        if not hasattr(self.inner, "apply_chat_template"):
+        inner: Any = getattr(tokenizer, "tokenizer", None)
+        self.inner = inner
+        if not hasattr(inner, "apply_chat_template"):
             raise ConfigError(
                 f"model.data.chat_template={source} needs a tokenizer of Hugging Face; for a "
                 f"{type(tokenizer).__name__} use NeMo's chat format (model.data.chat=True)."
@@ -79,12 +80,10 @@ class ChatTemplate(ConversationForm):
                 "the file of one, or train on texts (null)."
             )
         # What a template gets otherwise than by `chat_template_kwargs`.
-        self._taken = {"messages", _DATE, *self.inner.special_tokens_map}
-        self._taken |= set(inspect.signature(self.inner.apply_chat_template).parameters)
-        self._taken -= {"documents"}
-        self.options = self._checked(
-            dict(resolved(options or {})), "model.data.chat_template_kwargs"
-        )
+        self._taken = {"messages", _DATE, *inner.special_tokens_map}
+        self._taken |= set(inspect.signature(inner.apply_chat_template).parameters) - {"documents"}
+        given = dict(resolved(options or {}))
+        self.options = self._checked(given, "model.data.chat_template_kwargs")
         self.date = str(date or datetime.date.today())
         written = self.template or str(own_chat_template(tokenizer))
         self.state = ["chat template", written, json.dumps(self.options, sort_keys=True)]
@@ -105,13 +104,8 @@ class ChatTemplate(ConversationForm):
         return None if found is None else found.group()
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """The text of a conversation.
-
-        Args:
-            generation_prompt: append what stands before the assistant's next message.
-
-        Raises:
-            UserError: the template refuses the messages (some know no system message).
+        """The text of a conversation; with `generation_prompt` also what stands before the
+        assistant's next message.
         """
         return _unmarked(self._write(messages, generation_prompt, self.options))
 
@@ -120,11 +114,7 @@ class ChatTemplate(ConversationForm):
         return [list(ids) for ids in self.inner(texts, add_special_tokens=False)["input_ids"]]
 
     def prompt_tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation, up to where the policy's next message begins.
-
-        Raises:
-            UserError: the template refuses the messages.
-        """
+        """The tokens of a conversation, up to where the policy's next message begins."""
         return self.tokenize([self.render(messages, True)])[0]
 
     def prompt(self, record: Record) -> list[int]:
@@ -137,11 +127,8 @@ class ChatTemplate(ConversationForm):
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
-        """See `ConversationForm`.
-
-        Raises:
-            UserError: the template refuses the messages, leaves out a part of one, has no end of a
-                turn, or does not show where a turn is.
+        """See `ConversationForm`; `UserError` also where the template leaves out a part of a
+        message, has no end of a turn, or does not show where a turn is.
         """
         if self._turn_end is None:
             self._turn_end = self._end_finder()
@@ -194,11 +181,9 @@ class ChatTemplate(ConversationForm):
         return options
 
     def _control_pattern(self) -> str:
-        tokens = sorted(self._control_tokens(), key=len, reverse=True)
-        return "|".join(map(re.escape, tokens)) or r"(?!)"
-
-    def _control_tokens(self) -> set[str]:
-        return {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
+        """Of the tokens that are no ordinary text."""
+        tokens = {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
+        return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 
     def _end_finder(self) -> TurnEnd:
         end = self.end_of_turn()
@@ -208,7 +193,7 @@ class ChatTemplate(ConversationForm):
                 "would teach the policy to end one; write {{ eos_token }} after the assistant's "
                 "content in a template file and give it as model.data.chat_template."
             )
-        return TurnEnd(end, sorted(self._control_tokens()))
+        return TurnEnd(end, self._control_pattern())
 
 
 def own_chat_template(tokenizer: Tokenizer) -> Any:

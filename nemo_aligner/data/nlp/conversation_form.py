@@ -54,8 +54,8 @@ class ConversationForm:
         return self.encode_messages(messages, record, len(messages) - 1).tokens
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The two conversations of a preference pair, the better one first, with the responses in
-        which they differ.
+        """Both conversations of a pair, the better one first; responses count from where they
+        differ.
         """
         chosen, rejected, first = pair_messages(record)
         better = self.encode_messages(chosen, record, first)

@@ -26,7 +26,7 @@ from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_masks import Encoded
+from nemo_aligner.data.nlp.chat_masks import Encoded, check_written
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     Message,
@@ -47,9 +47,7 @@ _BEHIND = "\x00"
 
 @dataclass(frozen=True)
 class Turn:
-    """What one speaker says; `label` may be None. With `counts` False it is not trained on,
-    whoever speaks.
-    """
+    """What one speaker says; `label` may be None. Without `counts` it is not trained on."""
 
     speaker: str
     value: str
@@ -164,6 +162,7 @@ class NeMoChat(ConversationForm):
                     "responds to a prompt: remove that turn."
                 )
         else:
+            _check_options(record)
             source = source_of_messages(prompt_messages(record))
         text = chat_text(source, self.marks)  # which ends with the turn of someone who is masked
         text += self.marks.turn_start + RESPONDER + self.marks.end_of_name
@@ -189,11 +188,7 @@ class NeMoChat(ConversationForm):
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
         """See `ConversationForm`."""
-        if template_options(record):
-            raise UserError(
-                "field 'chat_template_kwargs' is for chat templates, and NeMo's chat format "
-                "(model.data.chat=True) is none: remove it."
-            )
+        _check_options(record)
         return self.encode(source_of_messages(messages, first))
 
     # --- tokens -------------------------------------------------------------------------------
@@ -267,6 +262,7 @@ def source_of_record(record: Record) -> Source:
     Raises:
         UserError: a turn without speaker or value, an unknown type, or a mask that names nobody.
     """
+    _check_options(record)
     turns = record["conversations"]
     if not isinstance(turns, list):
         raise UserError(f"field 'conversations' must be a list, not {type(turns).__name__}.")
@@ -308,8 +304,19 @@ def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
         Turn(each["role"].capitalize(), each["content"], None, place >= first and is_trained(each))
         for place, each in rest
     )
+    for (place, message), turn in zip(rest, turns, strict=True):
+        if turn.counts:
+            check_written(place + 1, message, turn.value)  # there is no place for calls of tools
     masked = dict.fromkeys(turn.speaker for turn in turns if turn.speaker.lower() != ASSISTANT)
     return Source(system, turns, tuple(masked) or (USER,))
+
+
+def _check_options(record: Record) -> None:
+    if template_options(record):
+        raise UserError(
+            "field 'chat_template_kwargs' is for chat templates, and NeMo's chat format "
+            "(model.data.chat=True) is none: remove it."
+        )
 
 
 def _turn(turn: Any, number: int) -> Turn:

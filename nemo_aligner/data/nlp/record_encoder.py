@@ -37,7 +37,8 @@ class RecordEncoder:
         tokenizer: NeMo tokenizer.
         data_cfg: `model.data`; see `TextEncoder` and `chat_form`.
 
-    Every method raises `UserError` for a record that it cannot use.
+    Every method raises `UserError` for a record that it cannot use. A length is exact above
+    `limit`, else possibly an upper bound.
     """
 
     def __init__(self, tokenizer: Tokenizer, data_cfg: Mapping[str, Any] | None = None) -> None:
@@ -67,7 +68,7 @@ class RecordEncoder:
         return self.form.prompt(self._fixed(record))
 
     def prompt_length(self, record: Record, limit: int) -> int:
-        """Tokens of a prompt; above `limit` exact, else possibly an upper bound."""
+        """Number of tokens of a prompt."""
         text = self._prompt_text(record)
         return len(self.prompt(record)) if text is None else self.encode_text.length(text, limit)
 
@@ -80,9 +81,7 @@ class RecordEncoder:
         return self.form.sample(self._fixed(record))
 
     def sample_length(self, record: Record, limit: int) -> int:
-        """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
-        bound.
-        """
+        """Number of tokens of a prompt with its response."""
         text = self._text(record, has_conversation=False)
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
@@ -122,17 +121,13 @@ class RecordEncoder:
         return Encoded(tokens, [n >= first for n in range(len(tokens))])
 
     def response_length(self, record: Record, limit: int) -> int:
-        """Tokens of a prompt with its response; above `limit` exact, else possibly an upper
-        bound.
-        """
+        """Number of tokens of a prompt with its response."""
         if self.form_of(record) is not None:
             return len(self.with_response(record).tokens)
         return self.encode_text.length(_response_text(record), limit)
 
     def pair_length(self, record: Record, limit: int) -> int:
-        """Tokens of the longer sample of a pair; above `limit` exact, else possibly an upper
-        bound. A pair whose samples have the same tokens is refused.
-        """
+        """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
         if self.form_of(record) is not None:
             pair = self.pair(record)
             _check_differ(*pair)
