@@ -79,11 +79,10 @@ def with_lora(overrides: dict) -> dict:
 
 
 def from_scratch(data: Path, architecture: dict, batch_size: int, steps: int) -> dict:
-    """SFT from random weights on the files in `data`; the .nemo is written at the end."""
+    """SFT from random weights on the files in `data`."""
     return {
         **{f"model.{key}": value for key, value in architecture.items()},
         "model.restore_from_path": None,
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
         "model.tokenizer.library": "huggingface",
         "model.tokenizer.type": data / "tokenizer",
         "model.data.train_ds.file_path": data / "sft_train.jsonl",

@@ -186,7 +186,6 @@ def distillation_job(run_dir: Path, seed: int, steps: int, data: dict) -> Job:
     overrides = {
         **training(folder, seed, SEQ_LENGTH),
         **optimizer(lr=3e-3),
-        "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": True,
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "student"),
         "model.knowledge_distillation.outside_top_k": "bucket",
         "model.global_batch_size": BATCH_SIZE,
