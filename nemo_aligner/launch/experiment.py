@@ -139,9 +139,10 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     try:
         log_dir = Path(nemo_exp_manager(trainer, options))
     except OSError as error:
+        key = "explicit_log_dir" if options.get("explicit_log_dir") else "name"
         raise UserError(
-            f"the log folder exp_manager.explicit_log_dir={options.get('explicit_log_dir')} "
-            f"cannot be written: {error}; give another one."
+            f"the log folder of exp_manager.{key}={options.get(key)} cannot be written: {error}; "
+            "give another one."
         ) from error
     if is_rank_zero():
         _keep_json_lines(log_dir)

@@ -4,6 +4,7 @@
 resumed, and with bad input.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -246,6 +247,22 @@ def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_p
         == read_metrics(sft_run, "train/grad_norm")[2:]
     )
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
+
+
+def test_a_folder_of_other_data_is_refused_and_another_batch_size_goes_on_in_samples(
+    data, tiny_tokenizer_dir, sft_run, tmp_path
+):
+    resume_from(sft_run, tmp_path / "again", lost_step=4)
+    job = functools.partial(sft, data, tiny_tokenizer_dir, tmp_path / "again", "model.seed=5")
+    other = f"model.data.train_ds.file_path={data}/sft_validation.jsonl"
+    must_fail_with(job(other, ranks=2), "24 samples of sft_train", "6 samples of sft_val", "seed")
+    sizes = [
+        f"model.data.train_ds.{key}_batch_size={n}" for key, n in (("global", 2), ("micro", 1))
+    ]
+    sizes.append("trainer.sft.max_steps=-1")
+    must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "again", *sizes, ranks=2))
+    used = read_metrics(tmp_path / "again", "train/consumed_samples")
+    assert used == list(range(10, 26, 2))  # 8 before, 24 in the epoch
 
 
 def test_sft_on_two_ranks_equals_one(data, tiny_tokenizer_dir, sft_run, tmp_path):
