@@ -3,13 +3,13 @@
 """PPO with a Python function as reward: `python run_arithmetic.py` (or `make arithmetic`), a few
 minutes on two cores.
 
-    two-digit sums -> short SFT of a tiny GPT -> reward and critic server + PPO actor -> verdict
+    two-digit sums -> short SFT of a tiny GPT -> critic server + PPO actor -> verdict
 
 SFT ends early, when the policy gets some of the sums right. From then on it sees no result: the
-reward, computed by `examples/rewards/arithmetic.py` in a server of its own, only says right (1) or
-wrong (0). The measure is the share of exact responses to 512 sums that no training file holds,
-sampled at temperature 1 as in training. Every phase after the first is one of the project's own
-scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
+reward, computed by `examples/rewards/arithmetic.py` in a process of the actor's job, only says
+right (1) or wrong (0). The measure is the share of exact responses to 512 sums that no training
+file holds, sampled at temperature 1 as in training. Every phase after the first is one of the
+project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
 With `--estimator grpo` (or rloo) there is no critic: the policy generates several responses to
 each sum, and the advantage of a response is its reward compared with those of the others.
@@ -28,7 +28,6 @@ from commands import (
     data_prefix,
     from_scratch,
     nemo_file,
-    on_cpu,
     optimizer,
     policy_training,
     script_job,
@@ -129,18 +128,15 @@ def story(walk: Walk) -> None:
 
     walk.do("data", write_data)
     walk.follow("sft", sft_job(run_dir, seed, walk.args.sft_steps))
-    reward_port, critic_port = find_free_port(), find_free_port()
-    servers, started = (
-        (reward_server_job(run_dir, reward_port),),
-        f"starting the reward server on port {reward_port}",
-    )
+    servers, started = (), "starting"
     if walk.args.estimator == "gae":
-        servers += (critic_job(run_dir, seed, steps, critic_port),)
-        started += f", the critic's on {critic_port}"
-        advantages = with_critic(critic_port)
+        port = find_free_port()
+        servers = (critic_job(run_dir, seed, steps, port),)
+        started = f"starting the critic server on port {port}"
+        advantages = with_critic(port)
     else:
         advantages = without_critic(walk.args.estimator)
-    walk.follow("ppo", actor_job(run_dir, seed, steps, reward_port, advantages), servers, started)
+    walk.follow("ppo", actor_job(run_dir, seed, steps, advantages), servers, started)
 
 
 def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
@@ -152,21 +148,6 @@ def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
         "model.data.train_ds.prompt_template": "{input}{output}",
     }
     return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
-
-
-def reward_server_job(run_dir: Path, port: int) -> Job:
-    """The server of the reward function; it uses only the tokenizer of the SFT model."""
-    overrides = {
-        **on_cpu(),
-        "rm_model_file": nemo_file(run_dir, "sft"),
-        "inference.host": "127.0.0.1",
-        "inference.port": port,
-        "inference.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
-        "inference.reward_fn_workers": 1,  # the function takes microseconds
-    }
-    return script_job(
-        "Reward server", "serve_reward_model.py", run_dir / "reward_server", overrides
-    )
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
@@ -208,8 +189,8 @@ def without_critic(estimator: str) -> dict:
     }
 
 
-def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages: dict) -> Job:
-    """PPO from the SFT model, with a reward server.
+def actor_job(run_dir: Path, seed: int, steps: int, advantages: dict) -> Job:
+    """PPO from the SFT model.
 
     Args:
         advantages: settings of how rewards become advantages.
@@ -220,9 +201,9 @@ def actor_job(run_dir: Path, seed: int, steps: int, reward_port: int, advantages
         **optimizer(lr=1e-3),
         **advantages,
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
-        "remote_critic_rm.combine_rm_and_critic_server": False,
-        "remote_critic_rm.reward_model.port": reward_port,
         "remote_critic_rm.init_timeout_s": 120,
+        "trainer.ppo.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
+        "trainer.ppo.reward_fn_workers": 1,  # the function takes microseconds
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
         # Truncated responses are not trained on, so only the distance to the SFT model keeps the
         # end token likely after a wrong number.

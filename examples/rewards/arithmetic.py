@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward for arithmetic: is the response the right number?
 
-    python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
-        inference.reward_fn=examples/rewards/arithmetic.py:exact_answer
+    python examples/nlp/gpt/train_gpt_ppo_actor.py ... \\
+        trainer.ppo.reward_fn=examples/rewards/arithmetic.py:exact_answer
 
 Prompts end with a task such as `12+34=`; text before it (an instruction, examples) is ignored.
 """

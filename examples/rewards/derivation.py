@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process reward for derivations: is each line a correct equation?
 
-    python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
-        inference.reward_fn=examples/rewards/derivation.py:correct_lines \\
-        inference.rewards_per=step inference.step_end=$'"\\n"'
+    python examples/nlp/gpt/train_gpt_ppo_actor.py ... \\
+        trainer.ppo.reward_fn=examples/rewards/derivation.py:correct_lines \\
+        trainer.ppo.rewards_per=step trainer.ppo.step_end=$'"\\n"'
 
 A line is correct if both sides of its equals sign are sums of whole numbers with the same value,
 such as `12+34=46`.
@@ -23,7 +23,7 @@ def correct_lines(
 
 
 def lines(response: str) -> list[str]:
-    """The steps of a response, as the server counts them: what follows the last line break is one
+    """The steps of a response, as the job counts them: what follows the last line break is one
     unless it is blank, and there is at least one.
     """
     *ended, rest = response.split("\n")

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward for form: whole sentences, and not too many tokens.
 
-    python examples/nlp/gpt/serve_reward_model.py rm_model_file=policy.nemo \\
-        inference.reward_fn=examples/rewards/length_format.py:concise_sentences
+    python examples/nlp/gpt/train_gpt_ppo_actor.py ... \\
+        trainer.ppo.reward_fn=examples/rewards/length_format.py:concise_sentences
 
 Alone it teaches a policy to write short sentences about nothing; combine it with a reward for
-content (`remote_rm.reward_models`, docs/rewards.md).
+content.
 """
 
 import re

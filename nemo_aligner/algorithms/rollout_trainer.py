@@ -372,6 +372,8 @@ class RolloutTrainer(ABC):
             }
             batches = (cast(InferenceBatch, {**batch, **settings}) for batch in repeated)
             for batch, rollout in self.model.infer_all(batches):
+                if "record" in batch:  # for rewards that look at columns of the prompts' records
+                    rollout["record"] = batch["record"]
                 pending.append(self.score(rollout))  # scored while generation continues
                 micro_batches.append(with_prompt_columns(rollout, batch))
         gathered = PPORolloutBatch.from_rollout_batches(

@@ -272,7 +272,8 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
     generated = {
         key: column
         for key, column in cast(dict[str, Tensor], rollout).items()
-        if key != "token_rewards"  # they come back as scores
+        # Rewards of tokens come back as scores; records are for who scores.
+        if key not in ("token_rewards", "record")
     }
     return {**generated, **columns}
 

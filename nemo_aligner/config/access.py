@@ -13,30 +13,39 @@ import re
 import socket
 import ssl
 import stat
+from collections.abc import Mapping
+from typing import Any
 
 from nemo_aligner.core.errors import ConfigError
 
 TOKEN_VARIABLE = "NEMO_ALIGNER_TOKEN"
+REWARD_TOKEN_VARIABLE = "NEMO_ALIGNER_REWARD_TOKEN"  # for web servers, which may be of others
 _TOKEN = re.compile(r"[!-~]{16,512}")  # printable ASCII without spaces, as HTTP headers take it
 MAKE_A_TOKEN = f"export {TOKEN_VARIABLE}=$(python -c 'import secrets; print(secrets.token_hex())')"
 
 
-def read_token(token_file: str | None, setting: str) -> str | None:
+def read_token(
+    token_file: str | None,
+    setting: str,
+    key: str = "token_file",
+    variable: str = TOKEN_VARIABLE,
+) -> str | None:
     """Return the token in `token_file`, else that in the environment; None without either.
 
     Args:
         token_file: path, or None.
-        setting: section of the configuration that holds `token_file`, for messages.
+        setting, key: section of the configuration, and its key that holds `token_file`.
+        variable: of the environment.
 
     Raises:
         ConfigError: the file cannot be read, others can read it too, or its text is no token.
     """
     if token_file is None:
-        token, source = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
+        token, source = os.environ.get(variable), variable
         if token is None:
             return None
     else:
-        source = f"{setting}.token_file={token_file}"
+        source = f"{setting}.{key}={token_file}"
         if not isinstance(token_file, str):  # a number would be a file that is open already
             raise ConfigError(f"{source} is no path.")
         try:
@@ -111,7 +120,9 @@ def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | Non
     return context
 
 
-def client_tls(ca_file: str | None, setting: str) -> ssl.SSLContext | None:
+def client_tls(
+    ca_file: str | None, setting: str, key: str = "tls_ca_file"
+) -> ssl.SSLContext | None:
     """Return the context of a client whose servers have certificates that one in `ca_file` has
     signed, or that are in it themselves; None: the servers do not encrypt.
 
@@ -124,9 +135,33 @@ def client_tls(ca_file: str | None, setting: str) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         raise ConfigError(
-            f"{setting}.tls_ca_file={ca_file} cannot be used: {error}. It must be a PEM file of "
+            f"{setting}.{key}={ca_file} cannot be used: {error}. It must be a PEM file of "
             "certificates."
         ) from error
+
+
+_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s'\"@]*@")
+_SECRET = re.compile(r"(?i)(^|_)(api_?key|access_key|password|secret|(api_|access_|auth_)?token)$")
+_QUERY_OF_URL = re.compile(r"(://[^?\s'\"]*\?)[^\s'\"\],}]*")
+
+
+def shown_url(text: str) -> str:
+    """`text` as a log or a page may have it: without user, password and query of URLs in it."""
+    return _QUERY_OF_URL.sub(r"\1***", _USER_OF_URL.sub("***@", text))
+
+
+def shown_config(tree: Any) -> Any:
+    """A configuration, as a plain tree, as a log or a page may have it: without values of keys
+    that hold secrets, and with URLs as in `shown_url`.
+    """
+    if isinstance(tree, Mapping):
+        return {
+            key: "***" if value and _SECRET.search(str(key)) else shown_config(value)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return [shown_config(value) for value in tree]
+    return shown_url(tree) if isinstance(tree, str) else tree
 
 
 def is_loopback(host: str) -> bool:

@@ -174,8 +174,8 @@ def _check_critic_free(v: Values, estimator: str) -> None:
     if v.get(combined):
         raise ConfigError(
             f"{name} needs no critic, so the rewards cannot come from its server "
-            f"({combined}=True); set {combined}=False and the address of a reward server in "
-            "remote_critic_rm.reward_model (or reward_models)."
+            f"({combined}=True); leave that unset, and set trainer.ppo.reward_fn, or the address "
+            "of a reward server in remote_critic_rm.reward_model (or reward_models)."
         )
     if v.get(PPO + "critic_warmup_steps"):
         raise ConfigError(

@@ -11,7 +11,10 @@ fleet: `ip`, `port` or both are then lists. Nothing here talks to a server (see 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
+from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE, shown_url
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
 
@@ -77,6 +80,32 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
             "one."
         )
     return specs
+
+
+def reward_urls(reward_fn: Any, setting: str) -> list[str]:
+    """The addresses of web servers that `reward_fn`, the key called `setting`, names; [] if it
+    names a Python function.
+
+    Raises:
+        ConfigError: it names neither.
+    """
+    given = _as_list(reward_fn)
+    urls = [value for value in given if str(value).startswith(("http://", "https://"))]
+    if not urls and len(given) == 1:
+        return []
+    if not urls or len(urls) < len(given) or len(set(urls)) < len(urls):
+        raise ConfigError(
+            f"{setting}={shown_url(str(reward_fn))} must be path/to/file.py:function, an address "
+            "http://... or https://..., or a list of different addresses."
+        )
+    for url in urls:
+        parts = urlsplit(url)
+        if not parts.hostname or parts.username is not None:
+            raise ConfigError(
+                f"{setting}={shown_url(url)} must name a host and hold no user or password; a "
+                f"token comes from {REWARD_TOKEN_VARIABLE} or reward_token_file."
+            )
+    return urls
 
 
 def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:

@@ -8,9 +8,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.access import client_tls, read_token
+from nemo_aligner.config.access import (
+    REWARD_TOKEN_VARIABLE,
+    client_tls,
+    read_token,
+    shown_url,
+)
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.reward_models import read_reward_models, read_teacher
+from nemo_aligner.config.reward_models import read_reward_models, read_teacher, reward_urls
+from nemo_aligner.config.server_rules import check_kind_of_rewards
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
@@ -41,6 +47,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     _check_reshard(v, section, model + "generation.reshard", dp)
     v.number(model + "generation.kv_cache_gb", 0, above=True)
     _check_environment(v, kind, remote)
+    _check_reward_fn(v, kind, remote)
     v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
         section,
@@ -105,7 +112,17 @@ def _check_environment(v: Values, kind: str, remote: str) -> None:
         return
     options = (settings[key] for key in ("max_turns", "workers", "timeout_s", "fallback"))
     check_environment_options(section, *options)
-    gives = f"{section}.path={settings['path']} gives the rewards"
+    _check_alone(v, remote, f"{section}.path={settings['path']} gives the rewards")
+    if v.get(f"trainer.{kind}.overlong_buffer_len", 0):
+        raise ConfigError(
+            f"trainer.{kind}.overlong_buffer_len={v.get(f'trainer.{kind}.overlong_buffer_len')} "
+            f"is for single responses, but {section}.path={settings['path']} makes samples of "
+            "several; set it to 0, and let the environment judge lengths."
+        )
+
+
+def _check_alone(v: Values, remote: str, gives: str) -> None:
+    """Refuse servers of rewards beside what `gives` them in the job itself."""
     if v.get(f"{remote}.combine_rm_and_critic_server", False):
         raise ConfigError(
             f"{gives}, so the critic's server cannot ({remote}.combine_rm_and_critic_server=True);"
@@ -113,11 +130,34 @@ def _check_environment(v: Values, kind: str, remote: str) -> None:
         )
     if v.get(f"{remote}.reward_models"):
         raise ConfigError(f"{gives}, so {remote}.reward_models would not be asked; leave it null.")
-    if v.get(f"trainer.{kind}.overlong_buffer_len", 0):
+
+
+def _check_reward_fn(v: Values, kind: str, remote: str) -> None:
+    """Check `trainer.<kind>.reward_fn` and what belongs to it."""
+    section = f"trainer.{kind}"
+    v.whole(f"{section}.reward_fn_workers", 1)
+    v.number(f"{section}.reward_fn_timeout_s", 0, above=True)
+    v.number(f"{section}.reward_fn_fallback")
+    check_kind_of_rewards(v.get(f"{section}.rewards_per"), v.get(f"{section}.step_end"), section)
+    reward_fn, files = v.get(f"{section}.reward_fn"), ("reward_token_file", "reward_tls_ca_file")
+    urls = [] if reward_fn is None else reward_urls(reward_fn, f"{section}.reward_fn")
+    if urls:
+        read_token(v.get(f"{section}.{files[0]}"), section, files[0], REWARD_TOKEN_VARIABLE)
+        client_tls(v.get(f"{section}.{files[1]}"), section, files[1])
+    for key in () if urls else files:
+        if v.get(f"{section}.{key}") is not None:
+            raise ConfigError(
+                f"{section}.{key}={v.get(f'{section}.{key}')} is for an address in "
+                f"{section}.reward_fn, which has none; leave it null."
+            )
+    if reward_fn is None:
+        return
+    gives = f"{section}.reward_fn={shown_url(str(reward_fn))} gives the rewards"
+    _check_alone(v, remote, gives)
+    environment = v.get(f"model.{kind}.environment.path")
+    if environment is not None:
         raise ConfigError(
-            f"trainer.{kind}.overlong_buffer_len={v.get(f'trainer.{kind}.overlong_buffer_len')} "
-            f"is for single responses, but {section}.path={settings['path']} makes samples of "
-            "several; set it to 0, and let the environment judge lengths."
+            f"{gives}, and so does model.{kind}.environment.path={environment}; set one to null."
         )
 
 

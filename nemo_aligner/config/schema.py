@@ -151,10 +151,14 @@ _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_s
     length_params.max_length length_params.min_length generation.reshard
     generation.kv_cache_gb environment.path environment.max_turns environment.workers
     environment.timeout_s environment.fallback"""
+_REWARD_FN = """reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback rewards_per
+    step_end"""
+_REWARD_IN_JOB = f"{_REWARD_FN} reward_token_file reward_tls_ca_file"
 _ACTOR = (
     dotted(
         "trainer.ppo",
-        """critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation
+        f"""{_REWARD_IN_JOB}
+        critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation
         val_check_interval save_interval gradient_clip_val initial_policy_kl_penalty
         use_absolute_kl discount_factor gae_lambda normalize_advantages ratio_eps entropy_bonus
         rollout_batch_seq_length model_gbs model_mbs trt_llm.enable trt_llm.reshard
@@ -189,7 +193,8 @@ _REMOTE_RM = dotted(
 _RS = (
     dotted(
         "trainer.rs",
-        """max_epochs max_steps run_init_validation val_check_interval save_interval
+        f"""{_REWARD_IN_JOB}
+        max_epochs max_steps run_init_validation val_check_interval save_interval
         gradient_clip_val rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction
         alarms.replica_check_interval""",
     )
@@ -199,7 +204,8 @@ _RS = (
 _REINFORCE = (
     dotted(
         "trainer.reinforce",
-        """max_epochs max_steps run_init_validation val_check_interval save_interval
+        f"""{_REWARD_IN_JOB}
+        max_epochs max_steps run_init_validation val_check_interval save_interval
         gradient_clip_val rollout_batch_seq_length model_gbs model_mbs initial_policy_kl_penalty
         use_absolute_kl num_rollouts_per_prompt trt_llm.enable trt_llm.reshard
         batch_iterator.use_flask alarms.sampling_mismatch alarms.truncated_fraction
@@ -215,13 +221,7 @@ _ENDPOINT = _FRONT | dotted(
     inference_micro_batch_size strip_sequence_length_to_multiple""",
 )
 _REWARD_SERVER = (
-    {"rm_model_file"}
-    | _ENDPOINT
-    | dotted(
-        "inference",
-        """micro_batch_size reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback
-        rewards_per step_end""",
-    )
+    {"rm_model_file"} | _ENDPOINT | dotted("inference", f"micro_batch_size {_REWARD_FN}")
 )
 _CRITIC = (
     _FRONT
@@ -548,7 +548,9 @@ _REQUIRED_GENERATE = dotted("trainer", "num_nodes devices accelerator") | set(
     sampling_params.temperature sampling_params.top_k sampling_params.top_p
     sampling_params.repetition_penalty length_params.min_length""".split()
 )
-_REQUIRED_LOOP = "max_epochs max_steps val_check_interval save_interval model_gbs"
+_REQUIRED_REWARD_FN = "reward_fn_workers reward_fn_timeout_s rewards_per"
+_REQUIRED_LOOP = f"""max_epochs max_steps val_check_interval save_interval model_gbs
+    {_REQUIRED_REWARD_FN}"""
 REQUIRED = {
     "gpt_ppo_actor": _REQUIRED_TRAINING
     | dotted(
@@ -585,8 +587,8 @@ REQUIRED = {
     "inference_rm": dotted("trainer", "num_nodes devices accelerator")
     | dotted(
         "inference",
-        """host port model_name max_queue_delay_microseconds inference_micro_batch_size
-        reward_fn_workers reward_fn_timeout_s rewards_per""",
+        f"""host port model_name max_queue_delay_microseconds inference_micro_batch_size
+        {_REQUIRED_REWARD_FN}""",
     ),
     "gpt_sft": _REQUIRED_TRAINING
     | dotted("trainer.sft", "max_steps val_check_interval save_interval")

@@ -89,31 +89,33 @@ def read_frontend(
     return server_tls(certificate, key)
 
 
-def check_reward_function_options(workers: int, timeout_s: float, fallback: float | None) -> None:
-    """Raise `ConfigError` unless a reward function can be served with these options."""
+def check_reward_function_options(
+    workers: int, timeout_s: float, fallback: float | None, section: str = "inference"
+) -> None:
+    """Raise `ConfigError` unless a reward function can run with these options of `section`."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(
-            f"inference.reward_fn_workers={workers} must be a whole number, 1 or more."
+            f"{section}.reward_fn_workers={workers} must be a whole number, 1 or more."
         )
     if not timeout_s > 0:
         raise ConfigError(
-            f"inference.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0."
+            f"{section}.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0."
         )
     if fallback is not None and not math.isfinite(fallback):
         raise ConfigError(
-            f"inference.reward_fn_fallback={fallback} must be null or a finite number."
+            f"{section}.reward_fn_fallback={fallback} must be null or a finite number."
         )
 
 
-def check_kind_of_rewards(per: str, step_end: str | None) -> None:
+def check_kind_of_rewards(per: str, step_end: str | None, section: str = "inference") -> None:
     """Raise `ConfigError` unless rewards can be given per response, step or token like this."""
     if per not in REWARDS_PER:
         raise ConfigError(
-            f"inference.rewards_per={per!r} must be one of {', '.join(REWARDS_PER)}."
+            f"{section}.rewards_per={per!r} must be one of {', '.join(REWARDS_PER)}."
         )
     if (per == "step") != bool(step_end):
         raise ConfigError(
-            f"inference.rewards_per={per} and inference.step_end={step_end!r} do not go together: "
+            f"{section}.rewards_per={per} and {section}.step_end={step_end!r} do not go together: "
             "the text that ends a step is needed with rewards_per=step, and only there."
         )
 

@@ -42,6 +42,7 @@ class InferenceBatch(TypedDict, total=False):
     length: Tensor  # int64 [B]: P
     loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
     idx: Tensor  # int64 [B]: index in the data set
+    record: Tensor  # int64 [B], optional: number of the prompt's record (`PromptColumns`)
     sample_key: Tensor  # int64 [B]: unique; in the order of index in the data set and response
     sample_seeds: Tensor  # int64 [B], optional: seed of each sample's own random stream
     return_logprobs: bool  # ask for the sampler's log-probs too
@@ -65,6 +66,7 @@ class Rollout(_Responses, total=False):
     # float32 [B, S-1], optional: rewards of tokens, with an environment those of its responses at
     # their last tokens; NaN where a token has none
     token_rewards: Tensor
+    record: Tensor  # int64 [B], optional: as in the prompts, for who scores
     idx: Tensor  # int64 [B]: as in the prompts, and so are the next two
     sample_key: Tensor  # int64 [B]
     loss_multiplier: Tensor  # float32 [B]

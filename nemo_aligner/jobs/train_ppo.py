@@ -6,12 +6,12 @@ r"""Train a policy with PPO or GRPO, against a server of its critic or its rewar
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
         remote_critic_rm.critic.ip=localhost remote_critic_rm.critic.port=5556
 
-With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic; the
-rewards come from a reward model or a function that `serve reward` serves (docs/ppo.md):
+With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there is no critic
+(docs/ppo.md); the rewards come from a Python function in processes of this job, or from servers
+(docs/rewards.md):
 
     nemo-aligner train ppo ... trainer.ppo.advantage_estimator=grpo \
-        model.ppo.num_rollouts_per_prompt=8 remote_critic_rm.reward_model.port=5555 \
-        remote_critic_rm.combine_rm_and_critic_server=False
+        model.ppo.num_rollouts_per_prompt=8 trainer.ppo.reward_fn=path/to/file.py:function
 
 With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards come
 from a Python class in processes of this job (docs/environments.md).
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
 def number_of_servers(cfg: DictConfig) -> int:
     """Of rewards and critic, if they are on the same machine."""
     has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
-    if cfg.model.ppo.environment.path is not None:
+    if cfg.model.ppo.environment.path or cfg.trainer.ppo.reward_fn:
         return int(has_critic)
     return 1 if cfg.remote_critic_rm.combine_rm_and_critic_server else 2
 
@@ -54,11 +54,11 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.ppo import PPOTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.launch.environments import start_environment
         from nemo_aligner.launch.experiment import run_timer, set_up_training, start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.pair import load_state_of_pair
         from nemo_aligner.launch.prompts import build_prompt_loaders
+        from nemo_aligner.launch.score_sources import start_score_source
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
@@ -96,7 +96,7 @@ def train(cfg: DictConfig) -> None:
         cfg.remote_critic_rm,
         model.tokenizer,
         max_length=cfg.model.encoder_seq_length,
-        environment=start_environment(ppo.environment, "model.ppo.environment", model),
+        score_source=start_score_source(cfg, "ppo", "remote_critic_rm", model, prompts.datasets),
     )
     try:
         ppo_trainer = PPOTrainer(

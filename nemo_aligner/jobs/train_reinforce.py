@@ -28,7 +28,8 @@ CONFIG_NAME = "gpt_reinforce_actor"
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, CONFIG_NAME)
     check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices, 1 if cfg.model.reinforce.environment.path else 2)
+    in_job = cfg.model.reinforce.environment.path or cfg.trainer.reinforce.reward_fn
+    share_cores(cfg.trainer.devices, 1 if in_job else 2)
     train(cfg)
 
 
@@ -38,7 +39,6 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.reinforce import ReinforceTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.launch.environments import start_environment
         from nemo_aligner.launch.experiment import (
             load_trainer_state,
             run_timer,
@@ -47,6 +47,7 @@ def train(cfg: DictConfig) -> None:
         )
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.prompts import build_prompt_loaders
+        from nemo_aligner.launch.score_sources import start_score_source
         from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
             MegatronGPTReinforceActorModel,
         )
@@ -78,12 +79,11 @@ def train(cfg: DictConfig) -> None:
         train=prompts.train_dataloader_builder(consumed_samples=0),
     )
 
-    environment = cfg.model.reinforce.environment
     rm = RemoteGPTRMClient(
         cfg.remote_rm,
         model.tokenizer,
         max_length=cfg.model.encoder_seq_length,
-        environment=start_environment(environment, "model.reinforce.environment", model),
+        score_source=start_score_source(cfg, "reinforce", "remote_rm", model, prompts.datasets),
     )
     try:
         reinforce_trainer = ReinforceTrainer(

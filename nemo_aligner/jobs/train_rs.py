@@ -30,7 +30,8 @@ CONFIG_NAME = "gpt_rs_actor"
 def main(cfg: DictConfig) -> None:
     cfg = complete_config(cfg, CONFIG_NAME)
     check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices, 1 if cfg.model.rs.environment.path else 2)
+    in_job = cfg.model.rs.environment.path or cfg.trainer.rs.reward_fn
+    share_cores(cfg.trainer.devices, 1 if in_job else 2)
     train(cfg)
 
 
@@ -40,7 +41,6 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.algorithms.rs import RSTrainer
         from nemo_aligner.data.nlp.builders import build_dataloader, collate_with_pad_to_max_batch
-        from nemo_aligner.launch.environments import start_environment
         from nemo_aligner.launch.experiment import (
             load_trainer_state,
             run_timer,
@@ -49,6 +49,7 @@ def train(cfg: DictConfig) -> None:
         )
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.prompts import build_prompt_datasets
+        from nemo_aligner.launch.score_sources import start_score_source
         from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
         from nemo_aligner.servers.reward_client import RemoteGPTRMClient
         from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
@@ -102,7 +103,7 @@ def train(cfg: DictConfig) -> None:
         cfg.remote_rm,
         model.tokenizer,
         max_length=cfg.model.encoder_seq_length,
-        environment=start_environment(rs.environment, "model.rs.environment", model),
+        score_source=start_score_source(cfg, "rs", "remote_rm", model, (train_ds, validation_ds)),
     )
     try:
         rs_trainer = RSTrainer(

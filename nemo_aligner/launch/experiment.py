@@ -23,8 +23,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
+from nemo_aligner.config.access import shown_config, shown_url
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import (
@@ -105,7 +107,7 @@ def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
 
 def log_config(cfg: DictConfig) -> None:
     """Write the whole configuration to the log, and the number of CPU threads of a rank."""
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(cfg)}")
+    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(shown_config(plain_dict(cfg)))}")
     logging.info(f"CPU threads of each rank: {torch.get_num_threads()} (OMP_NUM_THREADS)")
 
 
@@ -145,6 +147,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             "give another one."
         ) from error
     if is_rank_zero():
+        command = log_dir / "cmd-args.log"  # by NeMo
+        command.write_text(shown_url(command.read_text()))
         _keep_json_lines(log_dir)
     keep_ending_in(log_dir, is_rank_zero())
     return log_dir
@@ -228,7 +232,7 @@ def set_up_training(
     ckpt_callback = build_checkpoint_callback(
         cfg, job.log_dir, model, optimizer, scheduler, origin
     )
-    job.logger.log_hyperparams(OmegaConf.to_container(cfg))
+    job.logger.log_hyperparams(shown_config(plain_dict(cfg)))
     return optimizer, scheduler, ckpt_callback
 
 

@@ -50,12 +50,14 @@ class PromptLoaders:
     Attributes:
         train_dataloader_builder, val_dataloader_builder, collate_fn: arguments of the trainer.
         max_steps: rollouts of the whole job.
+        datasets: of the prompts.
     """
 
     train_dataloader_builder: PromptLoaderBuilder
     val_dataloader_builder: PromptLoaderBuilder
     collate_fn: Callable[..., Any]
     max_steps: int
+    datasets: tuple[RLHFDataset, RLHFDataset]
 
 
 def build_prompt_loaders(
@@ -92,4 +94,5 @@ def build_prompt_loaders(
             generate_masks_and_position_ids=False,
         ),
         compute_max_steps(steps_per_epoch, section.max_epochs, section.max_steps),
+        (train_ds, validation_ds),
     )

@@ -161,7 +161,7 @@ class RemoteGPTRMCriticClient:
             comparison.
         max_length: longest sample of the policy, to which widths of requests may be rounded up;
             None: they are not rounded.
-        environment: gives the rewards in place of reward models, which are not connected then;
+        score_source: gives the rewards in place of reward models, which are not connected then;
             only with separate servers.
 
     Raises:
@@ -178,7 +178,7 @@ class RemoteGPTRMCriticClient:
         cfg: DictConfig,
         tokenizer: object | None = None,
         max_length: int | None = None,
-        environment: ScoreSource | None = None,
+        score_source: ScoreSource | None = None,
     ):
         cfg = self.cfg = complete_section(cfg, self.SETTING)
         self.fingerprint = tokenizer_fingerprint(tokenizer)
@@ -191,8 +191,8 @@ class RemoteGPTRMCriticClient:
         self.status_name = names.get("status", schema.CRITIC_STATUS)
         self.resume_name = names.get("resume", schema.CRITIC_RESUME)
         check_source_of_rewards(cfg)
-        self.reward_models: ScoreSource | None = environment
-        if environment is None and not self.combine_rm_and_critic_server:
+        self.reward_models: ScoreSource | None = score_source
+        if score_source is None and not self.combine_rm_and_critic_server:
             self.reward_models = RewardModels(cfg, self.communicator, self.SETTING)
         self._connect()
 

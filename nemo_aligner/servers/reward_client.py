@@ -10,7 +10,7 @@ calls the same methods; only the source rank of each model-parallel group talks 
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import FutureScores, PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload
+from nemo_aligner.servers.reward_function import RewardFunction, then
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
 
@@ -219,12 +220,56 @@ def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply
 
 
 class ScoreSource(Protocol):
-    """What gives the rewards of samples: `RewardModels`, or an environment, which has given them
-    already (`environment.py`).
+    """What gives the rewards of samples: `RewardModels`, or in this job `RewardsInJob` or an
+    environment, which has given them already (`environment.py`).
     """
 
     def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> FutureScores:
         """The pending rewards of a micro-batch; see `RewardModels.score`."""
+
+
+class RewardsInJob:
+    """A `ScoreSource` for a reward of texts in the job that trains: each source rank has its
+    samples scored, and its model-parallel group gets the scores.
+
+    Args:
+        function: what scores, on source ranks; None elsewhere.
+        columns: from the numbers of records, int64 [b], to their columns; None: they have none.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction | None,
+        columns: Callable[[Tensor], Sequence[Mapping[str, Any]]] | None,
+    ):
+        self._function, self._columns = function, columns
+
+    def score(
+        self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
+    ) -> RMFutureResult:
+        """See `RewardModels.score`."""
+
+        def send() -> PendingReply:
+            assert self._function is not None  # on a source rank
+            rewards = self._function.submit(
+                rollout_batch["response_tokens"],
+                rollout_batch["response_lengths"],
+                rollout_batch["prompt_lengths"],
+                self._columns and self._columns(rollout_batch["record"]),
+            )
+            title = self._function.title
+            sent = SentRequest(then(rewards, _as_reply), lambda: title)
+            return PendingReply({title: sent}, lambda replies: dict(replies))
+
+        return RMFutureResult(try_on_source(send), rollout_batch)
+
+
+def _as_reply(rewards: np.ndarray) -> Arrays:
+    """Rewards [b, 1], or of tokens [b, S], as a reward server replies with them."""
+    if rewards.shape[1] == 1:
+        return {"rewards": rewards}
+    total = np.nansum(rewards.astype(np.float64), axis=1, keepdims=True).astype(np.float32)
+    return {"rewards": total, "token_rewards": rewards}
 
 
 class RemoteGPTRMClient:
@@ -240,7 +285,7 @@ class RemoteGPTRMClient:
         setting: name of the section, `remote_rm` or `remote_critic_rm`.
         max_length: longest sample of the policy, to which widths of requests may be rounded up;
             None: they are not rounded.
-        environment: gives the rewards in place of reward models; nothing is connected then.
+        score_source: gives the rewards in place of reward models; nothing is connected then.
 
     Raises:
         ConfigError: the section cannot work.
@@ -253,14 +298,14 @@ class RemoteGPTRMClient:
         tokenizer: object | None = None,
         setting: str = "remote_rm",
         max_length: int | None = None,
-        environment: ScoreSource | None = None,
+        score_source: ScoreSource | None = None,
     ):
         self.cfg = complete_section(cfg, setting)
         self.setting = setting
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.pad_to_length, self.max_length = self.cfg.pad_to_length, max_length
         self.communicator = make_communicator(self.cfg, setting)
-        self.reward_models: ScoreSource = environment or RewardModels(
+        self.reward_models: ScoreSource = score_source or RewardModels(
             self.cfg, self.communicator, setting
         )
 

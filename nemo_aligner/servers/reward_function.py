@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """A user's Python function as a reward: `function(prompts, responses, lengths) -> scores`, run in
-worker processes. A score is a number, or a list of them for the steps or tokens of a response.
+worker processes; or a web server in its place. A score is a number, or a list of them for the
+steps or tokens of a response.
 
-The server decodes the samples and shares them out to the workers (`reward_worker.py`); each sample
-is a call of its own with its own time limit. Each worker is driven by one thread, which starts it,
+Samples are decoded and shared out to the workers (`reward_worker.py`, or `reward_url.py`); each is
+a call of its own with its own time limit. Each worker is driven by one thread, which starts it,
 feeds it chunks of samples, reads the scores as they come, and kills and replaces it when a sample
 takes too long or ends it. N is the number of samples of a request, S their padded token length, P
 a prompt's length, R that of prompt and response.
@@ -21,7 +22,8 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from nemo.utils import logging
@@ -31,6 +33,8 @@ from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers import reward_worker
+from nemo_aligner.servers.reward_url import RewardServers, UrlWorker
+from nemo_aligner.servers.reward_worker import Sample
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.steps import steps_of
 from nemo_aligner.servers.user_code import Workers, split_spec
@@ -39,6 +43,9 @@ from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+U = TypeVar("U")
+_Worker = WorkerProcess | UrlWorker
 # Samples that a worker gets at once: they share the cost of a message, and wait behind a slow one.
 MAX_CHUNK = 32
 # Characters of a prompt or response in a message.
@@ -54,7 +61,7 @@ class RewardFunction:
 
     Args:
         spec: "path/to/file.py:function"; a relative path counts from the current folder. The file
-            may import modules that lie beside it.
+            may import modules that lie beside it. Or the web servers that score in its place.
         tokenizer: NeMo tokenizer of the policy whose responses are scored.
         workers: processes.
         timeout_s: per sample; a sample that takes longer fails, and its worker is killed.
@@ -62,37 +69,48 @@ class RewardFunction:
         per: what a reward is for: a "response", or each "step" or "token" of it; then the function
             returns a list of numbers per sample.
         step_end: the text that ends a step.
+        section: of the configuration, for messages.
+        gives_columns: whether columns of the prompts' records come with the samples.
+
+    Attributes:
+        columns: those that the function asks for (`reward_worker.py:columns_of`).
 
     Raises:
         ConfigError: a value that cannot work.
-        UserError: no such file or function, it cannot be imported, or it does not take three
-            arguments.
+        UserError: no such file or function, it cannot be imported, does not take three arguments,
+            or asks for columns that it is not given.
     """
 
     def __init__(
         self,
-        spec: str,
+        spec: "str | RewardServers",
         tokenizer: Any,
         workers: int = 2,
         timeout_s: float = 10.0,
         fallback: float | None = None,
         per: str = "response",
         step_end: str | None = None,
+        section: str = "inference",
+        gives_columns: bool = False,
     ):
-        self.spec, self.tokenizer = spec, tokenizer
-        path, name = split_spec(
-            spec, "inference.reward_fn", "function", "examples/rewards/arithmetic.py:exact_answer"
-        )
-        check_kind_of_rewards(per, step_end)
+        self.tokenizer, self.section = tokenizer, section
+        key, setting = f"{section}.reward_fn", f"{section}.reward_fn={spec}"
+        self._processes: Any  # Workers, or what takes their place
+        if isinstance(spec, RewardServers):
+            self.title, self._processes = str(spec), spec
+        else:
+            self.title = f"the reward function {spec}"
+            path, name = split_spec(
+                spec, key, "function", "examples/rewards/arithmetic.py:exact_answer"
+            )
+            self._processes = Workers(path, name, reward_worker.__file__, setting)
+        check_kind_of_rewards(per, step_end, section)
         self.per, self.step_end = per, step_end
-        check_reward_function_options(workers, timeout_s, fallback)
+        check_reward_function_options(workers, timeout_s, fallback, section)
         self.workers, self.timeout_s, self.fallback = int(workers), float(timeout_s), fallback
         self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._processes = Workers(
-            path, name, reward_worker.__file__, f"inference.reward_fn={spec}"
-        )
         self._requests: set[_Request] = set()
         ready: list[concurrent.futures.Future[None]] = [
             concurrent.futures.Future() for _ in range(self.workers)
@@ -108,9 +126,16 @@ class RewardFunction:
         except BaseException:
             self.close()
             raise
-        logging.info(
-            f"reward function {spec}: {self.workers} worker(s), {self.timeout_s:g} s per sample"
-        )
+        self.columns = list(self._processes.described)
+        asked = [name for name in self.columns if name != reward_worker.ALL_COLUMNS]
+        if asked and not gives_columns:
+            self.close()
+            raise UserError(
+                f"{setting} asks for columns of the records ({', '.join(asked)}), which come only "
+                "to a function in the job that trains, trainer.<algorithm>.reward_fn. Use it "
+                "there, or give these parameters a default."
+            )
+        logging.info(f"{self.title}: {self.workers} worker(s), {self.timeout_s:g} s per sample")
 
     def __enter__(self) -> "RewardFunction":
         return self
@@ -124,7 +149,7 @@ class RewardFunction:
             self._closed = True
             requests = list(self._requests)
         for request in requests:
-            request.fail(RewardFunctionError(f"the reward function {self.spec} is shutting down"))
+            request.fail(RewardFunctionError(f"{self.title} is shutting down"))
         self._processes.close()
         for _ in self._threads:
             self._chunks.put(None)
@@ -139,17 +164,31 @@ class RewardFunction:
         sequence_lengths: "np.ndarray | Tensor",
         prompt_lengths: "np.ndarray | Tensor | None",
     ) -> np.ndarray:
-        """Return the rewards of samples: float32 [N, 1], or per step or token [N, S], NaN at
-        tokens without one.
+        """The rewards of samples; arguments and errors as for `submit`.
+
+        Raises:
+            RewardFunctionError: the function failed on a sample and there is no fallback.
+        """
+        return self.submit(tokens, sequence_lengths, prompt_lengths).result()
+
+    def submit(
+        self,
+        tokens: "np.ndarray | Tensor",
+        sequence_lengths: "np.ndarray | Tensor",
+        prompt_lengths: "np.ndarray | Tensor | None",
+        columns: Sequence[Mapping[str, Any]] | None = None,
+    ) -> "concurrent.futures.Future[np.ndarray]":
+        """The future of the rewards of samples: float32 [N, 1], or per step or token [N, S], NaN
+        at tokens without one.
 
         Args:
             tokens: int64 [N, S], prompt and response, right-padded.
             sequence_lengths: int64 [N] or [N, 1], R.
             prompt_lengths: int64 [N] or [N, 1], P.
+            columns: of the samples' records, by name.
 
         Raises:
             RequestError: no `prompt_lengths`.
-            RewardFunctionError: the function failed on a sample and there is no fallback.
         """
         if prompt_lengths is None:
             raise RequestError(
@@ -161,8 +200,6 @@ class RewardFunction:
         )
         ends, starts = ends.reshape(-1), starts.reshape(-1)
         prompts, responses, lengths = self.decode(tokens, ends, starts)
-        if self.per == "response":
-            return self.score(prompts, responses, lengths)[:, None]
         places = [list(range(length)) for length in lengths]
         if self.step_end is not None:
             steps = [
@@ -170,18 +207,24 @@ class RewardFunction:
                 for row, start, end in zip(tokens, starts.tolist(), ends.tolist())
             ]
             responses, places = [each.text for each in steps], [each.places for each in steps]
-        samples = zip(prompts, responses, lengths, map(len, places))
-        rewards = np.full(tokens.shape, np.nan, dtype=np.float32)
-        for row, start, end, at, values in zip(
-            rewards, starts, ends, places, self._scores_of(list(samples))
-        ):
-            if isinstance(values, list):
-                columns = start + np.array(at, dtype=np.int64)
-                row[columns] = 0.0
-                np.add.at(row, columns, values)  # a token may end several steps
-            else:  # the fallback score of the response
-                row[end - 1] = values
-        return rewards
+        counts = [None if self.per == "response" else len(each) for each in places]
+        records = columns or [{}] * len(counts)
+        samples = list(zip(prompts, responses, lengths, counts, records, strict=True))
+
+        def rewards(scores: _Scores) -> np.ndarray:
+            if self.per == "response":
+                return np.array(scores, dtype=np.float32)[:, None]
+            found = np.full(tokens.shape, np.nan, dtype=np.float32)
+            for row, start, end, at, values in zip(found, starts, ends, places, scores):
+                if isinstance(values, list):
+                    where = start + np.array(at, dtype=np.int64)
+                    row[where] = 0.0
+                    np.add.at(row, where, values)  # a token may end several steps
+                else:  # the fallback score of the response
+                    row[end - 1] = values
+            return found
+
+        return then(self._submit(samples), rewards)
 
     def decode(
         self, tokens: np.ndarray, ends: np.ndarray, starts: np.ndarray
@@ -206,8 +249,8 @@ class RewardFunction:
             RequestError: always.
         """
         raise RequestError(
-            f"{len(sentences)} 'sentences' came, but the reward function {self.spec} is given "
-            "prompt and response apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
+            f"{len(sentences)} 'sentences' came, but {self.title} is given prompt and response "
+            "apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
         )
 
     def score(self, prompts: list[str], responses: list[str], lengths: list[int]) -> np.ndarray:
@@ -217,25 +260,25 @@ class RewardFunction:
             RewardFunctionError: the function failed on a sample and there is no fallback, or it is
                 shutting down.
         """
-        samples: list[_Sample] = [(*sample, None) for sample in zip(prompts, responses, lengths)]
-        return np.array(self._scores_of(samples), dtype=np.float32)
+        samples: list[Sample] = [
+            (*sample, None, {}) for sample in zip(prompts, responses, lengths)
+        ]
+        return np.array(self._submit(samples).result(), dtype=np.float32)
 
-    def _scores_of(self, samples: "list[_Sample]") -> list[float | list[float]]:
-        """Return the values of the samples (see `_Request`); errors as in `score`."""
+    def _submit(self, samples: list[Sample]) -> "concurrent.futures.Future[_Scores]":
+        """The future of the scores of the samples."""
         request = _Request(self, samples)
         with self._lock:
             if self._closed:
-                raise RewardFunctionError(f"the reward function {self.spec} is shut down")
+                raise RewardFunctionError(f"{self.title} is shut down")
             self._requests.add(request)
-        try:
-            # A few chunks per worker, so that they finish together.
-            size = min(max(len(samples) // (4 * self.workers), 1), MAX_CHUNK)
-            for start in range(0, len(samples), size):
-                self._chunks.put((request, range(start, min(start + size, len(samples)))))
-            return request.future.result()
-        finally:
-            with self._lock:
-                self._requests.discard(request)
+        request.future.add_done_callback(lambda _: self._requests.discard(request))
+        # A few chunks per process, so that they finish together; a server has more at once.
+        chunks = self.workers * (4 if isinstance(self._processes, Workers) else 1)
+        size = min(max(len(samples) // chunks, 1), MAX_CHUNK)
+        for start in range(0, len(samples), size):
+            self._chunks.put((request, range(start, min(start + size, len(samples)))))
+        return request.future
 
     # ---- one thread per worker ----
 
@@ -259,7 +302,7 @@ class RewardFunction:
         finally:
             self._processes.end(worker)
 
-    def _start_ahead(self) -> WorkerProcess | None:
+    def _start_ahead(self) -> _Worker | None:
         """Start a worker before there are samples for it, so that they do not wait for its start;
         None if it does not start: `_work_off` tries again, and its request gets the error.
         """
@@ -269,8 +312,8 @@ class RewardFunction:
             return None
 
     def _work_off(
-        self, worker: WorkerProcess | None, request: "_Request", samples: range
-    ) -> WorkerProcess | None:
+        self, worker: _Worker | None, request: "_Request", samples: range
+    ) -> _Worker | None:
         """Score some samples of a request; return the worker, a new one if the given one ended."""
         left = collections.deque(samples)
         try:
@@ -292,7 +335,7 @@ class RewardFunction:
         return worker
 
     def _feed(
-        self, worker: WorkerProcess, request: "_Request", left: "collections.deque[int]"
+        self, worker: _Worker, request: "_Request", left: "collections.deque[int]"
     ) -> str | None:
         """Have `worker` score the samples in `left`, which are removed as their scores come.
 
@@ -307,8 +350,8 @@ class RewardFunction:
                 progress.made()
         except TimeoutError:
             return (
-                f"it took longer than {self.timeout_s:g} s (inference.reward_fn_timeout_s) and "
-                "was stopped"
+                f"it took longer than {self.timeout_s:g} s ({self.section}.reward_fn_timeout_s) "
+                "and was stopped"
             )
         except WorkerEndedError as error:
             return f"it ended its process ({error})"
@@ -319,8 +362,25 @@ def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-# Prompt, response, its length, and how many rewards it needs; None: one for the whole.
-_Sample = tuple[str, str, int, int | None]
+def then(
+    future: "concurrent.futures.Future[T]", make: Callable[[T], U]
+) -> "concurrent.futures.Future[U]":
+    """The future of `make` of a future's result; errors pass."""
+    made: concurrent.futures.Future[U] = concurrent.futures.Future()
+
+    def finish(done: "concurrent.futures.Future[T]") -> None:
+        try:
+            made.set_result(make(done.result()))
+        except Exception as error:
+            made.set_exception(error)
+
+    future.add_done_callback(finish)
+    return made
+
+
+# The values of samples: of each a number, or a list where it needs several (a number there is the
+# fallback).
+_Scores = list[float | list[float]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -329,18 +389,15 @@ class _Request:
 
     Attributes:
         samples: whose values are wanted.
-        future: of the values: of each sample a number, or a list where it needs several (a number
-            there is the fallback).
+        future: of the values.
     """
 
     owner: RewardFunction
-    samples: list[_Sample]
+    samples: list[Sample]
 
     def __post_init__(self) -> None:
-        self.future: concurrent.futures.Future[list[float | list[float]]] = (
-            concurrent.futures.Future()
-        )
-        self._scores: list[float | list[float]] = [0.0] * len(self.samples)
+        self.future: concurrent.futures.Future[_Scores] = concurrent.futures.Future()
+        self._scores: _Scores = [0.0] * len(self.samples)
         self._left = len(self.samples)
         self._failures: list[tuple[int, str]] = []
         self._lock = threading.Lock()
@@ -358,8 +415,9 @@ class _Request:
         if kind == "error" and fallback is None:
             self.fail(
                 RewardFunctionError(
-                    f"{self._describe(index, value)}. Correct the function, or set "
-                    "inference.reward_fn_fallback to the score that such a sample gets."
+                    f"{self._describe(index, value)}. Correct it, or set "
+                    f"{self.owner.section}.reward_fn_fallback to the score that such a sample "
+                    "gets."
                 )
             )
             return
@@ -381,27 +439,24 @@ class _Request:
         if self._failures:
             logging.warning(
                 f"{len(self._failures)} of {len(self.samples)} samples got the fallback score "
-                f"{self.owner.fallback:g} (inference.reward_fn_fallback). The first: "
+                f"{self.owner.fallback:g} ({self.owner.section}.reward_fn_fallback). The first: "
                 f"{self._describe(*min(self._failures))}"
             )
 
     def _describe(self, index: int, why: str) -> str:
         """Return in one line why a sample has no score; a traceback goes to the log."""
-        prompt, response, length, _ = self.samples[index]
-        failed = (
-            f"the reward function {self.owner.spec} failed on sample {index} of "
-            f"{len(self.samples)}"
-        )
+        prompt, response, length, _, columns = self.samples[index]
+        failed = f"{self.owner.title} failed on sample {index} of {len(self.samples)}"
         if "\n" in why:
             logging.error(f"{failed}: {why}")
         return (
             f"{failed}: {cause_in(why)}; prompt {shown(prompt)}, response {shown(response)}, "
-            f"length {length}"
+            f"length {length}" + "".join(f", {name} {shown(columns[name])}" for name in columns)
         )
 
 
-def shown(text: str) -> str:
-    text = repr(text)
+def shown(value: Any) -> str:
+    text = repr(value)
     return (
         text
         if len(text) <= SHOWN_CHARACTERS

@@ -7,12 +7,13 @@
 It is started as a script and needs only the standard library, so that a worker starts in a moment,
 also after its predecessor was killed. Lines of JSON go through the two pipes:
 
-    worker -> server    ["ready", null] or ["error", text] once, after loading
-    server -> worker    [[prompt, response, length, count], ...]
+    worker -> server    ["ready", columns] or ["error", text] once, after loading
+    server -> worker    [[prompt, response, length, count, values of the columns], ...]
     worker -> server    ["score", value] or ["error", text] for each sample, in order, at once
 
-The value is a number; with a `count`, which is null for one reward per response, a list of so many
-numbers, for the steps or tokens of the response.
+`columns` are those of a prompt's record that the function asks for by its parameters
+(`columns_of`). The value is a number; with a `count`, which is null for one reward per response, a
+list of so many numbers, for the steps or tokens of the response.
 
 The server sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
 (`worker_keeper.py`), which bounds what it prints and kills what it has started.
@@ -30,13 +31,14 @@ import reprlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
 # Longest traceback; of a longer one the end, which names the error, is kept.
 ERROR_CHARACTERS = 4000
 LARGEST_FLOAT32 = 3.4028234663852886e38
+ALL_COLUMNS = "**"
 
 
 class LoadError(Exception):
@@ -45,21 +47,26 @@ class LoadError(Exception):
 
 def main() -> None:
     """Load the function, then score samples until the server closes the pipe."""
-    run(load_function, score_samples)
+    run(load_function, score_samples, columns_of)
 
 
+# Prompt, response, its length, how many rewards it needs (None: one for the whole), and columns.
+Sample = tuple[str, str, int, int | None, Mapping[str, Any]]
 # What goes back for a message: its kind and a JSON value.
 Outcome = tuple[str, Any]
 
 
 def run(
-    load: Callable[[str, str], Any], respond: Callable[[Any, str, Any], Iterable[Outcome]]
+    load: Callable[[str, str], Any],
+    respond: Callable[[Any, str, Any], Iterable[Outcome]],
+    describe: Callable[[Any], Any] = lambda loaded: None,
 ) -> None:
     """Load the user's code, then respond to messages until the other side closes the pipe.
 
     Args:
         load: (path, name) to what is used of the file; may raise `LoadError`.
         respond: (what was loaded, path, message) to the replies.
+        describe: what was loaded, to what the other side is told of it.
     """
     path, name = sys.argv[1:3]
     requests_fd, replies_fd, parent = map(int, sys.argv[3:6])
@@ -77,7 +84,7 @@ def run(
     except LoadError as error:
         _send(replies, "error", str(error))
         return
-    _send(replies, "ready", None)
+    _send(replies, "ready", describe(loaded))
     own_pid = os.getpid()
     for line in requests:
         for outcome in respond(loaded, path, json.loads(line)):
@@ -141,7 +148,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     """Return the callable `name` of the file at `path`.
 
     Raises:
-        LoadError: the file cannot be run, or holds no such function of three arguments.
+        LoadError: the file cannot be run, or holds no such function that takes three arguments.
     """
     function = load_named(path, name, "function", inspect.isfunction)
     if not callable(function):
@@ -149,7 +156,10 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
         raise LoadError(f"'{name}' is an async function; write it as a plain one")
     try:
-        inspect.signature(function).bind([], [], [])
+        columns: dict[str, Any] = {
+            name: [] for name in columns_of(function) if name != ALL_COLUMNS
+        }
+        inspect.signature(function).bind([], [], [], **columns)
     except TypeError as error:
         raise LoadError(
             f"'{name}{inspect.signature(function)}' cannot be called as {name}(prompts, "
@@ -158,6 +168,24 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     except ValueError:
         pass  # some functions written in C have no signature: the first sample shows
     return function
+
+
+def columns_of(function: Callable[..., Any]) -> list[str]:
+    """The columns that a function asks for: its parameters beyond the first three that have no
+    default, and with `**` as the last of them all others.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return []
+    kinds = inspect.Parameter
+    positional = [p for p in parameters if p.kind <= kinds.POSITIONAL_OR_KEYWORD]
+    asked = [p for p in parameters if p not in positional[:3] and p.kind != kinds.VAR_POSITIONAL]
+    return [
+        ALL_COLUMNS if p.kind == kinds.VAR_KEYWORD else p.name
+        for p in asked
+        if p.default is p.empty
+    ]
 
 
 def format_error(error: BaseException, path: str) -> str:
@@ -175,9 +203,9 @@ def format_error(error: BaseException, path: str) -> str:
 
 
 def score_samples(function: Callable[..., Any], path: str, samples: Any) -> Iterable[Outcome]:
-    """Yield the outcome of each sample, (prompt, response, length, count)."""
-    for prompt, response, length, count in samples:
-        yield score_sample(function, path, prompt, response, length, count)
+    """Yield the outcome of each sample, (prompt, response, length, count, columns)."""
+    for sample in samples:
+        yield score_sample(function, path, *sample)
 
 
 class BadScoreError(Exception):
@@ -191,14 +219,17 @@ def score_sample(
     response: str,
     length: int,
     count: int | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> tuple[str, float | list[float] | str]:
     """Return ("score", value) of one sample, or ("error", why there is none).
 
     Args:
         count: of the numbers that a sample needs; None: the value is one number.
+        columns: of the prompt's record, by name.
     """
     try:
-        returned = function([prompt], [response], [length])
+        others = {name: [value] for name, value in (columns or {}).items()}
+        returned = function([prompt], [response], [length], **others)
         return "score", to_score(returned) if count is None else to_scores(returned, count)
     except BadScoreError as error:
         return "error", str(error)
@@ -231,13 +262,13 @@ def to_scores(scores: Any, count: int) -> list[float]:
     if not _is_sequence(values):
         raise BadScoreError(
             f"it returned {brief(scores)}, whose item is a {type(values).__name__}, not a list "
-            f"of {count} numbers (inference.rewards_per)"
+            f"of {count} numbers (rewards_per)"
         )
     numbers = [finite_number(value, scores) for value in values]
     if len(numbers) != count:
         raise BadScoreError(
             f"it returned {len(numbers)} rewards for a response of {count} "
-            f"(inference.rewards_per): {brief(scores)}"
+            f"(rewards_per): {brief(scores)}"
         )
     return numbers
 

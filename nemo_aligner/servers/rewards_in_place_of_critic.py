@@ -29,7 +29,7 @@ class RewardsInPlaceOfCritic:
     Args:
         cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
             `RemoteGPTRMClient`, which also lists the errors.
-        tokenizer, max_length, environment: as there.
+        tokenizer, max_length, score_source: as there.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class RewardsInPlaceOfCritic:
         cfg: DictConfig,
         tokenizer: object | None = None,
         max_length: int | None = None,
-        environment: ScoreSource | None = None,
+        score_source: ScoreSource | None = None,
     ):
         self.rm = RemoteGPTRMClient(
-            cfg, tokenizer, RemoteGPTRMCriticClient.SETTING, max_length, environment
+            cfg, tokenizer, RemoteGPTRMCriticClient.SETTING, max_length, score_source
         )
         self.communicator = self.rm.communicator
 

@@ -4,6 +4,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
@@ -51,7 +52,12 @@ class Workers:
         path, name: of the file, and of what it holds.
         program: path of the program that a worker runs (`reward_worker.py`).
         setting: "key=value" of the configuration, for messages.
+
+    Attributes:
+        described: what the program told of the code, once a worker has loaded it.
     """
+
+    described: Any = None
 
     def __init__(self, path: str, name: str, program: str, setting: str):
         self.path, self.name, self.program, self.setting = path, name, program, setting
@@ -84,6 +90,7 @@ class Workers:
         if kind == "error":
             self.end(worker)
             raise UserError(f"{self.setting} ({self.path}): {text}")
+        self.described = text
         return worker
 
     def end(self, worker: WorkerProcess | None) -> None:

@@ -9,26 +9,22 @@ together with; a server of others promises that as far as it honours seeds.
 
 import concurrent.futures
 import dataclasses
-import http.client
 import json
 import os
-import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_aligner.core.errors import ServerRequestError, UserError, one_line
+from nemo_aligner.config.access import shown_url
+from nemo_aligner.core.errors import UserError, one_line
 from nemo_aligner.data.nlp.chat_records import Message
 from nemo_aligner.parallel.collectives import on_rank_zero
+from nemo_aligner.servers.web import TRY_AGAIN, NoReplyError, post_json
 
 if TYPE_CHECKING:
     from nemo_aligner.generate.policy import Policy
 
 FIRST_PAUSE_S = 1.0
-# Statuses of a server that may have room or be up again after a while.
-_TRY_AGAIN = (408, 429, 500, 502, 503, 504)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +108,12 @@ class ServedChatModel:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(
-                f"{url} is no address of a server: it begins with http:// or https://."
+                f"{shown_url(url)} is no address of a server: it begins with http:// or https://."
             )
         self.url, self.model, self.sampling = url, model, sampling
-        self.settings = {"model": model or url, **sampling.fields()}
+        self.settings = {"model": model or shown_url(url), **sampling.fields()}
         self.timeout_s, self.tries, self.at_once = timeout_s, tries, at_once
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._api_key = api_key
 
     def respond(
         self, turns: Sequence[Turn], temperature: float | None = None
@@ -140,30 +134,24 @@ class ServedChatModel:
             fields["temperature"] = temperature
         if self.model:
             fields["model"] = self.model
-        body = json.dumps({**fields, "seed": turn.seed % 2**31}).encode()
+        fields["seed"] = turn.seed % 2**31
         pause = FIRST_PAUSE_S
         for number in range(1, self.tries + 1):
-            found, may_pass = self._ask(body)
+            found, may_pass = self._ask(fields)
             if not may_pass or number == self.tries:
                 return found
             time.sleep(pause)
             pause *= 2
         raise AssertionError("there is at least one try")
 
-    def _ask(self, body: bytes) -> tuple[str | Exception, bool]:
+    def _ask(self, fields: dict[str, Any]) -> tuple[str | Exception, bool]:
         """(the response or the error of one request, whether another try may succeed)."""
-        request = urllib.request.Request(self.url, body, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
-                content = reply.read()
-        except urllib.error.HTTPError as error:
-            text = one_line(error.read(500).decode("utf-8", "replace")) or error.reason
-            return self._error(f"replied with HTTP {error.code}: {text}"), error.code in _TRY_AGAIN
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError | socket.timeout):
-                return self._error(f"gave no reply within {self.timeout_s:g} s"), True
-            return self._error(f"cannot be reached ({one_line(str(reason))})"), True
+            content = post_json(
+                self.url, fields, self._api_key, self.timeout_s, try_again=(*TRY_AGAIN, 500)
+            )
+        except NoReplyError as error:
+            return error, error.may_pass
         try:
             text = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
@@ -176,7 +164,7 @@ class ServedChatModel:
         return text or "", False
 
     def _error(self, what: str) -> Exception:
-        return ServerRequestError(f"the server {self.url} {what}.")
+        return NoReplyError(self.url, what)
 
 
 def read_api_key(path: str | None, variable: str) -> str | None:

@@ -1,29 +1,31 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO as users start it: the actor script and a reward server, and no critic anywhere; killed and
-resumed; and with rewards of steps.
+"""GRPO as users start it: the actor script with a reward function in its own job, a web server or
+a reward server, and no critic anywhere; at several splits; killed and resumed; with rewards of
+steps.
 """
 
-import importlib.util
+import contextlib
 import json
 import signal
 import textwrap
 
 import pytest
 
+from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
+from tests.functional import test_reinforce_job, test_rs_job
 from tests.functional.jobs import (
     assert_ended_well,
     read_metrics,
     reward_server,
     wait_until_serving,
 )
-from tests.functional.test_code_reward import code_reward_server
-from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)
+from tests.functional.test_ppo_job import actor, critic, inputs  # noqa: F401  (a fixture)
+from tests.json_server import JsonServer
 from tests.patience import wait_until
 
-# Four starts of a process, ten seconds each.
-pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)  # four starts of a process, ten seconds each
 
 STEPS, RESPONSES = 6, 4
 COMPARED = [
@@ -40,24 +42,68 @@ COMPARED = [
 ]
 
 
-def grpo(inputs, folder, reward_port, *extra):  # noqa: F811
-    """At the critic's port nobody listens."""
+TOKEN = "token-of-the-reward-server"
+REWARD = """
+    import random
+
+    def score_of(response, length, answer):
+        return len(response) / 8 + length + (10 if answer == "even" else 0)
+
+    def by_answer(prompts, responses, lengths, answer):
+        return [score_of(*sample) for sample in zip(responses, lengths, answer)]
+
+    def lengths_of_words(prompts, responses, lengths):
+        ends = [response.count(" ") for response in responses]
+        words = [response.split(" ") for response in responses]
+        blank = [not each[-1].strip() for each in words]
+        return [
+            [float(len(word)) for word in each][: max(count + (not b), 1)]
+            for each, count, b in zip(words, ends, blank)
+        ]
+"""
+
+
+def score_of(response, length, answer):
+    return len(response) / 8 + length + (10 if answer == "even" else 0)
+
+
+@pytest.fixture(scope="module")
+def answers(inputs):  # noqa: F811
+    """Override for prompts whose records have an answer, and the file of reward functions."""
+    records = [json.loads(line) for line in (inputs / "prompts.jsonl").open()]
+    with (inputs / "answers.jsonl").open("w") as file:
+        for number, record in enumerate(records):
+            answer = ["even", "odd"][number % 2]
+            file.write(json.dumps({**record, "answer": answer}) + "\n")
+    (inputs / "reward.py").write_text(textwrap.dedent(REWARD))
+    names = ("train", "validation", "test")
+    return "model.data.data_prefix={" + ", ".join(f"{n}: [{file.name}]" for n in names) + "}"
+
+
+def reward_fn(inputs, function, section="trainer.ppo"):  # noqa: F811
+    return [
+        f"{section}.reward_fn={inputs}/reward.py:{function}",
+        f"{section}.reward_fn_workers=1",
+    ]
+
+
+def grpo(inputs, folder, *extra, ranks=1):  # noqa: F811
+    """At the critic's and the reward model's port nobody listens."""
     folder.mkdir(exist_ok=True)
     return actor(
         inputs,
         folder,
         find_free_port(),
-        1,
+        ranks,
         "python",
         "trainer.ppo.advantage_estimator=grpo",
         f"trainer.ppo.max_steps={STEPS}",
         "trainer.ppo.val_check_interval=1",
         "trainer.ppo.adaptive_kl={enable: True, target: 0.01, horizon: 100}",
         "trainer.ppo.kl_estimator=k3",
-        "remote_critic_rm.combine_rm_and_critic_server=False",
-        "remote_critic_rm.reward_model.ip=127.0.0.1",
-        f"remote_critic_rm.reward_model.port={reward_port}",
+        f"remote_critic_rm.reward_model.port={find_free_port()}",
         "model.ppo.num_rollout_samples=4",
+        "model.ppo.rollout_micro_batch_size=2",
         f"model.ppo.num_rollouts_per_prompt={RESPONSES}",
         "model.ppo.kl_loss_coef=0.1",
         *extra,
@@ -79,20 +125,69 @@ def kill_after_checkpoint(job, folder, step: int) -> None:
     assert job.wait(10) == -signal.SIGKILL
 
 
-def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(tmp_path, inputs):  # noqa: F811
-    port, whole, parts = find_free_port(), tmp_path / "whole", tmp_path / "parts"
-    with code_reward_server(
-        tmp_path / "s", port, None, "reward.py:texts_only", inputs / "policy.nemo"
-    ) as reward:
-        wait_until_serving(reward)
-        with grpo(inputs, whole, port) as job:
+def samples_of(folder):
+    return [json.loads(line) for line in (folder / "actor/val_samples.jsonl").open()]
+
+
+def assert_right_rewards(folder):
+    """Those of the validation samples are what the function gives to their records."""
+    samples = samples_of(folder)
+    assert samples
+    for sample in samples:
+        answer = ["even", "odd"][int(sample["prompt"].split()[-1]) % 2]
+        lengths = {sample["reward"] - score_of(sample["response"], 0, answer)}
+        assert lengths <= set(map(float, range(13))), sample
+
+
+def test_a_function_and_a_web_server_give_the_same_run_at_another_split(tmp_path, inputs, answers):  # noqa: F811
+    """The records' answers reach both. No secret is in the logs and the folder of the run."""
+    function, served = tmp_path / "function", tmp_path / "served"
+    few = [answers, "trainer.ppo.max_steps=3", "trainer.ppo.val_check_interval=3"]
+    with grpo(inputs, function, *few, *reward_fn(inputs, "by_answer")) as job:
+        assert_ended_well(job, job.wait(240))
+    assert_right_rewards(function)
+
+    def reply(_path, fields):
+        names = ("responses", "lengths", "answer")
+        return {"rewards": [score_of(*s) for s in zip(*(fields[name] for name in names))]}
+
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    with JsonServer(reply) as server:
+        addresses = [f'"{server.url}/{name}?key=hidden-key"' for name in "ab"]
+        options = [f"reward_fn=[{','.join(addresses)}]", f"reward_token_file={tmp_path}/token"]
+        given = [f"trainer.ppo.{option}" for option in options]
+        with grpo(inputs, served, *few, *given, ranks=2) as job:
             assert_ended_well(job, job.wait(240))
-        with grpo(inputs, parts, port) as job:
-            kill_after_checkpoint(job, parts, step=2)
-        with grpo(inputs, parts, port) as job:
-            assert_ended_well(job, job.wait(240))
-            assert "resumed from" in job.log
-        assert_ended_well(reward, reward.stop())
+        assert {each["Authorization"] for each in server.headers} == {f"Bearer {TOKEN}"}
+        asked = sum(len(each["prompts"]) for each in server.requests)
+    assert asked == 3 * 4 * RESPONSES + 4  # once per sample, on one rank
+    for key in COMPARED:
+        expected = read_metrics(function / "actor", key)
+        assert read_metrics(served / "actor", key) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert samples_of(served) == samples_of(function)
+    files = [path for path in served.rglob("*") if path.is_file()]
+    assert any(path.name == "cmd-args.log" for path in files) and len(files) > 5
+    for path in files:
+        content = path.read_bytes()
+        assert TOKEN.encode() not in content and b"hidden-key" not in content, path
+
+
+@pytest.mark.full
+def test_grpo_with_a_function_resumes_after_a_kill_as_if_nothing_had_been(
+    tmp_path,
+    inputs,  # noqa: F811
+    answers,
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    extra = [answers, *reward_fn(inputs, "by_answer")]
+    with grpo(inputs, whole, *extra) as job:
+        assert_ended_well(job, job.wait(240))
+    with grpo(inputs, parts, *extra) as job:
+        kill_after_checkpoint(job, parts, step=2)
+    with grpo(inputs, parts, *extra) as job:
+        assert_ended_well(job, job.wait(240))
+        assert "resumed from" in job.log
     for key in COMPARED:
         expected = read_metrics(whole / "actor", key)
         assert len(expected) >= STEPS and read_metrics(parts / "actor", key) == expected, (
@@ -111,59 +206,42 @@ def test_grpo_against_a_code_reward_resumes_after_a_kill_as_if_nothing_had_been(
     assert len(set(read_metrics(whole / "actor", "train_rollouts/kl_penalty"))) > 1
     metrics = (whole / "actor" / "metrics.jsonl").read_text()
     assert "critic_loss" not in metrics and "values_mean" not in metrics
-
-    spec = importlib.util.spec_from_file_location(
-        "reward_of_the_test", tmp_path / "s" / "reward.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    samples = [
-        json.loads(line)
-        for line in (whole / "actor" / "val_samples.jsonl").read_text().splitlines()
-    ]
-    assert [sample["reward"] for sample in samples] == [
-        module.score_of(sample["prompt"], sample["response"]) for sample in samples
-    ]
+    assert_right_rewards(whole)
 
 
-WORDS = """
-    def lengths_of_words(prompts, responses, lengths):
-        ends = [response.count(" ") for response in responses]
-        words = [response.split(" ") for response in responses]
-        blank = [not each[-1].strip() for each in words]
-        return [
-            [float(len(word)) for word in each][: max(count + (not b), 1)]
-            for each, count, b in zip(words, ends, blank)
-        ]
-"""
-STEPWISE = ["inference.rewards_per=step", "inference.step_end=' '"]
+STEPWISE = ["rewards_per=step", "step_end=' '"]
 ESTIMATORS = {
     "grpo of each step": ["trainer.ppo.process_rewards=steps"],
     "rloo": ["trainer.ppo.advantage_estimator=rloo"],
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["function", "model"])
-def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs):  # noqa: F811
+def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs, answers):  # noqa: F811
     """The words of a response are its steps. Their rewards add up to those of the responses, and
     what the policy learns from them depends on the estimator.
     """
-    port, server = find_free_port(), tmp_path / "server"
-    server.mkdir()
-    (server / "words.py").write_text(textwrap.dedent(WORDS))
-    file = inputs / "policy.nemo"
-    extra = ["inference.reward_fn=words.py:lengths_of_words"]
-    if source == "model":
-        file, extra = inputs / "rm.nemo", []
-    runs = {}
-    with reward_server(file, server, port, 1, "python", *extra, *STEPWISE) as reward:
-        wait_until_serving(reward)
+    port, runs = find_free_port(), {}
+    with contextlib.ExitStack() as stack:
+        given = [*reward_fn(inputs, "lengths_of_words"), *(f"trainer.ppo.{x}" for x in STEPWISE)]
+        if source == "model":
+            given = [
+                f"remote_critic_rm.reward_model.{x}" for x in ("ip=127.0.0.1", f"port={port}")
+            ]
+            (tmp_path / "server").mkdir()
+            steps = [f"inference.{x}" for x in STEPWISE]
+            reward = stack.enter_context(
+                reward_server(inputs / "rm.nemo", tmp_path / "server", port, 1, "python", *steps)
+            )
+            wait_until_serving(reward)
         for name, options in ESTIMATORS.items():
             runs[name] = tmp_path / name.replace(" ", "_")
             options = [*options, "trainer.ppo.max_steps=2", "model.ppo.train_on_truncated=True"]
-            with grpo(inputs, runs[name], port, *options) as job:
+            with grpo(inputs, runs[name], *given, *options) as job:
                 assert_ended_well(job, job.wait(240))
-        assert_ended_well(reward, reward.stop())
+        if source == "model":
+            assert_ended_well(reward, reward.stop())
     first = {}
     for name, folder in runs.items():
         counts = read_metrics(folder / "actor", "train_rollouts/rewards_per_response")
@@ -182,3 +260,41 @@ def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs):  # noqa
         for sample in samples:
             letters = len(sample["response"].replace(" ", ""))
             assert sample["reward"] == pytest.approx(letters), sample
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gae", "rs", "reinforce"])
+def test_other_actors_take_the_same_function(tmp_path, inputs, answers, kind):  # noqa: F811
+    """Of two tensor-parallel ranks as of one; with `gae` a critic's server gives the values."""
+    section = "trainer.ppo" if kind == "gae" else f"trainer.{kind}"
+    extra = [answers, *reward_fn(inputs, "by_answer", section), "model.optim.sched.name=constant"]
+    for ranks in (1, 2):
+        folder, port = tmp_path / str(ranks), find_free_port()
+        folder.mkdir()
+        split = [f"++model.tensor_model_parallel_size={ranks}"]
+        with contextlib.ExitStack() as stack:
+            if kind == "gae":
+                apart = ["trainer.ppo.combine_rm_and_critic_server=False", "server.frontend=asgi"]
+                stack.enter_context(critic(inputs, folder, port, 1, "python", *apart))
+                job = actor(inputs, folder, port, ranks, "python", *extra, *split)
+            else:
+                module = {"rs": test_rs_job, "reinforce": test_reinforce_job}[kind]
+                steps = [2] if kind == "reinforce" else []
+                job = module.actor(inputs, folder, port, *steps, ranks, "python", *extra, *split)
+            with job:
+                assert_ended_well(job, job.wait(240))
+        assert_right_rewards(folder)
+    for key in ("train_optim/loss", "train_optim/grad_norm"):
+        expected = read_metrics(tmp_path / "1/actor", key)
+        assert expected and read_metrics(tmp_path / "2/actor", key) == pytest.approx(
+            expected, rel=1e-4, abs=1e-6
+        )
+
+
+def test_records_without_the_column_are_one_line(inputs, answers, tmp_path):  # noqa: F811
+    with grpo(inputs, tmp_path, *reward_fn(inputs, "by_answer"), ranks=2) as job:
+        assert job.wait(120) == ExitCode.USER_ERROR, job.log[-4000:]
+        assert not job.leftovers()
+    assert job.log.count("ERROR: ") == 1
+    for words in ("prompts.jsonl, line 1 ", "no column 'answer'", "['text']"):
+        assert words in job.log.split("ERROR: ")[1]

@@ -119,10 +119,10 @@ def test_gsm8k(write_folder, tmp_path):
         MODEL=model.name,  # relative to where the user is
         GSM8K="gsm8k",
         OUT="out",
-        WORKERS="1",
     )
     (prompt, *_) = (tmp_path / "out/data/train.jsonl").read_text().splitlines()
     assert json.loads(prompt)["text"].startswith("<user>What is 0 + 0?\n\nThink")
+    assert json.loads(prompt)["answer"] == "0"
     assert len(read_metrics(tmp_path / "out/actor", "train_rollouts/rewards")) == 2
     assert (tmp_path / "out/report.html").is_file()
     final = tmp_path / "out/actor/checkpoints/megatron_gpt_ppo_actor-hf"
@@ -170,15 +170,12 @@ def test_ultrafeedback(write_folder, tmp_path):
     assert (tmp_path / "out/actor/checkpoints/megatron_gpt_ppo_actor-hf/config.json").is_file()
 
 
-def test_the_reward_of_gsm8k(tmp_path, monkeypatch):
+def test_the_reward_of_gsm8k():
     sys.path.insert(0, str(RECIPES / "gsm8k"))
     try:
         import reward
     finally:
         sys.path.pop(0)
-    (tmp_path / "solutions.json").write_text(json.dumps({"How many?": "1,234"}))
-    monkeypatch.setenv("GSM8K_SOLUTIONS", str(tmp_path / "solutions.json"))
-    prompt = f"<user>How many?{reward.INSTRUCTION}\n<assistant>"
     rewards = {
         "1,200 and 34.\n#### 1234": 1.0,
         "#### 7\nNo.\n#### $1,234": 1.0,
@@ -186,8 +183,6 @@ def test_the_reward_of_gsm8k(tmp_path, monkeypatch):
         "1234": 0.0,
         "": 0.0,
     }
-    responses = list(rewards)
-    found = reward.right_number([prompt] * len(responses), responses, [1] * len(responses))
+    n = len(rewards)
+    found = reward.right_number(["How many?"] * n, list(rewards), [1] * n, ["1,234"] * n)
     assert found == list(rewards.values())
-    with pytest.raises(KeyError, match="no question"):
-        reward.right_number([f"Other?{reward.INSTRUCTION}"], [""], [0])

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Our clients and jobs against servers that are not ours: a critic with exactly NeMo-Aligner's
-endpoints, and the reward server that docs/rewards.md shows to users.
+endpoints, and a reward server as users write it.
 
 Expected numbers come from torch on the same weights, and from loops.
 """
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -30,22 +29,41 @@ from tests.functional.nemo_aligner_server import (
 )
 from tests.functional.test_critic_server import client_config, make_training_data
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
-from tests.functional.triton_process import ROOT, TritonProcess
+from tests.functional.triton_process import TritonProcess
 from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(600)
-COUNTED = 42  # the token that the server of the docs counts
+COUNTED = 42  # the token that the server counts
 
 
-class DocumentedRewardServer(TritonProcess):
-    """The server of docs/rewards.md, on a port of its own."""
+SERVER = """
+import numpy as np
+from pytriton.decorators import batch
+from pytriton.model_config import Tensor
+from pytriton.triton import Triton, TritonConfig
+
+
+@batch
+def score(tokens, sequence_lengths):  # int64 [N, S], int64 [N, 1]
+    real = np.arange(tokens.shape[1]) < sequence_lengths
+    return {"rewards": ((tokens == 42) & real).sum(1, keepdims=True).astype(np.float32)}
+
+
+with Triton(config=TritonConfig(http_port=PORT)) as triton:
+    inputs = [Tensor(name=n, dtype=np.int64, shape=(-1,)) for n in ("tokens", "sequence_lengths")]
+    outputs = [Tensor(name="rewards", dtype=np.float32, shape=(1,))]
+    triton.bind(model_name="reward_model", infer_func=score, inputs=inputs, outputs=outputs)
+    triton.serve()
+"""
+
+
+class UsersRewardServer(TritonProcess):
+    """One as users write it, with what docs/rewards.md says that it needs."""
 
     def __init__(self):
         super().__init__("reward_model")
-        page = (ROOT / "docs/rewards.md").read_text()
-        (code,) = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "bind" in c]
         script = self.directory / "server.py"
-        script.write_text(code.replace("http_port=5555", f"http_port={self.port}"))
+        script.write_text(SERVER.replace("PORT", str(self.port)))
         self.run_python(str(script))
 
 
@@ -67,7 +85,7 @@ def critic():
 
 @pytest.fixture(scope="module")
 def reward_server():
-    with DocumentedRewardServer() as server:
+    with UsersRewardServer() as server:
         server.wait_until_ready()
         yield server
 

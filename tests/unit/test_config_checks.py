@@ -473,6 +473,7 @@ def test_accelerator():
         (
             "gpt_ppo_actor",
             [
+                "remote_critic_rm.combine_rm_and_critic_server=True",
                 "remote_critic_rm.reward_models.a.ip=localhost",
                 "remote_critic_rm.reward_models.a.port=5555",
             ],

@@ -8,9 +8,6 @@ import json
 import re
 import runpy
 import socket
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -31,6 +28,7 @@ from nemo_aligner.synthetic.chat_models import (
 from nemo_aligner.synthetic.constitutional import Generator, read_judgement, split, stream_seed
 from nemo_aligner.synthetic.model_options import text_form
 from nemo_aligner.synthetic.progress import Progress
+from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import read, run, write
 
@@ -44,58 +42,24 @@ EXAMPLES = [
 ]
 
 
-class ChatServer:
+class ChatServer(JsonServer):
     """OpenAI's chat protocol. A response repeats the last message and says how many there were.
 
     Attributes:
-        reply: (messages, fields of the request) -> text, or (HTTP status, bytes), or None for
-            silence.
-        requests: fields of each request.
-        headers: of each request.
+        reply: (messages, fields of the request) -> text, or as for `JsonServer`.
     """
 
     def __init__(self, reply=None):
         self.reply = reply or echo
-        self.requests, self.headers = [], []
-        self.lock = threading.Lock()
-        outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                fields = json.loads(body)
-                with outer.lock:
-                    outer.requests.append(fields)
-                    outer.headers.append(dict(self.headers))
-                found = outer.reply(fields["messages"], fields)
-                if found is None:
-                    time.sleep(1.0)
-                    return
-                status, content = 200, found
-                if isinstance(found, tuple):
-                    status, content = found
-                else:
-                    message = {"role": "assistant", "content": found}
-                    content = json.dumps({"choices": [{"message": message}]}).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+        def complete(_path, fields):
+            found = self.reply(fields["messages"], fields)
+            if not isinstance(found, str):
+                return found
+            return {"choices": [{"message": {"role": "assistant", "content": found}}]}
 
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1/chat/completions"
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+        super().__init__(complete)
+        self.url += "/v1/chat/completions"
 
 
 def echo(messages, _fields):

@@ -149,7 +149,11 @@ def test_a_missing_file():
             "def score(prompts, responses): return [1]",
             ["score(prompts, responses)", "too many positional arguments"],
         ),
-        ("def score(p, r, l, *, scale): return [1]", ["missing a required", "argument: 'scale'"]),
+        ("def score(p, r, l, *, scale): return [1]", ["asks for columns", "(scale)", "a default"]),
+        (
+            "def score(p, r, l, scale, /): return [1]",
+            ["cannot be called as score(prompts, responses, lengths)", "scale"],
+        ),
         ("async def score(p, r, l): return [1]", ["async"]),
         ("import os\nos._exit(3)", ["loading the file ended the process (exit code 3)"]),
         ("import sys\nsys.exit('not today')", ["SystemExit: not today"]),

@@ -310,7 +310,6 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
         ("run_rs", "train_reward_model.py"),
         ("run_rs", "serve_reward_model.py"),
         ("run_rs", "train_gpt_rs_actor.py"),
-        ("run_arithmetic", "serve_reward_model.py"),
         ("run_arithmetic", "serve_ppo_critic.py"),
         ("run_guessing", "serve_ppo_critic.py"),
         ("run_dpo", "train_gpt_dpo.py"),
@@ -361,22 +360,11 @@ def test_a_student_of_its_own_responses_has_the_served_teacher(tmp_path, scripts
     assert (tmp_path / "run" / "teacher_server.log").exists()
 
 
-def test_sums_without_a_critic_start_no_critic_server(tmp_path, scripts, capsys):
-    scripts("serve_ppo_critic.py", BROKEN)
-    assert (
-        run_arithmetic.main(
-            ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "grpo"]
-        )
-        == 0
-    )
-    assert "The policy has learned" in capsys.readouterr().out
-    assert not list((tmp_path / "run").glob("critic*"))
-
-
-def test_games_without_a_critic_start_no_server(tmp_path, scripts, capsys):
+@pytest.mark.parametrize("walk", [run_arithmetic, run_guessing])
+def test_without_a_critic_no_server_starts(tmp_path, scripts, capsys, walk):
     scripts("train_gpt_ppo_actor.py", FAKE_ACTOR.replace("assert ports", "assert not ports"))
     arguments = ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--estimator", "rloo"]
-    assert run_guessing.main(arguments) == 0
+    assert walk.main(arguments) == 0
     assert "The policy has learned" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").glob("*.log")) == [
         "ppo_actor.log",
@@ -410,7 +398,7 @@ def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
         ("run", "train_gpt_sft.py", 2, signal.SIGINT),
         ("run", "train_gpt_sft.py", 2, signal.SIGTERM),
         ("run_rs", "train_gpt_rs_actor.py", 3, signal.SIGINT),  # with the reward server
-        ("run_arithmetic", "train_gpt_ppo_actor.py", 4, signal.SIGINT),  # with both servers
+        ("run_arithmetic", "train_gpt_ppo_actor.py", 3, signal.SIGINT),  # with the critic's server
     ],
 )
 def test_signal_stops_every_child(tmp_path, scripts, name, script, num_children, signum):
@@ -476,13 +464,9 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
     if name == "run_arithmetic":
         return [
             (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.reward_server_job(run_dir, reward), "inference_rm"),
             (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
-            (walk.actor_job(run_dir, 0, steps, reward, walk.with_critic(critic)), "gpt_ppo_actor"),
-            (
-                walk.actor_job(run_dir, 0, steps, reward, walk.without_critic("grpo")),
-                "gpt_ppo_actor",
-            ),
+            (walk.actor_job(run_dir, 0, steps, walk.with_critic(critic)), "gpt_ppo_actor"),
+            (walk.actor_job(run_dir, 0, steps, walk.without_critic("grpo")), "gpt_ppo_actor"),
         ]
     if name == "run_guessing":
         actors = (walk.with_critic(critic), walk.without_critic("grpo"))

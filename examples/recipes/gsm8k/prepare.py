@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and solutions from GSM8K (https://github.com/openai/grade-school-math), whose
+"""Prompts and answers from GSM8K (https://github.com/openai/grade-school-math), whose
 `train.jsonl` and `test.jsonl` have lines `{"question": ..., "answer": "... #### 42"}`.
 
     python examples/recipes/gsm8k/prepare.py MODEL SOURCE_FOLDER OUT_FOLDER
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -24,15 +23,13 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     chat = ChatText(args.model)
-    solutions = {}
     for split in ("train", "test"):
         prompts = []
         for line in read_lines(args.source / f"{split}.jsonl"):
             question = [{"role": "user", "content": line["question"].strip() + INSTRUCTION}]
-            prompts.append(chat.prompt(question))
-            solutions[line["question"].strip()] = line["answer"].rpartition("####")[2].strip()
-        write_lines(args.out / f"{split}.jsonl", ({"text": prompt} for prompt in prompts))
-    (args.out / "solutions.json").write_text(json.dumps(solutions, indent=1))
+            answer = line["answer"].rpartition("####")[2].strip()
+            prompts.append({"text": chat.prompt(question), "answer": answer})
+        write_lines(args.out / f"{split}.jsonl", prompts)
 
 
 if __name__ == "__main__":

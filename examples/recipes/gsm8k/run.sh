@@ -19,24 +19,10 @@ GSM8K=${GSM8K:?set GSM8K to the folder with train.jsonl and test.jsonl}
 OUT=${OUT:-results/gsm8k}
 DEVICES=${DEVICES:-1} NODES=${NODES:-1}
 LAUNCH=${LAUNCH:-}            # srun on a cluster
-HOST=${HOST:-$(if [ "$NODES" = 1 ]; then echo 127.0.0.1; else hostname; fi)}
-PORT=${PORT:-5555}
-# The reward server asks for it; other nodes may use a server only with a token.
-new_token=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
-export NEMO_ALIGNER_TOKEN=${NEMO_ALIGNER_TOKEN:-$new_token}
 PYTHON=${PYTHON:-python}
 ACCELERATOR=${ACCELERATOR:-gpu}
 
 $PYTHON "$ROOT/examples/recipes/gsm8k/prepare.py" "$MODEL" "$GSM8K" "$OUT/data"
-
-# The reward: 8 processes of this node, no GPU.
-GSM8K_SOLUTIONS=$(realpath "$OUT/data/solutions.json") \
-$PYTHON "$ROOT/examples/nlp/gpt/serve_reward_model.py" trainer.accelerator=cpu trainer.precision=32 \
-    rm_model_file="$MODEL" inference.host="$HOST" inference.port="$PORT" \
-    inference.reward_fn="$ROOT/examples/recipes/gsm8k/reward.py:right_number" \
-    inference.reward_fn_workers="${WORKERS:-8}" > "$OUT/reward.log" 2>&1 &
-server=$!
-trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true' EXIT
 
 # A step: 64 questions, 8 responses each, 4 updates.
 $LAUNCH $PYTHON "$ROOT/examples/nlp/gpt/train_gpt_ppo_actor.py" \
@@ -55,8 +41,7 @@ validation: [$OUT/data/test.jsonl], test: [$OUT/data/test.jsonl]}" \
     model.ppo.length_params.max_length=512 model.ppo.sampling_params.temperature=1.0 \
     model.global_batch_size=128 model.micro_batch_size=4 model.ppo.forward_micro_batch_size=8 \
     model.optim.lr=1e-6 model.optim.sched.warmup_steps=10 \
-    remote_critic_rm.combine_rm_and_critic_server=False \
-    remote_critic_rm.reward_model.ip="$HOST" remote_critic_rm.reward_model.port="$PORT" \
+    trainer.ppo.reward_fn="$ROOT/examples/recipes/gsm8k/reward.py:right_number" \
     exp_manager.explicit_log_dir="$OUT/actor" "$@"
 
 $PYTHON -m nemo_aligner.report "$OUT"

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts for rollouts: the dataset, its batches, and checks before the first rollout."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +17,13 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import open_records
+from nemo_aligner.servers.reward_worker import ALL_COLUMNS
+
+# Fields with the prompt, and arguments that a reward function has anyway.
+NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
 
 
 @accepts_nemo_aligner_call(prompt_limit)
@@ -38,9 +44,11 @@ class RLHFDataset(FileDataset):
         name: "train", ...; for messages.
         limit_text: the limit in words, and where it comes from; for messages.
 
-    Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32 and `idx`, the
-    index that was asked for.
+    Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32, `idx`, the
+    index that was asked for, and for `PromptColumns` `record`, the number of the prompt's record.
     """
+
+    first_record: int | None = None  # number of the first record; None: items have no `record`
 
     def __init__(
         self,
@@ -114,12 +122,63 @@ class RLHFDataset(FileDataset):
         tokens = torch.tensor(
             self.encoder.prompt(self.lines[self.documents[position]]), dtype=torch.int64
         )
-        return {
+        item = {
             "text": tokens,
             "length": torch.tensor(len(tokens)),
             "loss_multiplier": torch.tensor(0.0 if replaced or index < 0 else 1.0),
             "idx": torch.tensor(index),
         }
+        if self.first_record is not None:
+            item["record"] = torch.tensor(self.first_record + int(self.documents[position]))
+        return item
+
+
+class PromptColumns:
+    """The columns of prompts' records beside the prompt, such as a reference answer.
+
+    Args:
+        datasets: of the prompts, whose items have a `record` from now on.
+        asked: names of columns that each record must have; "**" stands for all others.
+
+    Raises:
+        UserError: a record lacks a column, or has a value that no JSON can hold; with its row.
+    """
+
+    def __init__(self, datasets: Sequence[RLHFDataset], asked: Sequence[str]) -> None:
+        self.asked = asked
+        self.records: list[tuple[int, Any]] = []  # of each data set, after the number of the first
+        first = 0
+        for dataset in datasets:
+            dataset.first_record = first
+            self.records.insert(0, (first, dataset.lines))
+            first += len(dataset.lines)
+            for document in dataset.documents:
+                try:
+                    json.dumps(self._of(dataset.lines[document]))
+                except (UserError, TypeError, ValueError) as error:
+                    where = dataset.lines.where(document)
+                    raise UserError(f"{where} cannot be given to a reward: {error}") from None
+
+    def __call__(self, numbers: torch.Tensor) -> list[dict[str, Any]]:
+        """The columns of the records with these numbers, int64 [b]."""
+        return [
+            next(self._of(lines[n - first]) for first, lines in self.records if n >= first)
+            for n in numbers.tolist()
+        ]
+
+    def _of(self, record: Record) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for name in self.asked:
+            if name == ALL_COLUMNS:
+                columns |= {n: record[n] for n in record if n not in (*self.asked, *NOT_COLUMNS)}
+            elif name in record:
+                columns[name] = record[name]
+            else:
+                raise UserError(
+                    f"there is no column '{name}', which the reward function asks for, but "
+                    f"{sorted(record)}; model.data.columns can name another one."
+                )
+        return columns
 
 
 def collate_with_batch_max_sequence_length(
@@ -143,7 +202,8 @@ def collate_with_batch_max_sequence_length(
             not see), `position_ids` [b, S] and `loss_mask` float32 [b, S].
 
     Returns:
-        `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` float32 [b].
+        `text` int64 [b, S], `length`, `idx` int64 [b], `loss_multiplier` float32 [b], and `record`
+        int64 [b] if the items have it.
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
@@ -153,7 +213,8 @@ def collate_with_batch_max_sequence_length(
         ),
         **{
             key: torch.stack([item[key] for item in data_batch])
-            for key in ("length", "loss_multiplier", "idx")
+            for key in ("length", "loss_multiplier", "idx", "record")
+            if key in data_batch[0]
         },
     }
     if generate_masks_and_position_ids:

@@ -8,6 +8,7 @@ found is kept for the next start (`index_files.py`).
 
 import array
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,17 +106,27 @@ class Records(Sequence):
         return len(self.notes)
 
     def __getitem__(self, index: int) -> Record:  # type: ignore[override]
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[number - 1]) if number else 0
+        number, place = self._place(index)
+        record = self.columns[number](self.sources[number][place])
         if self.rows is None or self.expand is None:
-            return self.columns[number](self.sources[number][int(index) - first])
-        row = self.rows[index]
-        record = self.columns[number](self.sources[number][int(row - self.rows[first])])
-        return self.expand(record)[int(index - np.searchsorted(self.rows, row))]
+            return record
+        return self.expand(record)[int(index - np.searchsorted(self.rows, self.rows[index]))]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of a record's source, and that of its row in there."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, self.row_of(int(index), int(self._ends[number - 1]) if number else 0)
 
     def row_of(self, index: int, first: int) -> int:
         """How many rows after that of the record `first` the row of a record is."""
         return index - first if self.rows is None else int(self.rows[index] - self.rows[first])
+
+    def where(self, index: int) -> str:
+        """File and row of a record, for messages."""
+        number, place = self._place(index)
+        source = self.sources[number]
+        row, _ = next(itertools.islice(source.scan(), place, None))
+        return f"{source.path}, {source.unit} {row}"
 
 
 class _Check:

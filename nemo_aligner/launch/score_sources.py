@@ -1,0 +1,109 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What gives the rewards in the job that trains: an environment, a Python function, or web
+servers.
+"""
+
+import atexit
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig
+
+from nemo_aligner.checkpoint.dist_ckpt import gathered
+from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE, client_tls, read_token
+from nemo_aligner.config.reward_models import reward_urls
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers.environment import PythonEnvironment
+from nemo_aligner.servers.reward_client import RewardsInJob, ScoreSource
+from nemo_aligner.servers.reward_function import RewardFunction
+from nemo_aligner.servers.reward_url import RewardServers
+
+T = TypeVar("T")
+
+
+def start_score_source(
+    cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
+) -> ScoreSource | None:
+    """What `model.<kind>.environment` or `trainer.<kind>.reward_fn` names; None: servers of this
+    package give the rewards. All ranks call it. Its processes end with the job.
+
+    Args:
+        cfg: the whole configuration.
+        kind: "ppo", "rs" or "reinforce".
+        remote: section of the servers, which says how long one may take to come up.
+        policy: a `MegatronGPTPolicyModel`; it gets the environment.
+        prompts: data sets whose records have columns that the reward may ask for.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        UserError: the code cannot be used; on all ranks.
+    """
+    options, section = cfg.model[kind].environment, f"model.{kind}.environment"
+    if options.path is not None:
+        policy.environment = _on_all_ranks(lambda: _environment(options, section, policy))
+        return policy.environment
+    options, section = cfg.trainer[kind], f"trainer.{kind}"
+    if options.reward_fn is None:
+        return None
+    init_timeout_s = cfg[remote].init_timeout_s
+    function = _on_all_ranks(lambda: _function(options, section, policy, init_timeout_s))
+    asked = next(filter(None, gathered(function and function.columns)), None)
+    return RewardsInJob(function, PromptColumns(prompts, asked) if asked else None)
+
+
+def _on_all_ranks(start: Callable[[], T]) -> T:
+    """`start()`, whose error on any rank is raised on all."""
+    started: Any = None
+    failure = None
+    try:
+        started = start()
+        if started is not None:
+            atexit.register(started.close)
+    except UserError as error:
+        failure = str(error)
+    messages = [message for message in gathered(failure) if message is not None]
+    if messages:
+        raise UserError(messages[0])
+    result: T = started
+    return result
+
+
+def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnvironment:
+    return PythonEnvironment(
+        options.path,
+        policy.tokenizer,
+        max_turns=options.max_turns,
+        workers=options.workers,
+        timeout_s=options.timeout_s,
+        fallback=options.fallback,
+        section=section,
+        starts_workers=policy.generator.asks_environment,
+    )
+
+
+def _function(
+    options: DictConfig, section: str, policy: Any, init_timeout_s: float
+) -> RewardFunction | None:
+    """The function, or servers, of `options` on the source rank of each model-parallel group."""
+    if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
+        return None
+    urls, spec = reward_urls(options.reward_fn, f"{section}.reward_fn"), options.reward_fn
+    if urls:
+        files = "reward_token_file", "reward_tls_ca_file"
+        token = read_token(options[files[0]], section, files[0], REWARD_TOKEN_VARIABLE)
+        tls = client_tls(options[files[1]], section, files[1])
+        spec = RewardServers(urls, token, tls, init_timeout_s, section)
+    return RewardFunction(
+        spec,
+        policy.tokenizer,
+        workers=options.reward_fn_workers * max(len(urls), 1),
+        timeout_s=options.reward_fn_timeout_s,
+        fallback=options.reward_fn_fallback,
+        per=options.rewards_per,
+        step_end=options.step_end,
+        section=section,
+        gives_columns=True,
+    )
