@@ -78,6 +78,31 @@ SPIN_RESUMES = (
 )
 
 MUTANTS = [
+    # --- tokens with a meaning
+    Mutant(
+        "a text that begins with bos gets a second one",
+        "core/tokenizer.py",
+        "or list(ids[:1]) == [bos] else",
+        "else",
+        _unit("test_data.py", "test_bos_is_where_the_tokenizer_itself_puts_it"),
+    ),
+    Mutant(
+        "only the tokenizer's own end token ends a response",
+        "generation/end_conditions.py",
+        "self.token_ids = end_ids(tokenizer)",
+        "self.token_ids = [tokenizer.eos_id]",
+        _unit(
+            "test_hugging_face_tokens.py",
+            "test_all_end_tokens_of_a_folder_end_responses[generation_config.json]",
+        ),
+    ),
+    Mutant(
+        "an exported reward model pads with a token that ends samples",
+        "checkpoint/hugging_face/writing.py",
+        "if number not in ends]",
+        "if number is not None]",
+        _unit("test_hugging_face_tokens.py", "test_an_exported_reward_model_gives_our_rewards"),
+    ),
     # --- generation
     Mutant(
         "a response takes the cached keys of another prompt",
@@ -1365,7 +1390,7 @@ MUTANTS = [
     Mutant(
         "the padding of the vocabulary is written",
         "checkpoint/hugging_face/export.py",
-        "rest = (min(vocab_rows, rest[0]), *rest[1:])",
+        "rest = (vocab_rows, *rest[1:])",
         "rest = (rest[0], *rest[1:])",
         _unit("test_convert.py", "test_a_model_of_this_package_goes_to_hugging_face"),
     ),

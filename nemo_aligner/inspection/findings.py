@@ -100,7 +100,7 @@ def look(job: InspectedJob, limit: int) -> Findings:
     marks = Finding("with a special token in what somebody wrote; the model cannot tell it apart")
     is_empty, contents = _empty_response(job), _written(job)
     for index in usable:
-        sample = read_sample(dataset, int(index))
+        sample = read_sample(job, int(index))
         lengths.append(max(len(part.tokens) for part in sample.parts))
         key = tuple(tuple(part.tokens) for part in sample.parts)
         first = first_places.setdefault(hash(key), sample.place)

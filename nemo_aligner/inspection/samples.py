@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of a dataset as tokens with the mask of the loss, and their text in pieces."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
@@ -72,15 +73,17 @@ class Piece:
 
 def read_samples(job: InspectedJob, count: int) -> list[Sample]:
     """The first samples that a job serves."""
-    dataset = job.dataset
-    return [read_sample(dataset, index) for index in range(min(count, len(dataset)))]
+    return [read_sample(job, index) for index in range(min(count, len(job.dataset)))]
 
 
-def read_sample(dataset: FileDataset, index: int) -> Sample:
-    """One item of a dataset, as the job gets it."""
+def read_sample(job: InspectedJob, index: int) -> Sample:
+    """One item of the dataset, as the job gets it."""
+    dataset, padding = job.dataset, job.cfg.get("pad_token_id")
     document = int(dataset.documents[index])
     item = dataset[index]
-    return Sample(document, place(dataset, document), _parts(dataset, item), _note(dataset, item))
+    return Sample(
+        document, place(dataset, document), _parts(dataset, item, padding), _note(dataset, item)
+    )
 
 
 def place(dataset: FileDataset, document: int) -> str:
@@ -118,7 +121,7 @@ def visible(text: str) -> str:
     return text.translate(shown)
 
 
-def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
+def _parts(dataset: FileDataset, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
     if isinstance(dataset, RLHFDataset):
         tokens = item["text"].tolist()
         return (Part("prompt", tokens, [False] * len(tokens)),)
@@ -133,11 +136,11 @@ def _parts(dataset: FileDataset, item: dict[str, Any]) -> tuple[Part, ...]:
         return (_trained(name, item["samples"], item["sample_mask"], length),)
     if isinstance(dataset, RewardModelDataset):
         return tuple(
-            _scored(name, item[name].tolist(), int(item[f"{name}_length"]))
+            _scored(name, item[name], item[f"{name}_length"], padding)
             for name in ("chosen", "rejected")
         )
     if isinstance(dataset, RegressionRewardModelDataset):
-        return (_scored("text", item["inputs"].tolist(), int(item["lengths"])),)
+        return (_scored("text", item["inputs"], item["lengths"], padding),)
     if isinstance(dataset, SteerLM2Dataset):
         return tuple(
             Part("response", list(response.tokens), list(response.is_response))
@@ -166,9 +169,11 @@ def _labelled(tokens: Tensor, labels: Tensor, mask: Tensor) -> Part:
     return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
 
 
-def _scored(name: str, tokens: Sequence[int], length: int) -> Part:
-    """A sequence whose last token's output is the reward."""
-    return Part(name, list(tokens[:length]), [False] * (length - 1) + [True], scored=True)
+def _scored(name: str, tokens: Tensor, length: Tensor, padding: int | None) -> Part:
+    """A sequence whose last token's output is the reward, but for padding at its end."""
+    last = int(lengths_before(padding, tokens[None], length[None])) - 1
+    marked = [place == last for place in range(int(length))]
+    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
 
 
 def _note(dataset: FileDataset, item: dict[str, Any]) -> str:

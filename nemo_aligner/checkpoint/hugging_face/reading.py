@@ -99,14 +99,8 @@ def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_token_ids(origin: Mapping[str, Any]) -> list[int]:
-    """The ids that end a response in transformers: those of `generation_config.json`, or where it
-    names none of `config.json`.
-
-    Args:
-        origin: the value of `ORIGIN`.
-
-    Raises:
-        UserError: they are no ids.
+    """The ids that end a response by `generation_config.json`, or where it names none by
+    `config.json`, in the value of `ORIGIN`. Raises `UserError` where they are no ids.
     """
     found = (origin.get(GENERATION) or {}).get("eos_token_id")
     found = origin.get("eos_token_id") if found is None else found

@@ -267,9 +267,8 @@ def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any
     own, tokenizer = keys.get("pad_token_id"), _tokenizer_in(folder)
     if tokenizer is None:
         logging.warning(
-            f"{folder.name.removesuffix(WRITING_SUFFIX)} has pad_token_id={own}, because there is "
-            "no tokenizer to pad with another token. Where it is null, transformers scores one "
-            "sample at a time: add a token for padding and name it in config.json."
+            f"{folder.name.removesuffix(WRITING_SUFFIX)} has pad_token_id={own}, for lack of a "
+            "tokenizer. With None transformers scores one sample at a time; name one there."
         )
         return own
     added = tokenizer.get_added_vocab()

@@ -22,8 +22,8 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
-from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
+from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
@@ -340,18 +340,12 @@ class MegatronGPTRewardModel(
         Raises:
             UserError: a string without tokens, or longer than `encoder_seq_length`.
         """
-        tokenizer, limit = self.tokenizer, self.cfg.encoder_seq_length
-        samples, with_bos = [], begins_with_bos(tokenizer, add_BOS, "add_BOS")
-        for number, sentence in enumerate(sentences):
-            ids = text_tokens(tokenizer, sentence, with_bos) + [tokenizer.eos_id] * add_EOS
-            if not 1 <= len(ids) <= limit:
+        limit = self.cfg.encoder_seq_length
+        tokens, lengths = tokenize_batch(sentences, self.tokenizer, limit + 1, add_BOS, add_EOS)
+        for number, length in enumerate(lengths.tolist()):
+            if not 1 <= length <= limit:
                 raise UserError(
-                    f"sentence {number} has {len(ids)} tokens; a reward model reads 1 to "
-                    f"model.encoder_seq_length={limit}."
+                    f"sentence {number} has {f'more than {limit}' if length else 0} tokens; a "
+                    f"reward model reads 1 to model.encoder_seq_length={limit}."
                 )
-            samples.append(ids)
-        width = max(map(len, samples))
-        tokens = torch.tensor(
-            [ids + [tokenizer.eos_id] * (width - len(ids)) for ids in samples], dtype=torch.int64
-        )
-        return tokens, torch.tensor([len(ids) for ids in samples], dtype=torch.int64)
+        return tokens[:, : int(lengths.max())], lengths
