@@ -897,9 +897,23 @@ MUTANTS = [
     Mutant(
         "a token that ends two steps has the reward of one",
         "servers/reward_function.py",
-        "np.add.at(row, columns, values)",
-        "row[columns] = values",
+        "np.add.at(row, where, values)",
+        "row[where] = values",
         _unit("test_process_rewards.py", "test_rewards_of_two_steps_that_one_token_ends_add_up"),
+    ),
+    Mutant(
+        "a web server that says no is asked again",
+        "servers/web.py",
+        "may_pass=error.code in try_again",
+        "may_pass=True",
+        _unit("test_reward_url.py", "test_what_is_no_score_is_one_error_or_the_fallback"),
+    ),
+    Mutant(
+        "the query of an address is logged",
+        "config/access.py",
+        r'_QUERY_OF_URL.sub(r"\1***", ',
+        "str(",
+        _unit("test_reward_url.py", "test_configurations_are_shown_without_secrets"),
     ),
     # --- rollouts: masks, rewards, advantages
     Mutant(
