@@ -7,6 +7,7 @@ names. It imports nothing heavy before it knows which one is asked for.
 import ast
 import difflib
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -58,11 +59,15 @@ def run_job(name: str, module: str, arguments: list[str]) -> None:
     """Start a job, or print its help."""
     from nemo_aligner.config.defaults import CONF
     from nemo_aligner.launch.command_line import hydra_runner
+    from nemo_aligner.launch.remarks import VERBOSE
 
     job = importlib.import_module(f"nemo_aligner.jobs.{module}")
     if not HELP.isdisjoint(arguments):
         print(f"{job.__doc__}{JOB_HELP.format(name.split()[-1])}")
         return
+    if "-v" in arguments:
+        os.environ[VERBOSE] = "1"  # the ranks that this process starts inherit it
+        arguments = [word for word in arguments if word != "-v"]
     hydra_runner(str(CONF), job.CONFIG_NAME)(job.main)(arguments=arguments)
 
 

@@ -73,6 +73,8 @@ class PPOTrainer(PolicyGradientTrainer):
     SHOWN = (
         "train_rewards",
         "train_init_policy_kl",
+        "train_generation_length",
+        "train_generated_tokens_per_s",
         "train_actor_loss",
         "train_critic_loss",
         "val_rewards",

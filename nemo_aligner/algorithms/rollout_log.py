@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
 # Loggers such as W&B upload the whole table each time: in a long run a table of all rows would
 # cost more with every step. tables.jsonl has all of them.
 KEPT_ROWS = 200
+QUIET_S = 60.0  # between two states of the bar in a file
 
 
 def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
@@ -93,28 +96,48 @@ def _append_rows(table: pd.DataFrame, step: int, rows: list[dict[str, Any]]) -> 
 
 
 def progress_bar(name: str, step: int, max_steps: int) -> tqdm:
-    """A bar over the steps of a run, on rank 0."""
+    """A bar over the steps of a run, on rank 0; where nobody watches it, in a file, a line for
+    every `QUIET_S` seconds.
+    """
+    watched = sys.stderr.isatty()
     return tqdm(
         total=max_steps,
         initial=step,
         desc=name,
         disable=parallel_state.get_rank() != 0,
-        dynamic_ncols=True,
+        dynamic_ncols=watched,
+        file=sys.stderr if watched else _Lines(),
+        mininterval=0.1 if watched else QUIET_S,
+        maxinterval=10.0 if watched else QUIET_S,
+        miniters=1,
     )
+
+
+class _Lines:
+    """A file for a bar whose states become lines of stderr."""
+
+    def write(self, text: str) -> None:
+        text = text.strip("\r\n ")
+        if text:
+            sys.stderr.write(f"{text}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def show_progress(
     progress: tqdm,
-    train_metrics: dict[str, Any],
-    val_metrics: dict[str, Any],
-    postfix_keys: tuple[str, ...],
+    train_metrics: Mapping[str, Any],
+    val_metrics: Mapping[str, Any],
+    shown_keys: tuple[str, ...],
 ) -> dict[str, float]:
-    """Advance the bar; returns all metrics of the step as `train_*` and `val_*`, to rank
+    """Advance the bar by a step; returns all metrics of the step as `train_*` and `val_*`, to rank
     checkpoints by.
     """
-    shown = {f"train_{key}": float(value) for key, value in train_metrics.items()}
-    shown |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
-    postfix = {key: f"{shown[key]:.4g}" for key in postfix_keys if key in shown}
-    progress.set_postfix(postfix, refresh=False)
+    metrics = {f"train_{key}": float(value) for key, value in train_metrics.items()}
+    metrics |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
+    shown = {key.removeprefix("train_"): key for key in shown_keys if key in metrics}
+    values = {name: f"{metrics[key]:.4g}" for name, key in shown.items()}
+    progress.set_postfix(values, refresh=False)
     progress.update(1)
-    return shown
+    return metrics

@@ -278,7 +278,8 @@ class RolloutTrainer(ABC):
             rollout_metrics = self.log_rollouts(rollout_metrics)
             train_metrics = self.learn(data, rollout_metrics)
             self.log_timings(timings)
-        return rollout_metrics | train_metrics
+        speed = {key: timings[key] for key in ("generated_tokens_per_s",) if key in timings}
+        return rollout_metrics | train_metrics | speed
 
     @abstractmethod
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:

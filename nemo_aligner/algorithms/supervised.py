@@ -15,10 +15,10 @@ from typing import Any, cast
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.parts import complete_parts
+from nemo_aligner.algorithms.rollout_log import progress_bar, show_progress
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError
@@ -31,7 +31,6 @@ from nemo_aligner.core.interfaces import (
 )
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
-from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.schedule import (
     check_progress,
@@ -48,7 +47,7 @@ from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.token_counts import TRAIN, forget_token_counts, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
-POSTFIX_KEYS = ("train_loss", "val_loss")
+SHOWN = ("train_loss", "val_loss", "train_tokens_per_s")  # beside the progress bar
 
 
 class SupervisedTrainer:
@@ -196,13 +195,13 @@ class SupervisedTrainer:
         val_metrics: dict[str, float] = {}
         stop: JobStopped | None = None
         with (
-            self._progress_bar() as progress,
+            progress_bar("Training steps", self.step, self.max_steps) as progress,
             stop_requests.in_loop(self.step, self.max_steps, self.save_interval > 0),
         ):
             while self.step < self.max_steps and stop is None:
                 train_metrics = self.train_single_step(next(batches))
                 self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
-                log_token_counts(self.logger, self.step, {TRAIN: "train"})
+                tokens = log_token_counts(self.logger, self.step, {TRAIN: "train"})
                 self.alarms.check_replicas(self.model, self.step)
                 self.step += 1
                 self.ckpt_callback.check_save()
@@ -211,11 +210,10 @@ class SupervisedTrainer:
                 run_val, save_model, is_train_end = self._check_progress(stop)
                 if run_val:
                     val_metrics = self.run_validation()
-                candidates = _prefixed("train_", train_metrics) | _prefixed("val_", val_metrics)
-                progress.set_postfix(
-                    {key: f"{candidates[key]:.4g}" for key in POSTFIX_KEYS if key in candidates}
-                )
-                progress.update()
+                if tokens:
+                    speed = tokens["train_computed"] / max(train_metrics["step_time"], 1e-9)
+                    train_metrics = train_metrics | {"tokens_per_s": speed}
+                candidates = show_progress(progress, train_metrics, val_metrics, SHOWN)
                 if save_model:  # a validation of an earlier step would not be of these weights
                     self.save(
                         candidates if run_val else _prefixed("train_", train_metrics),
@@ -338,16 +336,6 @@ class SupervisedTrainer:
             self.limit_val_batches,
             run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
             must_save=stop is not None,
-        )
-
-    def _progress_bar(self) -> tqdm:
-        quiet = parallel_state.get_rank() != 0
-        return tqdm(
-            total=self.max_steps,
-            initial=self.step,
-            desc="Training steps",
-            disable=quiet,
-            dynamic_ncols=True,
         )
 
     # ------------------------------------------------------------------------- checkpoint, resume

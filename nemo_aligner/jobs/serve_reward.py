@@ -149,7 +149,7 @@ def tokenizer_config(cfg: DictConfig) -> DictConfig:
     return complete(model_cfg.tokenizer, CONFIG_NAME, "model.tokenizer")
 
 
-def endpoint_options(inference_cfg: DictConfig) -> dict[str, object]:
+def endpoint_options(inference_cfg: DictConfig) -> dict[str, Any]:
     """The arguments of `RewardModelServer` that stand in `inference` of the configuration."""
     names = (
         "host",

@@ -12,6 +12,8 @@ or SIGINT. One process per device: with `trainer.devices=N` the command starts t
 torchrun and srun work as well. Keys: `nemo-aligner config teacher`, docs/distillation.md.
 """
 
+from typing import Any
+
 from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
@@ -58,8 +60,12 @@ def serve(cfg: DictConfig) -> None:
             f"inference.top_k={top_k} is above the {vocab_size} tokens of the vocabulary; lower "
             "it."
         )
+
+    def top_logits(samples: Any) -> Any:
+        return model.top_logits(*samples, top_k)
+
     TeacherServer(
-        infer_fn=lambda samples: model.top_logits(*samples, top_k),
+        infer_fn=top_logits,
         tokenize_func=no_sentences,
         model_forward_micro_batch_size=cfg.model.micro_batch_size,
         vocab_size=vocab_size,

@@ -15,6 +15,7 @@ srun work as well. The same command resumes from the last checkpoint in
 """
 
 from functools import partial
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -75,10 +76,10 @@ def train(cfg: DictConfig) -> None:
             generate_masks_and_position_ids=False,
         ),
     )
-    train_dataloader = prompts_dataloader(
+    train_dataloader: Any = prompts_dataloader(
         train_ds, mbs=rs.rollout_micro_batch_size, gbs=rs.num_rollout_samples
     )
-    val_dataloader = prompts_dataloader(
+    val_dataloader: Any = prompts_dataloader(
         validation_ds,
         mbs=rs.val_rollout_micro_batch_size,
         gbs=rs.num_val_samples,

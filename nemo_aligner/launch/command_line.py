@@ -14,7 +14,12 @@ from nemo_aligner.core.gpus import hide_gpus
 
 # The script stays in its working directory, writes no .hydra folder and logs to stdout only;
 # `exp_manager` makes the folder of a job.
-HYDRA_OVERRIDES = ("hydra.output_subdir=null", "hydra/job_logging=stdout", "hydra.run.dir=.")
+HYDRA_OVERRIDES = (
+    "hydra.output_subdir=null",
+    "hydra/job_logging=stdout",
+    "hydra.run.dir=.",
+    "hydra.job.chdir=False",
+)
 
 
 def hydra_runner(

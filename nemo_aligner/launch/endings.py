@@ -24,6 +24,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     UserError,
 )
+from nemo_aligner.launch.remarks import remarks
 from nemo_aligner.launch.versions import warn_of_unsupported_versions
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 from nemo_aligner.training.stop_requests import stop_requests
@@ -58,7 +59,8 @@ def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with stop_requests.watching(lambda number: end_at_once(ExitCode.PRE_EMPTED, number)):
+        stops = stop_requests.watching(lambda number: end_at_once(ExitCode.PRE_EMPTED, number))
+        with remarks.aside(), stops:
             return _run(main, *args, **kwargs)
 
     return run
@@ -84,6 +86,8 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             raise SystemExit(ExitCode.FINISHED) from None
         raise
     except BaseException as error:
+        if not isinstance(error, SystemExit):
+            remarks.show()
         note_ending(ExitCode.FAILED, f"{type(error).__name__}: {error}", stop_requests.step)
         _end_started_processes(_FAILURE_GRACE_S)
         raise

@@ -34,6 +34,7 @@ from nemo_aligner.launch.processes import (
     no_checkpoint_error,
     resolve_and_create_trainer,
 )
+from nemo_aligner.launch.remarks import is_verbose, remarks
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
@@ -51,6 +52,33 @@ CHECKPOINT_OPTIONS = (
     "always_save_nemo",
     "async_save",
 )
+# What the log of a job begins with: the keys whose values it names.
+OVERVIEW = {
+    "from": (
+        "pretrained_checkpoint.restore_from_path",
+        "model.restore_from_path",
+        "rm_model_file",
+        "inference.reward_fn",
+    ),
+    "data": (
+        "model.data.data_prefix",
+        "model.data.train_ds.file_path",
+        "model.data.validation_ds.file_path",
+        "data.data.file_path",
+    ),
+    "devices": (
+        "trainer.num_nodes",
+        "trainer.devices",
+        "trainer.accelerator",
+        "trainer.precision",
+    ),
+    "split": (
+        "model.tensor_model_parallel_size",
+        "model.pipeline_model_parallel_size",
+        "model.context_parallel_size",
+        "model.expert_model_parallel_size",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -106,9 +134,29 @@ def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
 
 
 def log_config(cfg: DictConfig) -> None:
-    """Write the whole configuration to the log, and the number of CPU threads of a rank."""
-    logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(shown_config(plain_dict(cfg)))}")
-    logging.info(f"CPU threads of each rank: {torch.get_num_threads()} (OMP_NUM_THREADS)")
+    """Say what is trained or served, from what, on what data and devices; where everything is
+    shown (`launch/remarks.py`), the whole configuration.
+    """
+    if is_verbose():
+        shown = OmegaConf.to_yaml(shown_config(plain_dict(cfg)))
+        logging.info(f"\n\n*** configuration ***\n{shown}")
+    for name, text in overview(OmegaConf.create(shown_config(plain_dict(cfg)))).items():
+        logging.info(f"{name}: {text}")
+
+
+def overview(cfg: DictConfig) -> dict[str, str]:
+    """What a job's log begins with, by name."""
+    rows = {"from": "random weights"}
+    for name, keys in OVERVIEW.items():
+        values = {key: OmegaConf.select(cfg, key) for key in keys}
+        unset = (None, 1) if name == "split" else (None,)
+        found = [f"{key}={value}" for key, value in values.items() if value not in unset]
+        if found and not (name == "data" and "server" in cfg):  # its model's training had some
+            rows[name] = ", ".join(found)
+    if "WORLD_SIZE" in os.environ:
+        rows["devices"] += f", processes of the launcher: {os.environ['WORLD_SIZE']}"
+    rows["CPU threads of each rank"] = f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
+    return rows
 
 
 def run_timer(cfg: DictConfig) -> Timer:
@@ -149,6 +197,10 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     if is_rank_zero():
         command = log_dir / "cmd-args.log"  # by NeMo
         command.write_text(shown_url(command.read_text()))
+        shown = OmegaConf.create(shown_config(plain_dict(cfg)))
+        OmegaConf.save(shown, log_dir / "config.yaml")
+        remarks.write_to(log_dir)
+        logging.info(f"results: {log_dir.absolute()}, with the configuration in config.yaml")
         _keep_json_lines(log_dir)
     keep_ending_in(log_dir, is_rank_zero())
     return log_dir

@@ -5,7 +5,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
@@ -141,6 +141,27 @@ def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | N
     """
     is_2_0 = nemo2.is_folder(Path(restore_path))
     return load_checkpoint_model_config(restore_path) if is_2_0 else None
+
+
+@overload
+def load_from_nemo(
+    cls: type[Model],
+    model_cfg: DictConfig,
+    trainer: Trainer | None,
+    *,
+    restore_path: str | Path | None = None,
+    load_base_model_only: bool = False,
+) -> Model: ...
+
+
+@overload
+def load_from_nemo(
+    cls: type[Model],
+    model_cfg: DictConfig,
+    trainer: Trainer | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any: ...
 
 
 def load_from_nemo(

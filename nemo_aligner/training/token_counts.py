@@ -54,8 +54,9 @@ def take_token_counts(names: Mapping[str, str]) -> dict[str, float]:
     return metrics
 
 
-def log_token_counts(logger: Logger, step: int, names: Mapping[str, str]) -> None:
-    """Log `take_token_counts` as the family `tokens/`; all ranks call it."""
+def log_token_counts(logger: Logger, step: int, names: Mapping[str, str]) -> dict[str, float]:
+    """Log `take_token_counts` as the family `tokens/` and return them; all ranks call it."""
     metrics = take_token_counts(names)
     if metrics:
         logger.log_metrics(metrics, step=step, prefix="tokens/")
+    return metrics

@@ -118,7 +118,7 @@ def test_a_job_that_has_not_begun_ends_at_once(
     tmp_path,
 ):
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *LONG, ranks=2) as job:
-        wait_for_log(job, "*** configuration ***")
+        wait_for_log(job, "CPU threads of each rank")
         if rank == 0:
             assert job.stop(10) == ExitCode.PRE_EMPTED, job.log[-3000:]
         else:  # started by rank 0, which ends by the same request
