@@ -1361,9 +1361,35 @@ MUTANTS = [
     Mutant(
         "the table of contents of a checkpoint may name anything",
         "checkpoint/data_only.py",
-        "        if not known:",
-        "        if False:",
+        "        if (module, name) not in _NAMES:\n",
+        "        if (module, name) not in _NAMES:\n"
+        "            return super().find_class(module, name)\n"
+        "        if False:\n",
         _unit("test_hostile_files.py", "test_a_table_of_contents_runs_nothing"),
+    ),
+    Mutant(
+        "a table of contents may ask for any attribute",
+        "checkpoint/data_only.py",
+        '("builtins", "getattr"): _member,',
+        '("builtins", "getattr"): getattr,',
+        _unit("test_hostile_files.py", "test_a_plan_runs_nothing"),
+    ),
+    Mutant(
+        "weights that are not numbers are loaded",
+        "checkpoint/stored_weights.py",
+        "if not bool((ends.abs() <= LARGEST_WEIGHT).all()):",
+        "if bool((ends.abs() > LARGEST_WEIGHT).all()):",
+        _unit("test_nemo_forms.py", "test_numbers_of_any_type_are_checked"),
+    ),
+    Mutant(
+        "the first rank with a damaged part of a weight fails alone",
+        "checkpoint/dist_ckpt.py",
+        "    except UserError as error:\n        failure = error\n    except OSError",
+        "    except SaveError as error:\n        failure = error\n    except OSError",
+        (
+            f"{DISTRIBUTED}test_nemo_forms.py::"
+            "test_a_weight_beyond_reason_of_one_rank_is_the_same_error_on_all",
+        ),
     ),
     Mutant(
         "objects of a checkpoint are unpickled",

@@ -6,14 +6,18 @@ folders of NeMo 2.0. The layouts are stated here anew, not taken from the packag
 
 import io
 import json
+import queue
 import re
 import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import yaml
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import dist_ckpt
@@ -171,11 +175,38 @@ def write_nemo2(model, folder: Path, model_class: str, config: dict, tokenizer: 
         "model_transform": None,
     }
     (folder / "context" / "model.yaml").write_text(yaml.safe_dump(described))
-    sharded = model.sharded_weights()
+    dist_ckpt.save(under_prefix(model.sharded_weights(), "module."), folder / "weights")
+    return folder
+
+
+def under_prefix(sharded: dict, prefix: str) -> dict:
+    """The weights of a model under NeMo 2.0's or another prefix."""
     for items in sharded.values():
         for item in items.values():
-            item.key = "module." + item.key.removeprefix("model.")
-    dist_ckpt.save(sharded, folder / "weights")
+            item.key = prefix + item.key.removeprefix("model.")
+    return sharded
+
+
+def save_as_megatron_core(state: dict, folder: Path) -> Path:
+    """`state` as Megatron Core's own `dist_checkpointing.save` writes it into `folder`: with the
+    savers' plans in `.metadata`, and what is beside tensors where its release puts it.
+    """
+    folder.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        # Without CUDA these are errors; and a process that only holds a queue takes seconds.
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(torch.cuda, "current_stream", lambda: None)
+        patch.setattr(filesystem_async, "_results_queue", queue.Queue())
+        dist_checkpointing.save(state, str(folder))
+    assert b"SavePlan" in (folder / ".metadata").read_bytes()
+    return folder
+
+
+def write_by_megatron_core(model, folder: Path) -> Path:
+    """A `.nemo` folder with the weights as Megatron Core itself saves them."""
+    save_as_megatron_core(model.sharded_weights(), folder / "model_weights")
+    write_config(model, folder)
     return folder
 
 

@@ -49,6 +49,7 @@ from nemo_aligner.checkpoint.checksums import (
     write_durably,
     write_manifest,
 )
+from nemo_aligner.checkpoint.data_only import reason
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.folders import (
     CHECKPOINTS,
@@ -615,7 +616,7 @@ def _read_rng(file: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise UserError(
             f"{file} cannot be read as states of random-number generators alone, and nothing else "
-            f"is read: it is damaged, or not of this package ({str(error).splitlines()[0]})."
+            f"is read: it is damaged, or not of this package ({reason(error)})."
         ) from error
 
 

@@ -5,52 +5,91 @@
 PyTorch reads two of their members with Python's pickle, which calls whatever a file names: the
 table of contents `.metadata`, and objects beside the tensors. Here the first is read by an
 unpickler that knows the classes of such tables and nothing else, before PyTorch reads it; the
-second as `torch.load(weights_only=True)` reads them. `common.pt` is read so by Megatron Core.
+second as `torch.load(weights_only=True)` reads them. Megatron Core reads `common.pt` so, where a
+job resumes; of other checkpoints it is not read.
 """
 
-import functools
+import dataclasses
+import enum
 import io
 import pickle
+import re
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed._shard.sharded_tensor import metadata as older_metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.filesystem import _metadata_fn as METADATA_FILE
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
+from nemo_aligner.checkpoint.forms import BACKEND_FILE, form_of_weights
 from nemo_aligner.core.errors import UserError
 
-# What a table of contents may name beside the classes of `torch_metadata` and the dtypes.
-_NAMES = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "collections": ("OrderedDict",),
-    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
-    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),  # written by Python 3.13
+# What a checkpoint holds beside tensors. Megatron Core 0.16 reads this file; 0.19 keeps the same
+# in an object among the tensors, but reads the file where there is one.
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state"
+
+
+class _Path(PurePosixPath):
+    """What a path in a table becomes."""
+
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """The member of an enumeration, which Python 3.11.0 to 3.11.3 stores as a call of getattr."""
+    if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
+        return kind.__members__[name]
+    raise UserError(f"it asks for {name!r} of {kind!r}, which may run code; do not use this file")
+
+
+def _classes(module: Any) -> dict[tuple[str, str], type]:
+    """The dataclasses and enumerations of a module, which run nothing when they are made."""
+    return {
+        (module.__name__, name): found
+        for name, found in vars(module).items()
+        if isinstance(found, type)
+        and found.__module__ == module.__name__
+        and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+    }
+
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_PATHS = ("Path", "PosixPath", "PurePosixPath")
+# All that a table of contents may name. Megatron Core puts the savers' plans into it.
+_NAMES: dict[tuple[str, str], Any] = {
+    **_classes(metadata),
+    **_classes(planner),
+    **_classes(filesystem),
+    **_classes(older_metadata),  # up to PyTorch 2.2
+    # Of Megatron Core up to 0.15: with a field more, about optimizers.
+    (_MEGATRON, "MCoreMetadata"): Metadata,
+    (_MEGATRON, "MCoreSavePlan"): SavePlan,
+    **{("torch", k): found for k, found in vars(torch).items() if isinstance(found, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "getattr"): _member,
+    **{("pathlib", name): _Path for name in _PATHS},
+    **{("pathlib._local", name): _Path for name in _PATHS},  # written by Python 3.13
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":
-            module = "pathlib"
-        known = name in _NAMES.get(module, ())
-        if module == torch_metadata.__name__:
-            found = vars(torch_metadata).get(name)
-            known = isinstance(found, type) and found.__module__ == module
-        elif module == "torch" and not known:
-            known = isinstance(vars(torch).get(name), torch.dtype)
-        if not known:
+        if (module, name) not in _NAMES:
             raise UserError(
                 f"it names {module}.{name}, which no checkpoint needs and which may run code; do "
                 "not use this file"
             )
-        return super().find_class(module, name)
+        return _NAMES[module, name]
 
 
 def read_metadata(stream: Any, path: Path) -> Metadata:
@@ -68,33 +107,63 @@ def read_metadata(stream: Any, path: Path) -> Metadata:
     except UserError as error:
         raise UserError(f"{path}: {error}.") from None
     except Exception as error:  # a damaged pickle can raise nearly everything
-        raise UserError(f"{path} is damaged or incomplete ({error}); copy it again.") from error
-    if not isinstance(found, Metadata):
+        raise damaged(path, error) from error
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise UserError(f"{path} is not the table of contents of a distributed checkpoint.")
     return found
 
 
-def check_metadata(folder: str | Path) -> None:
-    """Check the table of contents of the distributed checkpoint in `folder`, which PyTorch will
-    read with pickle.
+def damaged(path: Path, error: Exception) -> UserError:
+    """The error about a file or a checkpoint that cannot be read."""
+    return UserError(f"{path} is damaged or incomplete ({reason(error)}); copy it again.")
+
+
+def reason(error: BaseException) -> str:
+    """Why something was not read, in one line; without PyTorch's advice to let it run code."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if named:
+        return f"it names {named[1]}"
+    if isinstance(error, pickle.UnpicklingError) or not str(error):
+        return f"no plain data: {type(error).__name__}"
+    return str(error).splitlines()[0]
+
+
+def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
+    """The table of contents of the distributed checkpoint in `folder`, whose other small files are
+    there and whole.
+
+    Args:
+        files: where `folder` lies; None: among the files of this machine.
 
     Raises:
-        UserError: as `read_metadata`, or there is none.
+        UserError: as `read_metadata`; a file is missing or damaged, or names another format.
     """
-    path = Path(folder) / METADATA_FILE
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise UserError(
-            f"{folder} is damaged or incomplete ({error.strerror}: {path.name}); copy it again."
-        ) from error
-    _check_file(path, status.st_mtime_ns, status.st_size)
+    files = files or FileSystem()
 
+    @contextmanager
+    def opened(name: str) -> Iterator[Any]:
+        try:
+            with files.create_stream(folder / name, "rb") as stream:
+                yield stream
+        except UserError:
+            raise
+        except Exception as error:  # as above; a damaged zip file too
+            raise damaged(folder / name, error) from error
 
-@functools.lru_cache(maxsize=16)
-def _check_file(path: Path, _modified_ns: int, _size: int) -> None:
-    with path.open("rb") as stream:
-        read_metadata(stream, path)
+    with opened(BACKEND_FILE) as stream:
+        form_of_weights((), stream.read(), folder, formats=("torch_dist",))
+    with opened(METADATA_FILE) as stream:
+        table = read_metadata(stream, folder / METADATA_FILE)
+    in_table = any(key.startswith(f"{COMMON_OBJECT}/") for key in table.state_dict_metadata)
+    if files.exists(folder / COMMON_FILE) or not in_table:
+        with opened(COMMON_FILE) as stream:
+            archive = zipfile.ZipFile(io.BytesIO(stream.read()))
+            for member in archive.infolist():
+                if member.CRC:  # PyTorch can be told to write none
+                    archive.read(member)
+    return table
 
 
 @contextmanager
@@ -114,7 +183,7 @@ def objects_as_data(folder: str | Path) -> Iterator[None]:
         except pickle.UnpicklingError as error:
             raise UserError(
                 f"{folder}: the object {read_item.storage_index.fqn} is more than data and may "
-                f"run code ({str(error).splitlines()[0]}); do not use this file."
+                f"run code ({reason(error)}); do not use this file."
             ) from error
         value.seek(0)
         own(self, read_item, value)

@@ -15,6 +15,7 @@ to the others, and at last the ranks write the metadata together (`BackgroundSav
 import contextlib
 import dataclasses
 import io
+import pickle
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,7 +49,13 @@ from nemo_aligner.checkpoint.checksums import (
     save_error,
     write_durably,
 )
-from nemo_aligner.checkpoint.data_only import check_metadata, objects_as_data
+from nemo_aligner.checkpoint.data_only import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    objects_as_data,
+    read_table,
+    reason,
+)
 from nemo_aligner.core.errors import SaveError, UserError
 
 
@@ -56,12 +63,6 @@ def barrier() -> None:
     """Wait for all ranks of the job; without a process group do nothing."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-
-
-# What a checkpoint holds beside tensors. Megatron Core 0.16 reads this file; 0.19 keeps the same
-# in an object among the tensors, but reads the file where there is one.
-COMMON_FILE = "common.pt"
-_COMMON_OBJECT = "common_state"
 
 
 # What a checkpoint takes beside its tensors is less than this, and in it is a margin for the rest.
@@ -78,22 +79,21 @@ def gathered(mine: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def failing_together(path: Path) -> Iterator[None]:
-    """All ranks enter it. What cannot be written inside, on any of them, is an error on all.
+def failing_together(written: Path | None = None) -> Iterator[None]:
+    """All ranks enter it. A `UserError` inside, on any of them, is raised on all.
 
     Args:
-        path: that is written, for the message.
-
-    Raises:
-        SaveError: on all ranks, after an `OSError` or a `SaveError` on one.
+        written: path that is written inside; an `OSError` becomes a `SaveError` about it.
     """
-    failure: SaveError | None = None
+    failure: UserError | None = None
     try:
         yield
-    except SaveError as error:
+    except UserError as error:
         failure = error
     except OSError as error:
-        failure = save_error(path, error)
+        if written is None:
+            raise
+        failure = save_error(written, error)
     for found in gathered(failure):
         if found is not None:
             raise found
@@ -192,7 +192,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 
     def _prepare(self, sharded_state_dict: dict[str, Any], folder: str | Path) -> tuple[Any, Any]:
         """PyTorch's state dict, and the planner for it; writes what is beside it."""
-        common = sharded_state_dict.get(_COMMON_OBJECT)
+        common = sharded_state_dict.get(COMMON_OBJECT)
         if common is not None:
             _write_common(common.data, folder)
         by_key, _flat_mapping, _rename_mapping = (
@@ -364,7 +364,7 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
     Raises:
         UserError: a file could run code, or is damaged.
     """
-    check_metadata(folder)
+    read_table(Path(folder))
 
     def own_extra_state(item: Any) -> Any:
         is_extra = isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
@@ -374,14 +374,19 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
     try:
         with objects_as_data(folder):
             return dist_checkpointing.load(sharded_state_dict, str(folder))
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{folder}/{COMMON_FILE} is more than data and may run code ({reason(error)}); do not "
+            "use this file."
+        ) from error
     except CheckpointException as error:  # what went wrong on each rank
         for failure, _trace in error.failures.values():
             if isinstance(failure, UserError):
                 raise failure from error
         failure, _trace = next(iter(error.failures.values()))
         raise UserError(
-            f"{folder} is damaged or incomplete ({type(failure).__name__}: {failure}); copy it "
-            "again, or use another checkpoint."
+            f"{folder} is damaged or incomplete ({reason(failure)}); copy it again, or use "
+            "another checkpoint."
         ) from error
 
 
@@ -391,7 +396,7 @@ def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:
     Raises:
         UserError: a file could run code, or is damaged.
     """
-    check_metadata(folder)
+    read_table(Path(folder))
     return dist_checkpointing.load_tensors_metadata(str(folder))
 
 

@@ -32,6 +32,21 @@ OUTSIDE = "outside the checkpoint: "
 _REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]-]+\}")  # to another key, such as ${.hidden_size}
 
 
+def read_yaml(file: Path, path: Path) -> DictConfig:
+    """The keys in a YAML file of the checkpoint at `path`.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        config = OmegaConf.load(file)
+    except Exception as error:  # the errors of YAML, of texts and of OmegaConf
+        raise UserError(f"{file.name} in {path} is damaged ({error}); copy it again.") from error
+    if not isinstance(config, DictConfig) or not config:
+        raise UserError(f"{file.name} in {path} is damaged: it holds no keys; copy it again.")
+    return config
+
+
 def refuse_resolvers(config: DictConfig, path: Path) -> None:
     """Refuse interpolations other than references to keys: a resolver can read the environment.
 

@@ -7,8 +7,9 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
 
@@ -140,27 +141,41 @@ def is_weight_of_any(member: str) -> bool:
     return is_weight(member) or top_name(member) in (CHECKPOINT_WEIGHTS, RNG_FOLDER)
 
 
-def form_of_weights(names: Iterable[str], backend: str | None) -> str | None:
+def form_of_weights(
+    names: Iterable[str],
+    backend: bytes | None,
+    path: Path,
+    formats: Sequence[str] = ("torch_dist", "zarr"),
+) -> str | None:
     """The key in `FORMS` of the weights in a `.nemo`.
 
     Args:
         names: of the files and folders at its top.
-        backend: the text of the distributed checkpoint's `BACKEND_FILE`, if there is one.
+        backend: content of the distributed checkpoint's `BACKEND_FILE`, if there is one.
+        path: of the checkpoint, for messages.
+        formats: of a distributed checkpoint that load.
 
     Raises:
-        UserError: a distributed checkpoint of an unknown format.
+        UserError: a distributed checkpoint of an unknown format, or without `BACKEND_FILE`.
     """
     names = set(names)
     if backend is not None:
         try:
             found = json.loads(backend)["sharded_backend"]
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{BACKEND_FILE} names no format ({error}); it is damaged.") from error
-        if found not in ("torch_dist", "zarr"):
             raise UserError(
-                f"{BACKEND_FILE} names the format {found!r}; formats that load: torch_dist, zarr."
+                f"{path} is damaged: its {BACKEND_FILE} names no format ({error}); copy it again."
+            ) from error
+        if found not in formats:
+            raise UserError(
+                f"{path}: {BACKEND_FILE} names the format {found!r}; formats that load: "
+                f"{', '.join(formats)}."
             )
         return found
+    if WEIGHTS_FOLDER in names:
+        raise UserError(
+            f"{path} is incomplete: it lacks {WEIGHTS_FOLDER}/{BACKEND_FILE}; copy it again."
+        )
     if any(RANK_FOLDER.fullmatch(name) for name in names):
         return "ranks"
     return "one_file" if WEIGHTS_FILE in names else None

@@ -23,6 +23,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.checkpoint.file_references import read_yaml
 from nemo_aligner.checkpoint.forms import NEMO2_CONTEXT, NEMO2_WEIGHTS
 from nemo_aligner.core.errors import UserError
 
@@ -142,9 +143,10 @@ def read_config(path: Path) -> DictConfig:
     if not file.is_file():
         raise UserError(
             f"{path}/{NEMO2_CONTEXT} has no {MODEL_FILE}: an early NeMo 2.0 wrote it, without the "
-            "values of the model's defaults. Load and save it with NeMo 2.1 or later."
+            "values of the model's defaults, or it is incomplete. Copy it again, or load and save "
+            "it with NeMo 2.1 or later."
         )
-    arguments: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    arguments: Any = OmegaConf.to_container(read_yaml(file, path), resolve=False)
     for section in ("config", "tokenizer"):
         if not isinstance(arguments, Mapping) or not isinstance(arguments.get(section), Mapping):
             raise UserError(f"{file} has no section {section}; it is not NeMo 2.0's.")

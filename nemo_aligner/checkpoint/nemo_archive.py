@@ -31,7 +31,6 @@ import torch
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
 
 from nemo_aligner.checkpoint import (
     adapters,
@@ -46,12 +45,13 @@ from nemo_aligner.checkpoint.checksums import (
     check_members,
     read_manifest,
 )
-from nemo_aligner.checkpoint.dist_ckpt import barrier
+from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.file_references import (
     ARTIFACT_KEYS,
     TOKENIZER_TYPE,
     leads_out,
     mark_outside,
+    read_yaml,
     refuse_resolvers,
 )
 from nemo_aligner.checkpoint.forms import (
@@ -63,10 +63,8 @@ from nemo_aligner.checkpoint.forms import (
 from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
 from nemo_aligner.checkpoint.rank_files import RankFiles
 from nemo_aligner.checkpoint.stored_weights import (
-    SourceWeights,
     StoredWeights,
     TensorSource,
-    TorchDistWeights,
 )
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
@@ -238,11 +236,7 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
 def _read_archive(path: Path) -> DictConfig:
     """`read_stored_config` of a `.nemo` or a checkpoint of a job."""
     folder = _unpack_small_members(path)
-    try:
-        config = OmegaConf.load(folder / CONFIG_FILE)
-    except YAMLError as error:
-        raise UserError(f"{CONFIG_FILE} in {path} is damaged ({error}); copy it again.") from error
-    assert isinstance(config, DictConfig)
+    config = read_yaml(folder / CONFIG_FILE, path)
     refuse_resolvers(config, path)
     _set_nemo_gelu(config)
     for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE, TOKENIZER_FOLDER):
@@ -293,7 +287,7 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
     expected, config = _base_and_config(path, base)
     if expected is not None:
         with _merged(path, base, expected, config) as merged:
-            yield SourceWeights(merged)
+            yield StoredWeights(merged)
     else:
         with own_weights(path) as weights:
             yield weights
@@ -365,78 +359,80 @@ def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[S
     """As `stored_weights`, but of adapters alone without their base; `model` as for
     `read_stored_config`.
     """
-    path = Path(path).resolve()
-    if peft_config.is_folder(path):
-        base = read_config(peft_reading.base_path(path)) if model is None else model
-        yield SourceWeights(peft_reading.PeftTensors(path, base))
-        return
-    if nemo2.is_folder(path):
-        yield TorchDistWeights(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
-        return
-    if hugging_face.is_folder(path):
-        yield SourceWeights(hugging_face.weights(path))
-        return
-    with _unpacked_weights(path) as folder:
-        yield _weights_in(folder, path)
+    with own_tensors(path, model) as source:
+        yield StoredWeights(source)
 
 
 @contextlib.contextmanager
 def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
-    """As `own_weights`, but for reading one tensor after the other: from a file without unpacking
-    it, where its form allows.
+    """As `own_weights`, but for reading one tensor after the other. A file is read without
+    unpacking it, where its form allows.
     """
     path = Path(path).resolve()
+    if peft_config.is_folder(path):
+        base = read_config(peft_reading.base_path(path)) if model is None else model
+        yield peft_reading.PeftTensors(path, base)
+        return
+    if nemo2.is_folder(path):
+        yield TorchDistTensors(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
+        return
+    if hugging_face.is_folder(path):
+        yield hugging_face.weights(path)
+        return
     if path.is_file():
         with _opened(path) as tar:
             if _is_readable_in_place(tar, path):
                 yield TorchDistTensors(path / WEIGHTS_FOLDER, files=TarFiles(tar, path))
                 return
-    with own_weights(path, model) as weights:
-        if isinstance(weights, TorchDistWeights):
-            yield TorchDistTensors(Path(weights.folder), weights.prefix)
-        else:
-            assert isinstance(weights, SourceWeights)
-            yield weights.source
+    with _unpacked_weights(path) as folder:
+        yield _tensors_in(folder, path)
 
 
 def _is_readable_in_place(tar: tarfile.TarFile, path: Path) -> bool:
-    """Whether a `.nemo` is uncompressed and holds a distributed checkpoint (torch_dist), which is
-    then compared with its checksums.
+    """Whether a `.nemo` is uncompressed and holds a distributed checkpoint (torch_dist), which the
+    first rank of each node then compares with its checksums.
     """
     if not isinstance(tar.fileobj, io.BufferedReader):  # of a compressed file it is another class
         return False
     members = {_member_name(member): member for member in tar.getmembers()}
     if not all((m.isreg() and not m.issparse()) or m.isdir() for m in members.values()):
         return False
-    check_members(tar, path, select=forms.is_weight)
+    with failing_together():
+        if _is_first_on_node():
+            check_members(tar, path, select=forms.is_weight)
     backend = members.get(f"{WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
     stream = None if backend is None else tar.extractfile(backend)
     if stream is None:
         return False
     children = {name.split("/")[0] for name in members}
-    return forms.form_of_weights(children, stream.read().decode()) == "torch_dist"
+    return forms.form_of_weights(children, stream.read(), path) == "torch_dist"
 
 
-def _weights_in(folder: Path, path: Path) -> StoredWeights:
+def _is_first_on_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def _tensors_in(folder: Path, path: Path) -> TensorSource:
     """The weights in `folder`, unpacked from the `.nemo` at `path`."""
     if (folder / MARKER).is_file():  # a checkpoint of a job
-        return TorchDistWeights(folder / CHECKPOINT_WEIGHTS)
+        return TorchDistTensors(folder / CHECKPOINT_WEIGHTS)
     weights = folder / WEIGHTS_FOLDER
     backend = weights / forms.BACKEND_FILE
     form = forms.form_of_weights(
         (child.name for child in folder.iterdir()),
-        backend.read_text() if backend.is_file() else None,
+        backend.read_bytes() if backend.is_file() else None,
+        path,
     )
     if form == "torch_dist":
-        return TorchDistWeights(weights)
+        return TorchDistTensors(weights)
     if form == "zarr":
-        return SourceWeights(ZarrArrays(weights, path))
+        return ZarrArrays(weights, path)
     if form is None:
         raise UserError(
             f"{path} holds no weights in a form that loads; these do: {forms.loadable_forms()}."
         )
     gated = str(read_config(path).get("activation", "")).lower().endswith("glu")
-    return SourceWeights(RankFiles(folder, path, gated))
+    return RankFiles(folder, path, gated)
 
 
 @contextlib.contextmanager
@@ -467,19 +463,18 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(agreed, src=0)
     token = token_of_machine(agreed[0])
-    first_on_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
     temporary = Path(tempfile.gettempdir()).absolute()
     folder = temporary / f"nemo_weights_{token}"
     try:
-        if first_on_node:
-            with _opened(path) as tar:
-                members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
-                claim(temporary, "nemo_weights_", token).mkdir()
-                safe_extract(tar, str(folder), members=members)
-                check_members(tar, path, select=forms.is_weight)
-        barrier()
+        with failing_together():
+            if _is_first_on_node():
+                with _opened(path) as tar:
+                    members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
+                    claim(temporary, "nemo_weights_", token).mkdir()
+                    safe_extract(tar, str(folder), members=members)
+                    check_members(tar, path, select=forms.is_weight)
         yield folder
         barrier()
     finally:
-        if first_on_node:
+        if _is_first_on_node():
             shutil.rmtree(folder, ignore_errors=True)

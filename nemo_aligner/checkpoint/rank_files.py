@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.data_only import reason
 from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
-from nemo_aligner.checkpoint.stored_weights import Slice
+from nemo_aligner.checkpoint.stored_weights import Slice, checked
 from nemo_aligner.core.errors import UserError
 
 # Axis along which tensor-parallel ranks share a weight; those of no line here are whole on each.
@@ -97,7 +98,7 @@ class RankFiles:
         if name.startswith(LAYERS) and isinstance(part[0], int):
             name = LAYERS + f"{part[0]}." + name.removeprefix(LAYERS)
             part = part[1:]
-        return self._whole(name)[part]
+        return checked(self._whole(name)[part], name, self.path)
 
     def _whole(self, name: str) -> Tensor:
         shards = self.tensors[name]
@@ -146,7 +147,7 @@ def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise UserError(
             f"{file.name} in {path} cannot be read as tensors alone, and nothing else is read: "
-            f"it is damaged, or not NeMo's ({str(error).splitlines()[0]})."
+            f"it is damaged, or not NeMo's ({reason(error)})."
         ) from error
     if not isinstance(loaded, dict):
         raise UserError(f"{file.name} in {path} is not a state dict; it is not NeMo's.")

@@ -3,88 +3,51 @@
 """Weights in a checkpoint, in whatever form, loaded into a sharded state dict.
 
 A *sharded state dict* of a model says which part of which global tensor each of its weights is
-(Megatron Core's `ShardedTensor`). Megatron Core loads distributed checkpoints of the format
-torch_dist; for other forms a `TensorSource` reads those parts.
+(Megatron Core's `ShardedTensor`). A `TensorSource`, which each form has, reads those parts.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
-    ShardedBase,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
 from torch import Tensor
 
-from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.core.errors import UserError
 
 Sharded = dict[str, dict[str, Any]]  # sharded state dicts of the chunks of a model
 Slice = tuple[int | slice, ...]
 
-
-class StoredWeights(Protocol):
-    """The weights of one checkpoint, under the names that Megatron Core's models give them."""
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shape of each tensor; those of layers have the number of layers in front."""
-
-    def load(self, sharded: Sharded) -> Sharded:
-        """Values for `sharded`, whose tensors the checkpoint has; all ranks call it."""
+# The largest number of float16. Models are served in it, and trained in it or with weights far
+# below: one beyond comes of damage (one wrong bit of an exponent makes 0.01 to 1e7 or 1e36), or of
+# a training that has diverged.
+LARGEST_WEIGHT = 65504.0
 
 
-def _present_name(key: str, stored: Container[str]) -> str:
-    """The name that a model gives to the tensor `key`: without Transformer Engine, this package
-    first stored the norm before experts under the name of the norm before an MLP.
+def checked(values: Tensor, name: str, file: Path) -> Tensor:
+    """`values`, a part of the weight `name` in `file`.
+
+    Raises:
+        UserError: one of them is not finite, or beyond `LARGEST_WEIGHT`.
     """
-    stem, mlp_norm, kind = key.partition("mlp.linear_fc1.layer_norm_")
-    if not mlp_norm or f"{stem}mlp.linear_fc1.weight" in stored:
-        return key
-    return f"{stem}pre_mlp_layernorm.{kind}"
-
-
-def damaged(folder: Path, error: Exception) -> UserError:
-    """The error about a distributed checkpoint that cannot be read."""
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return UserError(f"{folder} is damaged or incomplete ({why}); copy it again.")
-
-
-class TorchDistWeights:
-    """A distributed checkpoint of Megatron Core in the format torch_dist.
-
-    Args:
-        folder: of the checkpoint.
-        prefix: that its names have in the place of `model.`.
-    """
-
-    def __init__(self, folder: Path, prefix: str = "model."):
-        self.folder, self.prefix = str(folder), prefix
-        try:
-            self.stored = dist_ckpt.tensors_in(self.folder)
-        except (OSError, EOFError, RuntimeError, CheckpointingException) as error:
-            raise damaged(folder, error) from error
-        self.renamed = {_present_name(key, self.stored): key for key in self.stored}
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {
-            "model." + key.removeprefix(self.prefix): tuple(self.stored[stored].global_shape)
-            for key, stored in self.renamed.items()
-            if key.startswith(self.prefix)
-        }
-
-    def load(self, sharded: Sharded) -> Sharded:
-        for items in sharded.values():
-            for item in items.values():
-                if isinstance(item, ShardedBase):
-                    key = self.prefix + item.key.removeprefix("model.")
-                    item.key = self.renamed.get(key, key)
-        return dist_ckpt.load(sharded, self.folder)
+    if values.is_floating_point() and values.numel():
+        # One pass at the speed of memory; NaN comes through.
+        ends = torch.stack(torch.aminmax(values if values.itemsize > 1 else values.float()))
+        if not bool((ends.abs() <= LARGEST_WEIGHT).all()):
+            worst = max(ends.tolist(), key=lambda end: abs(end) if end == end else float("inf"))
+            raise UserError(
+                f"{file}: the weight {name} has the value {worst:.6g}; no weight of a sound model "
+                f"is that, or beyond {LARGEST_WEIGHT:g}. The file is damaged, or its training had "
+                "diverged: copy it again, or use another checkpoint."
+            )
+    return values
 
 
 def sharded_tensors(item: Any) -> list[ShardedTensor]:
@@ -99,11 +62,13 @@ class TensorSource(Protocol):
     """Global tensors that are read in parts."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As in `StoredWeights`."""
+        """Global shape of each tensor, under the names that Megatron Core's models give them; that
+        of a tensor of layers has their number in front.
+        """
 
     def read(self, key: str, part: Slice) -> Tensor:
-        """One part of the tensor `key`; an int in `part` drops its axis. `part` lies within the
-        tensor's shape.
+        """One part of the tensor `key`, `checked`; an int in `part` drops its axis. `part` lies
+        within the tensor's shape.
         """
 
 
@@ -114,20 +79,33 @@ def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
     return source.read(key, first).dtype
 
 
-class SourceWeights:
-    """The weights of a `TensorSource`."""
+class StoredWeights:
+    """The weights of one checkpoint, to be loaded into a model.
+
+    Args:
+        source: of their values.
+    """
 
     def __init__(self, source: TensorSource):
         self.source = source
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As in `TensorSource`."""
         return self.source.shapes()
 
+    @torch.no_grad()
     def load(self, sharded: Sharded) -> Sharded:
-        return {
-            chunk: {name: self._value(item) for name, item in items.items()}
-            for chunk, items in sharded.items()
-        }
+        """Values for `sharded`, whose tensors the checkpoint has; all ranks call it. They are
+        written into the tensors of `sharded`, where it has some.
+
+        Raises:
+            UserError: on all ranks; a file is damaged.
+        """
+        with failing_together():
+            return {
+                chunk: {name: self._value(item) for name, item in items.items()}
+                for chunk, items in sharded.items()
+            }
 
     def _value(self, item: Any) -> Any:
         """The loaded value of one entry of a sharded state dict."""
@@ -144,16 +122,17 @@ class SourceWeights:
 
     def _tensor(self, wanted: ShardedTensor) -> Tensor:
         part = wanted.global_slice()
+        target = wanted.data
+        assert target is not None
         if not wanted.allow_shape_mismatch:
-            return self.source.read(wanted.key, part)
+            return target.copy_(self.source.read(wanted.key, part))
         # An embedding table: its padding rows depend on the split. Those that the checkpoint does
         # not have are 0, as Megatron Core loads them.
         rows, *others = part
         assert isinstance(rows, slice)
-        result = torch.zeros_like(wanted.data)
-        stored_rows = self.source.shapes()[wanted.key][0]
-        stop = min(rows.stop, stored_rows)
+        stop = max(min(rows.stop, self.source.shapes()[wanted.key][0]), rows.start)
+        target[stop - rows.start :] = 0
         if stop > rows.start:
             part = (slice(rows.start, stop), *others)
-            result[: stop - rows.start] = self.source.read(wanted.key, part)
-        return result
+            target[: stop - rows.start] = self.source.read(wanted.key, part)
+        return target

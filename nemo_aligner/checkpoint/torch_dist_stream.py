@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +46,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from nemo_aligner.checkpoint.checksums import ChecksummedFiles, Checksums, save_error
-from nemo_aligner.checkpoint.data_only import METADATA_FILE, read_metadata
-from nemo_aligner.checkpoint.dist_ckpt import COMMON_FILE
-from nemo_aligner.checkpoint.stored_weights import Slice, damaged
+from nemo_aligner.checkpoint.data_only import COMMON_FILE, damaged, read_table
+from nemo_aligner.checkpoint.stored_weights import Slice, checked
+from nemo_aligner.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,9 @@ class TarFiles(FileSystem):
         self.path = path
         self.members = {Path(member.name): member for member in tar if member.isreg()}
 
+    def exists(self, path: str | os.PathLike) -> bool:
+        return Path(path).relative_to(self.path) in self.members
+
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         assert mode == "rb", f"mode {mode!r}: a tar file is only read"
@@ -175,6 +178,16 @@ def _write_item(chunk: Chunk) -> WriteItem:
     )
 
 
+def _present_name(key: str, stored: Container[str]) -> str:
+    """The name that a model gives to the tensor `key`: without Transformer Engine, this package
+    first stored the norm before experts under the name of the norm before an MLP.
+    """
+    stem, mlp_norm, kind = key.partition("mlp.linear_fc1.layer_norm_")
+    if not mlp_norm or f"{stem}mlp.linear_fc1.weight" in stored:
+        return key
+    return f"{stem}pre_mlp_layernorm.{kind}"
+
+
 class TorchDistTensors:
     """A `TensorSource` of a distributed checkpoint (torch_dist).
 
@@ -182,36 +195,30 @@ class TorchDistTensors:
         folder: of the checkpoint.
         prefix: that its names have in the place of `model.`.
         files: where `folder` lies; None: among the files of this machine.
+
+    Raises:
+        UserError: the checkpoint is damaged, or could run code.
     """
 
     def __init__(self, folder: Path, prefix: str = "model.", files: FileSystem | None = None):
-        self.prefix = prefix
+        self.folder = folder
         self.reader = FileSystemReader(folder)
         if files is not None:
             self.reader.fs = files
-        file = folder / METADATA_FILE
-        try:
-            with self.reader.fs.create_stream(file, "rb") as stream:
-                self.metadata = read_metadata(stream, file)
-        except OSError as error:
-            raise damaged(folder, error) from error
-        self.folder = folder
-        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self.stored: dict[str, TensorStorageMetadata] = {
-            key: entry
-            for key, entry in self.metadata.state_dict_metadata.items()
+        table = read_table(folder, self.reader.fs)
+        self.reader.set_up_storage_reader(table, is_coordinator=True)
+        entries = table.state_dict_metadata
+        self.stored: dict[str, tuple[str, TensorStorageMetadata]] = {
+            "model." + _present_name(key, entries).removeprefix(prefix): (key, entry)
+            for key, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
         }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {
-            "model." + key.removeprefix(self.prefix): tuple(entry.size)
-            for key, entry in self.stored.items()
-        }
+        return {key: tuple(entry.size) for key, (_name, entry) in self.stored.items()}
 
     def read(self, key: str, part: Slice) -> Tensor:
-        key = self.prefix + key.removeprefix("model.")
-        entry = self.stored[key]
+        name, entry = self.stored[key]
         starts = [axis if isinstance(axis, int) else axis.start or 0 for axis in part]
         stops = [
             axis + 1 if isinstance(axis, int) else size if axis.stop is None else axis.stop
@@ -220,19 +227,27 @@ class TorchDistTensors:
         sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
         result = torch.empty(sizes, dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
-        items = create_read_items_for_chunk_list(key, entry, [wanted])
-        try:
-            self.reader.read_data(LoadPlan(items), _ReadPlanner(result, starts)).wait()
-        except (OSError, EOFError, RuntimeError, ValueError) as error:
-            raise damaged(self.folder, error) from error
+        for item in create_read_items_for_chunk_list(name, entry, [wanted]):
+            file = self.folder
+            try:
+                stored_in = self.reader.storage_data[item.storage_index].relative_path
+                file /= stored_in
+                if file.parent != self.folder:
+                    raise UserError(f"{self.folder} names the file {stored_in}, outside of it.")
+                planner = _ReadPlanner(result, starts, file)
+                self.reader.read_data(LoadPlan([item]), planner).wait()
+            except UserError:
+                raise
+            except Exception as error:  # a damaged file can raise nearly everything
+                raise damaged(file, error) from error
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
 
 
 class _ReadPlanner(LoadPlanner):
-    """Puts what is read into `result`, whose first entry lies at `offset`."""
+    """Puts what is read of `file` into `result`, whose first entry lies at `offset`."""
 
-    def __init__(self, result: Tensor, offset: Sequence[int]):
-        self.result, self.offset = result, offset
+    def __init__(self, result: Tensor, offset: Sequence[int], file: Path):
+        self.result, self.offset, self.file = result, offset, file
 
     def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing to do: the plan is made by the caller."""
@@ -257,4 +272,4 @@ class _ReadPlanner(LoadPlanner):
         return self.result[where]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: `resolve_tensor` gave a view of the result."""
+        checked(tensor, read_item.storage_index.fqn, self.file)

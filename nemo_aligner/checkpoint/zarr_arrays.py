@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.forms import refusal
-from nemo_aligner.checkpoint.stored_weights import Slice
+from nemo_aligner.checkpoint.stored_weights import Slice, checked
 from nemo_aligner.core.errors import UserError
 
 ARRAY_FILE = ".zarray"
@@ -75,6 +75,7 @@ class ZarrArrays:
         tensor = torch.from_numpy(result)
         if bfloat16:
             tensor = tensor.view(torch.bfloat16)
+        checked(tensor, key, self.path)
         return tensor[tuple(0 if isinstance(p, int) else slice(None) for p in part)]
 
     def _chunk(self, key: str, index: tuple[int, ...]) -> np.ndarray:

@@ -62,7 +62,38 @@ def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, archite
         nemo_files.write_rank_files(source, tmp_path / "tp2", 2, [4]),
         nemo_files.packed(nemo_files.write_rank_files(source, tmp_path / "tp1", 1, [4])),
         nemo_files.packed(nemo_files.write_zarr(source, tmp_path / "zarr", chunk_rows=7)),
+        nemo_files.write_by_megatron_core(source, tmp_path / "core"),
     ]
     paths = [str(folder) for folder in folders]
     for found in run_ranks(at_each, 2, 120, list(SPLITS), str(tmp_path / "trusted.nemo"), paths):
         assert found == {name: {path: [] for path in paths} for name in SPLITS}
+
+
+def errors_of(path: str, split: dict) -> str:
+    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.core.errors import UserError
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    cfg = OmegaConf.merge(nemo_archive.read_config(path), split)
+    with pytest.raises(UserError) as error:
+        MegatronGPTModel.restore_from(path, override_config_path=cfg)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_weight_beyond_reason_of_one_rank_is_the_same_error_on_all(
+    tiny_tokenizer_dir, tmp_path, split
+):
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    source = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
+    path = str(tmp_path / "model.nemo")
+    with torch.no_grad():
+        (weight,) = (
+            w for n, w in source._named_weights() if n.endswith("1.mlp.linear_fc2.weight")
+        )
+        weight[0, -1] = 1.8e37  # of the last columns and the last layer
+    source.save_to(path)
+    first, second = run_ranks(errors_of, 2, 120, path, SPLITS[split])
+    assert first == second
+    assert f"{path}/model_weights/__0_0.distcp: the weight" in first and "1.8e+37" in first

@@ -6,14 +6,33 @@ nothing of the machine: no variable of the environment and no file outside.
 """
 
 import io
+import os
 import pickle
 import tarfile
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import torch as megatron_strategy
 from omegaconf import OmegaConf
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from nemo_aligner.checkpoint import dist_ckpt, nemo_archive
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
@@ -40,6 +59,9 @@ class Call:
 
     def __reduce__(self):
         return self.function, self.arguments
+
+    def __str__(self):
+        return f"{self.function.__name__}{len(self.arguments)}"
 
 
 def hostile(file: Path, marker: Path) -> None:
@@ -106,12 +128,10 @@ def test_these_files_do_run_code_where_they_are_trusted(nemo_folder, marker):
     assert marker.exists()
 
 
-@pytest.mark.parametrize("name", ["common.pt"])
-def test_what_stands_beside_the_tensors_runs_nothing(nemo_folder, marker, name):
-    torch.save({"args": Call(Path.touch, marker)}, nemo_folder / "model_weights" / name)
+def test_what_stands_beside_the_tensors_is_not_read(nemo_folder, marker):
+    torch.save({"args": Call(Path.touch, marker)}, nemo_folder / "model_weights/common.pt")
     disguise(nemo_folder)
-    with pytest.raises(Exception, match="[Ww]eights.only"):
-        restore(nemo_folder)
+    restore(nemo_folder)
     assert not marker.exists()
 
 
@@ -120,7 +140,7 @@ def training(tokenizer_dir):
     return model, *model.setup_megatron_optimization(10)
 
 
-@pytest.mark.parametrize("member", ["weights/.metadata", "rng/rank_00000.pt"])
+@pytest.mark.parametrize("member", ["weights/.metadata", "weights/common.pt", "rng/rank_00000.pt"])
 def test_a_checkpoint_runs_nothing(tiny_tokenizer_dir, tmp_path, marker, member):
     job = training(tiny_tokenizer_dir)
     CheckpointCallback(tmp_path, *job, name="rm").custom_save({}, trainer_state={})
@@ -131,9 +151,9 @@ def test_a_checkpoint_runs_nothing(tiny_tokenizer_dir, tmp_path, marker, member)
     else:
         stealthy(folder / member, marker)
     disguise(folder)
-    with pytest.raises(UserError, match=str(folder / member)):
+    with pytest.raises(UserError, match=f"{folder / member}.* names (getattr|pathlib)") as error:
         CheckpointCallback(tmp_path, *training(tiny_tokenizer_dir), name="rm").load_latest()
-    assert not marker.exists()
+    assert "weights_only" not in str(error.value) and not marker.exists()
 
 
 def test_an_object_among_the_tensors_runs_nothing(tmp_path, marker):
@@ -181,6 +201,78 @@ def test_extra_states_of_transformer_engine_are_not_read(tmp_path, marker):
 def test_a_damaged_table_of_contents_is_named(content, tmp_path):
     with pytest.raises(UserError, match="x/.metadata is (damaged|not the table)"):
         read_metadata(io.BytesIO(content), tmp_path / "x/.metadata")
+
+
+def plan(kind=None):
+    """A saver's plan; its data are of a class `kind`."""
+    index = MetadataIndex("w", torch.Size([0]))
+    item = WriteItem(index, WriteItemType.SHARD, tensor_data=kind)
+    return SavePlan([item], storage_data=_StoragePrefix("__0_"))
+
+
+def test_what_pytorch_and_megatron_core_put_into_a_table_is_read(monkeypatch):
+    """Also under the names of former releases, and as Python 3.11.0 to 3.11.3 stores members."""
+    written = {}
+    for by_name in (False, True):
+        if by_name:
+            for kind in (WriteItemType, metadata._MEM_FORMAT_ENCODING):
+                reduced = lambda self, _protocol: (getattr, (type(self), self.name))  # noqa: E731
+                monkeypatch.setattr(kind, "__reduce_ex__", reduced)
+        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+        data = TensorWriteData(chunk, TensorProperties(torch.bfloat16), torch.Size([2]))
+        table = Metadata(
+            {
+                "w": TensorStorageMetadata(
+                    TensorProperties(torch.bfloat16), torch.Size([2]), [chunk]
+                )
+            },
+            planner_data=OrderedDict(w=("w", 1)),
+            storage_data={MetadataIndex("w", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 9)},
+            storage_meta=StorageMeta("x", modules=["a"]),
+        )
+        table.all_local_plans = [plan(data)]
+        written[by_name] = pickle.dumps(table)
+        found = read_metadata(io.BytesIO(written[by_name]), Path("x"))
+        assert found == table and found.all_local_plans == table.all_local_plans
+    assert b"getattr" in written[True] and b"getattr" not in written[False]
+
+    class Former(Metadata):
+        """As Megatron Core 0.15 has it, under the name that its files give it."""
+
+    Former.__module__ = "megatron.core.dist_checkpointing.strategies.torch"
+    Former.__qualname__ = Former.__name__ = "MCoreMetadata"
+    monkeypatch.setattr(megatron_strategy, "MCoreMetadata", Former)
+    content = pickle.dumps(Former({"w": BytesStorageMetadata()}, storage_data={}))
+    found = read_metadata(io.BytesIO(content), Path("x"))
+    assert type(found) is Metadata and list(found.state_dict_metadata) == ["w"]
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        Call(os.system, "touch {}"),
+        Call(eval, "open('{}', 'w')"),
+        Call(getattr, SavePlan, "__init__"),
+        Call(getattr, WriteItemType, "mro"),
+        Call(getattr, WriteItemType.SHARD, "name"),
+        Call(planner.SavePlanner),  # of the same module, and no dataclass
+        Call(metadata.os.getcwd),
+        Call(metadata.field),
+        Call(filesystem.FileSystemWriter, "{}"),
+        Call(torch.load, "{}"),
+        Call(torch.save, 1, "{}"),
+        Call(type, "x", (), {}),
+    ],
+    ids=str,
+)
+def test_a_plan_runs_nothing(marker, inside):
+    """Whatever lies beside the classes of plans, in their modules or in Python."""
+    arguments = (a.format(marker) if isinstance(a, str) else a for a in inside.arguments)
+    table = Metadata({}, storage_data={})
+    table.all_local_plans = [plan(Call(inside.function, *arguments))]
+    with pytest.raises(UserError, match="^x/.metadata: it .*do not use this file"):
+        read_metadata(io.BytesIO(pickle.dumps(table)), Path("x/.metadata"))
+    assert not marker.exists()
 
 
 def test_a_table_of_contents_is_read():

@@ -4,24 +4,33 @@
 one computes exactly what the model that it was made from computes.
 """
 
+import argparse
+import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import forms, nemo2, nemo_archive
 from nemo_aligner.checkpoint.rank_files import RankFiles
+from nemo_aligner.checkpoint.stored_weights import checked
+from nemo_aligner.convert.__main__ import main as convert
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.plan.__main__ import main as plan
 from tests import nemo_files
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
 
+CPU = OmegaConf.create({"precision": 32, "seed": 99})
 TOKENS = torch.randint(0, 290, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -241,6 +250,178 @@ def test_nemo2_folder(source, tiny_tokenizer_dir, tmp_path):
     assert model.tokenizer.text_to_ids("the film") == source.tokenizer.text_to_ids("the film")
     model.save_to(str(tmp_path / "again.nemo"))
     assert same_model(tmp_path / "again.nemo", source)
+
+
+@pytest.fixture(scope="module")
+def by_megatron_core(source, tmp_path_factory):
+    """Folder with the weights of `source` as Megatron Core itself saves them, by prefix."""
+    root = tmp_path_factory.mktemp("megatron_core")
+    beside = {"args": argparse.Namespace(num_layers=3, params_dtype=torch.float32), "iteration": 9}
+    for prefix in ("model.", "module."):
+        weights = nemo_files.under_prefix(source.sharded_weights(), prefix)
+        nemo_files.save_as_megatron_core({**weights, **beside}, root / prefix)
+    return root
+
+
+def nemo_of(source, weights, folder):
+    """A `.nemo` folder without checksums, with the weights in the folder `weights`."""
+    source.save_to(f"{folder}/")
+    (folder / "CHECKSUMS.xxh128").unlink()
+    shutil.rmtree(folder / "model_weights")
+    shutil.copytree(weights, folder / "model_weights")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "nemo2"])
+def test_what_megatron_core_itself_saves(
+    source, by_megatron_core, tiny_tokenizer_dir, tmp_path, capsys, form
+):
+    if form == "nemo2":
+        path = nemo2_of(source, tiny_tokenizer_dir, tmp_path / "model")
+        shutil.rmtree(path / "weights")
+        shutil.copytree(by_megatron_core / "module.", path / "weights")
+    else:
+        path = nemo_of(source, by_megatron_core / "model.", tmp_path / "model")
+        path = nemo_files.packed(path) if form == "file" else path
+    assert torch.equal(
+        logits_of(load_from_nemo(MegatronGPTModel, CPU, None, restore_path=path)),
+        logits_of(source),
+    )
+    assert plan(["--gpus", "1", "--memory", "24GB", str(path)]) == 0
+    assert convert(["nemo-info", str(path)]) == 0
+    parameters = sum(p.numel() for p in source.unwrapped()[0].parameters())
+    assert f"{parameters:,} parameters" in capsys.readouterr().out
+    assert convert(["nemo-to-hf", str(path), str(tmp_path / "hf"), "--quiet"]) == 0
+    ids = 300  # the folder has no rows for padding
+    again = logits_of(restored(tmp_path / "hf"))
+    assert torch.equal(again[..., :ids], logits_of(source)[..., :ids])
+
+
+def test_what_a_later_megatron_core_saves_has_no_common_file(source, by_megatron_core, tmp_path):
+    """Whatever the release of this environment: 0.16 does not know such checkpoints."""
+    beside = ShardedObject("common_state", {"iteration": 9}, (1,), (0,))
+    state = {**source.sharded_weights(), "common_state": beside}
+    weights = nemo_files.save_as_megatron_core(state, tmp_path / "weights")
+    (weights / "common.pt").unlink(missing_ok=True)
+    assert same_model(nemo_of(source, weights, tmp_path / "model"), source)
+
+
+def damages(folder, weights):
+    """What can happen to each file of a checkpoint: name -> contents, or None for no file."""
+    small = (weights + "metadata.json", weights + ".metadata", weights + "common.pt")
+    yield from itertools.product(small, (None, b"", b"\xff{[", -7))
+    yield from itertools.product((weights + "__0_0.distcp",), (None, b"", b"\xff{[" * 9000, -9000))
+    config = "context/model.yaml" if "context" in os.listdir(folder) else "model_config.yaml"
+    yield from itertools.product((config,), (None, b"", b"\xff{[", b"- a", b"a: ${"))
+
+
+@pytest.mark.parametrize("source", ["llama"], indirect=True)
+@pytest.mark.parametrize("form", ["folder", "file", "nemo2"])
+def test_each_damage_to_files_without_checksums_is_one_error(
+    source, by_megatron_core, tiny_tokenizer_dir, tmp_path, form
+):
+    whole, weights = tmp_path / "whole", "weights/" if form == "nemo2" else "model_weights/"
+    if form == "nemo2":
+        nemo2_of(source, tiny_tokenizer_dir, whole)
+    else:
+        nemo_of(source, by_megatron_core / "model.", whole)
+        torch.save({}, whole / "model_weights/common.pt")  # of any release
+    for number, (name, content) in enumerate(damages(whole, weights)):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole, folder)
+        file = folder / name
+        if content is None and file.name == "common.pt":
+            table = (folder / weights / ".metadata").read_bytes()
+            if b"common_state" in table:  # Megatron Core 0.19 has the same in the table
+                continue
+        if isinstance(content, int):
+            content = file.read_bytes()[:content]
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        path = nemo_files.packed(folder) if form == "file" else folder
+        for read in (restored, everything_in):
+            with pytest.raises(UserError) as error:
+                read(path)
+            said = str(error.value)
+            assert str(path) in said and file.name in said, (name, content, said)
+            assert re.search(
+                "copy it again|Copy it again|not an unpacked .nemo|no model_c", said
+            ), said
+            assert "weights_only" not in said and "trust" not in said, said
+
+
+def everything_in(path):
+    with nemo_archive.stored_tensors(nemo_archive.check_restore_path(path)) as tensors:
+        for key, shape in tensors.shapes().items():
+            tensors.read(key, tuple(slice(0, size) for size in shape))
+
+
+TWICE = ("ranks", "hugging_face", "hugging_face_bf16")  # names of layers, with their numbers too
+
+
+@pytest.mark.parametrize("source", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    "form, value",
+    [
+        ("folder", 1.8e37),
+        ("folder", -65505.0),
+        ("file", float("nan")),
+        ("nemo2", float("-inf")),
+        ("ranks", 1.8e37),
+        ("zarr", 1.8e37),
+        ("hugging_face", 1.8e37),
+        ("hugging_face_bf16", 1.8e37),
+    ],
+)
+def test_a_weight_beyond_reason_is_named(source, tiny_tokenizer_dir, tmp_path, form, value):
+    name, path = "linear_fc2.weight", tmp_path / "model"
+    weight = next(w for n, w in source._named_weights() if n.endswith(name) and ".1." in n)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        before = weight[3, 5].clone()
+        for found in (65504.0, value):  # the first is none
+            shutil.rmtree(path, ignore_errors=True)
+            weight[3, 5] = found
+            if form == "nemo2":
+                nemo2_of(source, tiny_tokenizer_dir, path)
+            elif form == "ranks":
+                nemo_files.write_rank_files(source, path, 2, [2, 1])
+            elif form == "zarr":
+                nemo_files.write_zarr(source, path)
+            elif form.startswith("hugging_face"):
+                patch.setattr("nemo_aligner.checkpoint.torch_dist_stream.checked", lambda *_: None)
+                source.save_to(str(tmp_path / "m.nemo"))
+                dtype = "bf16" if form.endswith("bf16") else "fp32"
+                arguments = ["nemo-to-hf", str(tmp_path / "m.nemo"), str(path), "--dtype", dtype]
+                assert convert([*arguments, "--quiet", "--overwrite"]) == 0
+                patch.undo()
+                name = "model.layers.1.mlp.down_proj.weight"
+            else:
+                source.save_to(f"{path}/" if form == "folder" else str(path.with_suffix(".nemo")))
+            given = path.with_suffix(".nemo") if form == "file" else path
+            if found == 65504.0 and not form.endswith("bf16"):  # which makes it 65536
+                restored(given)
+        weight[3, 5] = before
+    worst = float(torch.tensor(value).bfloat16()) if form.endswith("bf16") else value
+    shown = re.escape(f"{worst:.6g}")
+    for read in (restored,) if form in TWICE else (restored, everything_in):
+        with pytest.raises(UserError, match=f"{given}.*{name} has the value {shown};"):
+            read(given)
+
+
+def test_numbers_of_any_type_are_checked(tmp_path):
+    checked(torch.tensor([10**9, -(10**9)]), "ids", tmp_path)
+    checked(torch.zeros(0), "none", tmp_path)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2):
+        for value in (57344, -57344, float("nan"), float("inf"), float("-inf")):
+            values = torch.tensor([[0.0, value], [2.0, 1.0]]).to(dtype).T
+            if value in (57344, -57344):
+                assert checked(values, "w", tmp_path) is values
+                continue
+            with pytest.raises(
+                UserError, match=f"{tmp_path}: the weight w has the value {value};"
+            ):
+                checked(values, "w", tmp_path)
 
 
 @pytest.mark.parametrize(

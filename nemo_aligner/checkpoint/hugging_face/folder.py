@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_aligner.checkpoint.stored_weights import checked
 from nemo_aligner.core.errors import UserError
 
 CONFIG_FILE = "config.json"
@@ -126,10 +127,10 @@ class Tensors:
         return self._shapes
 
     def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A part of the tensor `name`, in its own dtype."""
+        """A part of the tensor `name`, in its own dtype, `checked`."""
         file = self.files[name]
         try:
-            return self._opened(file).get_slice(name)[index]
+            return checked(self._opened(file).get_slice(name)[index], name, self.path / file)
         except SafetensorError as error:
             raise self._damaged(file, error) from error
 
