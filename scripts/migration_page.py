@@ -505,6 +505,7 @@ TESTS = {
             "unit/test_nemo_forms.py:test_weights_of_each_rank",
             "unit/test_nemo_forms.py:test_zarr",
             "unit/test_nemo_forms.py:test_nemo2_folder",
+            "unit/test_megatron_folders.py:test_megatron_lm",
             "distributed/test_nemo_forms.py:test_other_forms_load_at_another_split",
         ),
         "forms that are refused": (

@@ -105,6 +105,20 @@ MUTANTS = [
     ),
     # --- generation
     Mutant(
+        "Megatron-LM's number of query groups counts without its switch",
+        "checkpoint/megatron_args.py",
+        'if args.get("group_query_attention", "num_query_groups" in args):',
+        'if "num_query_groups" in args:',
+        _unit("test_megatron_folders.py", "test_arguments_of_two_ages"),
+    ),
+    Mutant(
+        "a checkpoint of Megatron-LM may name what runs code",
+        "checkpoint/data_only.py",
+        "        if unknown:\n            raise UserError(",
+        "        if unknown and not names:\n            raise UserError(",
+        _unit("test_megatron_folders.py", "test_faults_of_folders_are_named"),
+    ),
+    Mutant(
         "a response takes the cached keys of another prompt",
         "generation/batch.py",
         "moves.append((sources[sample.prompt], slot))",

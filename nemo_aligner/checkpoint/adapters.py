@@ -19,7 +19,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, sharded_tensors
+from nemo_aligner.checkpoint.stored_weights import (
+    Slice,
+    TensorSource,
+    distinct,
+    numbered,
+    sharded_tensors,
+    unnumbered,
+)
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
@@ -34,7 +41,6 @@ from nemo_aligner.core.lora import (
 )
 
 BASE_SECTION = "lora_base"
-_LAYERS = "model.decoder.layers."
 _ADAPTER = ".lora."
 _HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
 # The weights that the checksum of a base reads: those that can have adapters.
@@ -95,12 +101,11 @@ def checksum_of_source(source: TensorSource) -> str:
     """
     total = 0
     shapes = source.shapes()
-    for key, shape in shapes.items():
+    for key in distinct(shapes):
         if not key.endswith(_CHECKED) or is_adapter(key):
             continue
-        name, number = _unnumbered(key)
-        if number is not None and name in shapes:
-            continue  # a folder of Hugging Face has its layers under both names
+        name, number = unnumbered(key)
+        shape = shapes[key]
         stacked = len(shape) == 3
         for layer in range(shape[0]) if stacked else (number,):
             assert layer is not None
@@ -135,7 +140,7 @@ def _checksum_of_part(entry: ShardedTensor) -> int:
     if any(entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)):
         return 0  # another rank counts it
     assert entry.data is not None
-    name, number = _unnumbered(entry.key)
+    name, number = unnumbered(entry.key)
     *layers, first_row, column = entry.global_offset
     layer = layers[0] if layers else number
     assert layer is not None
@@ -154,15 +159,6 @@ def _digits(total: int) -> str:
 def _signed(total: int) -> int:
     total %= 2**64
     return total - 2**64 if total >= 2**63 else total
-
-
-def _unnumbered(key: str) -> tuple[str, int | None]:
-    """The key of a layer's tensor as it is for all layers, and the layer's number from 0 if it is
-    in the key.
-    """
-    rest = key.removeprefix(_LAYERS)
-    number, _, name = rest.partition(".")
-    return (_LAYERS + name, int(number)) if number.isdigit() else (key, None)
 
 
 def check_base(expected: Base, found: str, what: str, where: str) -> None:
@@ -230,7 +226,7 @@ class MergedTensors:
         if key in self._own:
             return self.adapters.read(key, part)
         values = self.base.read(key, part)
-        name, number = _unnumbered(key)
+        name, number = unnumbered(key)
         layers = (
             self._adapted.get(name.removesuffix("weight")) if key.endswith(".weight") else None
         )
@@ -280,7 +276,9 @@ class MergedTensors:
     def _check(self) -> None:
         stored, shapes = self.base.shapes(), self.adapters.shapes()
         for stem, layers in self._adapted.items():
-            weight = stored.get(stem + "weight") or stored.get(_numbered(stem, min(layers)))
+            weight = stored.get(stem + "weight") or stored.get(
+                numbered(stem + "weight", min(layers) - 1)
+            )
             if weight is None:
                 raise UserError(f"the base has no {stem}weight, to which the adapters belong.")
             for layer, key in layers.items():
@@ -293,10 +291,6 @@ class MergedTensors:
                     )
 
 
-def _numbered(stem: str, layer: int) -> str:
-    return f"{_LAYERS}{layer - 1}.{stem.removeprefix(_LAYERS)}weight"
-
-
 def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
     """Key of a linear layer as it is for all layers, up to its last dot -> numbers of the layers
     with an adapter -> keys of these but for `a` or `b`.
@@ -307,7 +301,7 @@ def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
     for key in keys:
         stem, found, rest = key.partition(_ADAPTER)
         if found:
-            name, _number = _unnumbered(stem + ".")
+            name, _number = unnumbered(stem + ".")
             layers = result.setdefault(name, {})
             layers[int(rest.partition(".")[0])] = key[:-1]
     return result

@@ -9,11 +9,13 @@ second as `torch.load(weights_only=True)` reads them. Megatron Core reads `commo
 job resumes; of other checkpoints it is not read.
 """
 
+import argparse
 import dataclasses
 import enum
 import io
 import pickle
 import re
+import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -80,6 +82,14 @@ _NAMES: dict[tuple[str, str], Any] = {
     **{("pathlib", name): _Path for name in _PATHS},
     **{("pathlib._local", name): _Path for name in _PATHS},  # written by Python 3.13
 }
+
+
+# What files of Megatron hold beside tensors, and modules whose objects stay unread.
+_OBJECTS = {
+    f"{kind.__module__}.{kind.__name__}": kind
+    for kind in (argparse.Namespace, types.SimpleNamespace, io.BytesIO)
+}
+_INERT = ("megatron.", "numpy.", "transformer_engine.", "pathlib.", "signal.Signals")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -193,3 +203,49 @@ def objects_as_data(folder: str | Path) -> Iterator[None]:
         yield
     finally:
         DefaultLoadPlanner.load_bytes = own  # type: ignore[method-assign]
+
+
+class _Inert:
+    """Stands for an object of Megatron or numpy, whose class is not imported and not needed."""
+
+    def __init__(self, *_args: Any):
+        pass
+
+    def __setstate__(self, _state: Any) -> None:
+        """Take nothing over."""
+
+
+def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any:
+    """What `torch.save` wrote into a file of Megatron: tensors, plain values and the arguments of
+    a command line. Tensors are read when they are used if `mmap`.
+
+    Args:
+        file: to read.
+        what: it is, for messages.
+
+    Raises:
+        UserError: the file is damaged, or names what is no data.
+    """
+    stream = file if isinstance(file, io.BytesIO) else None
+    try:
+        if stream is not None:
+            stream.seek(0)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        unknown = [n for n in names if n not in _OBJECTS and not n.startswith(_INERT)]
+        if unknown:
+            raise UserError(
+                f"{what} names {unknown[0]}, which no checkpoint needs and which may run code; do "
+                "not use this file."
+            )
+        # Only what is not allowed yet: leaving the context takes away what entering it added.
+        allowed: list[Any] = [(_OBJECTS.get(name, _Inert), name) for name in names]
+        if stream is not None:
+            stream.seek(0)
+        with torch.serialization.safe_globals(allowed):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle can raise nearly everything
+        raise damaged(what, error) from error
+    # Megatron Core wraps some objects once more.
+    return read_objects(found, what) if isinstance(found, io.BytesIO) else found

@@ -101,6 +101,12 @@ FORMS = {
         "config.json, model.safetensors or model.safetensors.index.json",
         loads=True,
     ),
+    "megatron": Form(
+        "checkpoint of Megatron-LM or Megatron-Bridge, or the root of several",
+        "latest_checkpointed_iteration.txt, or .metadata and common.pt, or run_config.yaml, or "
+        "mp_rank_XX/model_optim_rng.pt",
+        loads=True,
+    ),
     "training": Form(
         "checkpoint of a training run without a model configuration",
         f"{BACKEND_FILE} or checkpoint files, no {CONFIG_FILE}",

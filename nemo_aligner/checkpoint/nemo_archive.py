@@ -36,6 +36,7 @@ from nemo_aligner.checkpoint import (
     adapters,
     forms,
     hugging_face,
+    megatron,
     nemo2,
 )
 from nemo_aligner.checkpoint.checksums import (
@@ -98,9 +99,7 @@ def check_restore_path(
     if path.is_dir():
         if peft_config.is_folder(path):
             return path
-        if not nemo2.is_folder(path) and not (path / CONFIG_FILE).is_file():
-            if hugging_face.is_folder(path):
-                return path
+        if not _is_foreign(path) and not (path / CONFIG_FILE).is_file():
             if (path / forms.BACKEND_FILE).is_file() or (path / MARKER).is_file():
                 raise forms.refusal("training", f"{key}={path}")
             raise UserError(
@@ -224,13 +223,22 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
         config = peft_reading.adapter_section(path, base)
         refuse_resolvers(config, path)
         return config  # the tokenizer is that of the base
-    if nemo2.is_folder(path) or hugging_face.is_folder(path):
-        nemo_2 = nemo2.is_folder(path)
-        config = nemo2.read_config(path) if nemo_2 else hugging_face.model_section(path)
-        refuse_resolvers(config, path)
-        mark_outside(config, path)
-        return config
-    return _read_archive(path)
+    if not _is_foreign(path):
+        return _read_archive(path)
+    if nemo2.is_folder(path):
+        config = nemo2.read_config(path)
+    elif hugging_face.is_folder(path):
+        config = hugging_face.model_section(path)
+    else:
+        config = megatron.read_config(path)
+    refuse_resolvers(config, path)
+    mark_outside(config, path)
+    return config
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether `path` is a folder of a form that has a configuration of its own."""
+    return any(form.is_folder(path) for form in (nemo2, hugging_face, megatron))
 
 
 def _read_archive(path: Path) -> DictConfig:
@@ -378,6 +386,9 @@ def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[T
         return
     if hugging_face.is_folder(path):
         yield hugging_face.weights(path)
+        return
+    if megatron.is_folder(path):
+        yield megatron.weights(path)
         return
     if path.is_file():
         with _opened(path) as tar:

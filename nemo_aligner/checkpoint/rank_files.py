@@ -14,8 +14,9 @@ sizes of the former job and of this one.
 import io
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,30 +47,32 @@ OTHER_NAMES = (
 LAYERS = "decoder.layers."
 
 
-class RankFiles:
-    """A `TensorSource` of the files in `folder`.
+class RankTensors:
+    """A `TensorSource` of the weights of each rank.
 
     Args:
-        folder: that holds `model_weights.ckpt` or one folder per rank.
-        path: of the `.nemo`, for messages.
+        stages: the state dicts of tensor-parallel ranks by stage, or virtual stage, in the order
+            of their layers; in the last a tied output layer is a copy.
+        path: of the checkpoint, for messages.
         gated: the first linear layer of the MLP holds a gate and its partner (`swiglu`, ...).
 
     Raises:
-        UserError: the file of a rank is missing, holds other objects than tensors, or has layers
-            of another kind.
+        UserError: they lack weights, or have layers of another kind.
     """
 
-    def __init__(self, folder: Path, path: Path, gated: bool):
+    def __init__(self, stages: Sequence[Sequence[Mapping[str, Any]]], path: Path, gated: bool):
         self.path, self.gated = path, gated
-        stages = _stages(folder, path)
         self.tensors: dict[str, list[Tensor]] = {}  # global name -> shards of the ranks
         first_layer = 0
-        for files in stages:
-            shards = [_read_file(file, path) for file in files]
+        for loaded in stages:
+            shards = [{_bare(name): state[name] for name in state} for state in loaded]
+            if any(shard.keys() != shards[0].keys() for shard in shards):
+                raise UserError(
+                    f"{path}: ranks of one stage hold different weights; copy it again."
+                )
             names = [name for name in shards[0] if isinstance(shards[0][name], Tensor)]
             layers = {_layer(name) for name in names} - {None}
             for name in names:
-                # A tied output layer of the last stage is a copy, which nobody asks for.
                 whole = _renumbered(name, first_layer)
                 self.tensors.setdefault(whole, [shard[name] for shard in shards])
             first_layer += len(layers)
@@ -94,11 +97,14 @@ class RankFiles:
         return shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
-        name = key.removeprefix("model.")
-        if name.startswith(LAYERS) and isinstance(part[0], int):
-            name = LAYERS + f"{part[0]}." + name.removeprefix(LAYERS)
-            part = part[1:]
-        return checked(self._whole(name)[part], name, self.path)
+        name, (first, *rest) = key.removeprefix("model."), part
+        if not name.startswith(LAYERS):
+            return checked(self._whole(name)[part], name, self.path)
+        if isinstance(first, int):
+            name = f"{LAYERS}{first}.{name.removeprefix(LAYERS)}"
+            return checked(self._whole(name)[tuple(rest)], name, self.path)
+        layers = range(*first.indices(self.num_layers))
+        return torch.stack([self.read(key, (layer, *rest)) for layer in layers])
 
     def _whole(self, name: str) -> Tensor:
         shards = self.tensors[name]
@@ -109,6 +115,24 @@ class RankFiles:
             halves = [shard.chunk(2) for shard in shards]
             return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
         return torch.cat(shards, axis)
+
+
+class RankFiles(RankTensors):
+    """A `TensorSource` of NeMo's files in `folder`.
+
+    Args:
+        folder: that holds `model_weights.ckpt` or one folder per rank.
+        path: of the `.nemo`, for messages.
+        gated: as for `RankTensors`.
+
+    Raises:
+        UserError: the file of a rank is missing, holds other objects than tensors, or has layers
+            of another kind.
+    """
+
+    def __init__(self, folder: Path, path: Path, gated: bool):
+        stages = [[_read_file(file, path) for file in files] for files in _stages(folder, path)]
+        super().__init__(stages, path, gated)
 
 
 def _stages(folder: Path, path: Path) -> list[list[Path]]:
@@ -134,9 +158,7 @@ def _stages(folder: Path, path: Path) -> list[list[Path]]:
 
 
 def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
-    """The state dict in `file` under the names of the bare modules. Tensors stay in the file until
-    they are used.
-    """
+    """The state dict in `file`. Tensors stay in it until they are used."""
     try:
         # Only tensors: a file from elsewhere must not run code. `BytesIO` are the extra states of
         # Transformer Engine.
@@ -151,7 +173,7 @@ def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(loaded, dict):
         raise UserError(f"{file.name} in {path} is not a state dict; it is not NeMo's.")
-    return {_bare(name): value for name, value in loaded.items()}
+    return loaded
 
 
 def _bare(name: str) -> str:

@@ -6,7 +6,7 @@ A *sharded state dict* of a model says which part of which global tensor each of
 (Megatron Core's `ShardedTensor`). A `TensorSource`, which each form has, reads those parts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from nemo_aligner.core.errors import UserError
 
 Sharded = dict[str, dict[str, Any]]  # sharded state dicts of the chunks of a model
 Slice = tuple[int | slice, ...]
+LAYERS = "model.decoder.layers."  # before the names of layers' weights
 
 # The largest number of float16. Models are served in it, and trained in it or with weights far
 # below: one beyond comes of damage (one wrong bit of an exponent makes 0.01 to 1e7 or 1e36), or of
@@ -136,3 +137,66 @@ class StoredWeights:
             part = (slice(rows.start, stop), *others)
             target[: stop - rows.start] = self.source.read(wanted.key, part)
         return target
+
+
+def unnumbered(key: str) -> tuple[str, int | None]:
+    """The key of a layer's tensor as it is for all layers, and the layer's number from 0 if it is
+    in the key.
+    """
+    number, _, name = key.removeprefix(LAYERS).partition(".")
+    return (LAYERS + name, int(number)) if number.isdigit() else (key, None)
+
+
+def numbered(key: str, layer: int) -> str:
+    """The key of the tensor of one layer, given that of all layers."""
+    return f"{LAYERS}{layer}.{key.removeprefix(LAYERS)}"
+
+
+def distinct(keys: Collection[str]) -> list[str]:
+    """Those of `keys` that make a whole model, where some layers are there under both names: under
+    that of all layers, or, where layers differ, under those with their numbers.
+    """
+    both = {unnumbered(key)[0] for key in keys if unnumbered(key)[1] is not None}
+    if all(name in keys for name in both):
+        return [key for key in keys if unnumbered(key)[1] is None]
+    return [key for key in keys if key not in both]
+
+
+class EitherName:
+    """A `TensorSource` that has the layers of another under both names, whichever that has.
+
+    Args:
+        source: the other.
+    """
+
+    def __init__(self, source: TensorSource):
+        self.source = source
+        self._stored = dict(source.shapes())
+        self._shapes = dict(self._stored)
+        layers: dict[str, set[int]] = {}
+        for key, shape in self._stored.items():
+            name, number = unnumbered(key)
+            if number is not None:
+                layers.setdefault(name, set()).add(number)
+            elif key.startswith(LAYERS):
+                self._shapes |= {numbered(key, layer): shape[1:] for layer in range(shape[0])}
+        count = 1 + max((max(numbers) for numbers in layers.values()), default=-1)
+        for name, numbers in layers.items():
+            shapes = {self._stored[numbered(name, layer)] for layer in numbers}
+            if len(numbers) == count and len(shapes) == 1:
+                self._shapes[name] = (count, *shapes.pop())
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        if key in self._stored:
+            return self.source.read(key, part)
+        name, number = unnumbered(key)
+        if number is not None:
+            return self.source.read(name, (number, *part))
+        axis, *rest = part
+        if isinstance(axis, int):
+            return self.source.read(numbered(key, axis), tuple(rest))
+        layers = range(*axis.indices(self._shapes[key][0]))
+        return torch.stack([self.source.read(numbered(key, n), tuple(rest)) for n in layers])

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
@@ -75,6 +76,8 @@ def write(
     read: Callable[[Chunk], Tensor],
     folder: Path,
     open_weights: Callable[[str], AbstractContextManager[Any]] | None = None,
+    common: Mapping[str, Any] | None = None,
+    states: bool = False,
 ) -> Checksums:
     """Write a distributed checkpoint into the existing, empty `folder`; in one process. Returns
     the checksums of its large files, by name.
@@ -84,19 +87,22 @@ def write(
         read: the values of one part, of the shape `chunk.size`; called once for each, in order.
         open_weights: opens the one large file, given its name, for writing in another place; None:
             it is written into `folder`.
+        common: what to write beside the tensors.
+        states: write the empty extra states of linear layers and attention too, without which
+            Megatron Core does not load its own models.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True)
     files = ChecksummedFiles() if open_weights is None else _WeightsElsewhere(open_weights)
     writer.fs = files
     try:
         save_checkpoint(
-            {}, storage_writer=writer, planner=_WritePlanner(chunks, read), no_dist=True
+            {}, storage_writer=writer, planner=_WritePlanner(chunks, read, states), no_dist=True
         )
     except CheckpointException as error:
         if files.error is not None:
             raise save_error(folder, files.error) from error
         raise error.failures[0][0] from error  # what went wrong: a damaged source
-    torch.save({}, folder / COMMON_FILE)  # nothing beside tensors
+    torch.save(dict(common or {}), folder / COMMON_FILE)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     return files.checksums
 
@@ -143,15 +149,17 @@ class TarFiles(FileSystem):
 class _WritePlanner(SavePlanner):
     """Reads each part when it is written."""
 
-    def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor]):
+    def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor], states: bool):
         self.chunks = {(chunk.key, chunk.offset): chunk for chunk in chunks}
         self.read = read
+        names = [name for chunk in chunks for name in _extra_states(chunk)] if states else []
+        self.states = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in names]
 
     def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing to do: the parts are known."""
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(chunk) for chunk in self.chunks.values()])
+        return SavePlan([*map(_write_item, self.chunks.values()), *self.states])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return create_default_global_save_plan(all_plans)
@@ -159,10 +167,27 @@ class _WritePlanner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         offset = write_item.index.offset
-        assert offset is not None
+        if offset is None:
+            content = io.BytesIO()
+            torch.save([None], content)
+            return content
         return self.read(self.chunks[write_item.index.fqn, tuple(offset)])
+
+
+def _extra_states(chunk: Chunk) -> list[str]:
+    """Names of the extra states that belong to a part of a weight."""
+    module = chunk.key.removesuffix(".weight")
+    if not module.rpartition(".")[2].startswith("linear_") or module == chunk.key:
+        return []
+    axes = len(chunk.shape) - 2
+    numbers = (chunk.offset[:axes] or (0,), chunk.shape[:axes] or (1,))
+    shard = "_".join(".".join(map(str, part)) for part in numbers)
+    modules = [module]
+    if module.endswith("self_attention.linear_proj"):  # Transformer Engine's has one
+        modules.append(module.replace("linear_proj", "core_attention"))
+    return [f"{name}._extra_state/shard_{shard}" for name in modules]
 
 
 def _write_item(chunk: Chunk) -> WriteItem:
@@ -228,19 +253,29 @@ class TorchDistTensors:
         result = torch.empty(sizes, dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
         for item in create_read_items_for_chunk_list(name, entry, [wanted]):
-            file = self.folder
-            try:
-                stored_in = self.reader.storage_data[item.storage_index].relative_path
-                file /= stored_in
-                if file.parent != self.folder:
-                    raise UserError(f"{self.folder} names the file {stored_in}, outside of it.")
-                planner = _ReadPlanner(result, starts, file)
-                self.reader.read_data(LoadPlan([item]), planner).wait()
-            except UserError:
-                raise
-            except Exception as error:  # a damaged file can raise nearly everything
-                raise damaged(file, error) from error
+            self._read_item(item, result, starts)
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
+
+    def object(self, key: str) -> io.BytesIO:
+        """The bytes of an object beside the tensors."""
+        index, nothing = MetadataIndex(key), torch.Size()
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        return self._read_item(item, torch.empty(0), ()).content
+
+    def _read_item(self, item: ReadItem, result: Tensor, offset: Sequence[int]) -> "_ReadPlanner":
+        file = self.folder
+        try:
+            stored_in = self.reader.storage_data[item.storage_index].relative_path
+            file /= stored_in
+            if file.parent != self.folder:
+                raise UserError(f"{self.folder} names the file {stored_in}, outside of it.")
+            planner = _ReadPlanner(result, offset, file)
+            self.reader.read_data(LoadPlan([item]), planner).wait()
+        except UserError:
+            raise
+        except Exception as error:  # a damaged file can raise nearly everything
+            raise damaged(file, error) from error
+        return planner
 
 
 class _ReadPlanner(LoadPlanner):
@@ -262,7 +297,7 @@ class _ReadPlanner(LoadPlanner):
         raise NotImplementedError("the plan is made by the caller")
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError("only tensors are read")
+        self.content = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         where = tuple(

@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "nemo-to-hf", help="write a Hugging Face folder; of adapters one of PEFT"
     )
     to_hf.add_argument(
-        "source", type=Path, metavar="NEMO", help=".nemo file or folder, or a folder of NeMo 2.0"
+        "source", type=Path, metavar="NEMO", help="checkpoint of any form that jobs take"
     )
     to_hf.add_argument("target", type=Path, metavar="HF_FOLDER")
     to_hf.add_argument(
@@ -76,7 +76,21 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument(
         "target", type=Path, metavar="OUT", help="file that ends in .nemo, or a folder"
     )
-    for command in (to_nemo, to_hf, merge):
+    to_megatron = commands.add_parser(
+        "to-megatron", help="write a checkpoint of Megatron-LM, with which its training goes on"
+    )
+    to_megatron.add_argument(
+        "source", type=Path, metavar="SOURCE", help="checkpoint of any form that jobs take"
+    )
+    to_megatron.add_argument("target", type=Path, metavar="FOLDER", help="--load of Megatron-LM")
+    for command in (to_hf, to_megatron):
+        command.add_argument(
+            "--tokenizer",
+            type=Path,
+            metavar="PATH",
+            help="folder of Hugging Face, or SentencePiece model, where the source has none",
+        )
+    for command in (to_nemo, to_hf, merge, to_megatron):
         command.add_argument(
             "--base",
             type=Path,
@@ -116,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
-    from nemo_aligner.convert import adapters, hugging_face, info
+    from nemo_aligner.convert import adapters, hugging_face, info, megatron
 
     if args.command == "nemo-info":
         info.show(args.source, as_json=args.json)
@@ -126,6 +140,11 @@ def _run(args: argparse.Namespace) -> None:
     )
     if args.command == "merge-lora":
         adapters.merge(args.source, args.target, options, args.base)
+    elif args.command == "to-megatron":
+        if not adapters.are_adapters(args.source, key="SOURCE"):
+            _refuse_options(args, "base")
+        print(megatron.to_megatron(args.source, args.target, options, args.base, args.tokenizer))
+        return
     elif args.command == "hf-to-nemo":
         if adapters.is_peft_folder(args.source):
             adapters.to_nemo(args.source, args.target, options, args.base)
@@ -152,6 +171,7 @@ def _run(args: argparse.Namespace) -> None:
             shard_bytes=int(args.shard_size * 1e9),
             drop_head_bias=args.drop_head_bias,
             base=args.base,
+            tokenizer=args.tokenizer,
         )
     print(args.target)
 

@@ -3,23 +3,17 @@
 """Adapters (LoRA) merged with their base, and converted between `.nemo` and folders of PEFT."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import peft_config, peft_writing
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
-from nemo_aligner.checkpoint.torch_dist_stream import Chunk
+from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.convert.hugging_face import Options, check_target, write_chunks
 from nemo_aligner.core.errors import UserError
-
-_LAYERS = "model.decoder.layers."
-_EXPERTS = ".experts.experts."
 
 
 def is_peft_folder(source: Path) -> bool:
@@ -60,7 +54,7 @@ def merge(
     base = _checked_base(base)
     section = nemo_archive.read_config(source, base)
     with nemo_archive.stored_tensors(source, base) as weights:
-        write_chunks(target, section, weights, _parts(weights, options.torch_dtype()), options)
+        write_chunks(target, section, weights, options)
 
 
 def to_nemo(
@@ -85,7 +79,7 @@ def to_nemo(
             # Checks that the base has what the adapters belong to.
             adapters.MergedTensors(tensors, weights, adapters.settings_in(section), section)
         section[adapters.BASE_SECTION] = adapters.Base(where, checksum).to_config()
-        write_chunks(target, section, weights, _parts(weights, options.torch_dtype()), options)
+        write_chunks(target, section, weights, options)
 
 
 def to_peft(
@@ -142,41 +136,3 @@ def _opened(source: Path, base: Path | None) -> Iterator[tuple[DictConfig, Tenso
     section = nemo_archive.read_stored_config(source, model)
     with nemo_archive.own_tensors(source, model) as weights:
         yield section, weights
-
-
-def _parts(weights: TensorSource, dtype: torch.dtype | None) -> dict[Chunk, Slice]:
-    """What is written, cut by layers and experts, and the part that it is read from."""
-    shapes = weights.shapes()
-    stacked: list[str] = []
-    numbered: list[str] = []
-    for key in shapes:
-        if key.startswith(_LAYERS) and not adapters.is_adapter(key):
-            (numbered if _number(key) else stacked).append(key)
-    # A folder has its layers under both names; where they differ, only the numbered ones are all.
-    layers = {_number(key) for key in numbered}
-    alike = not numbered or len(numbered) == len(stacked) * len(layers)
-    left_out = set(numbered if alike else stacked)
-    result: dict[Chunk, Slice] = {}
-    for key, shape in shapes.items():
-        if key in left_out:
-            continue
-        in_layer = key.startswith(_LAYERS) and not adapters.is_adapter(key)
-        axes = (1 if in_layer and not _number(key) else 0) + (1 if _EXPERTS in key else 0)
-        rest = shape[axes:]
-        kept = dtype or stored_dtype(weights, key)
-        for index in itertools.product(*(range(size) for size in shape[:axes])):
-            chunk = Chunk(
-                key,
-                shape,
-                offset=(*index, *(0 for _ in rest)),
-                size=(*(1 for _ in index), *rest),
-                dtype=kept,
-            )
-            result[chunk] = (*index, *(slice(0, size) for size in rest))
-    return result
-
-
-def _number(key: str) -> str:
-    """The number of the layer in a key; empty: it has none."""
-    number = key.removeprefix(_LAYERS).partition(".")[0]
-    return number if number.isdigit() else ""

@@ -5,26 +5,41 @@
 Folders of PEFT and checkpoints of adapters go the same ways: `convert/adapters.py`.
 """
 
-from collections.abc import Mapping
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from nemo_aligner.checkpoint import forms, hugging_face, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import (
+    adapters,
+    forms,
+    hugging_face,
+    megatron,
+    nemo_archive,
+    nemo_writing,
+)
+from nemo_aligner.checkpoint.file_references import is_outside
 from nemo_aligner.checkpoint.hugging_face import peft_config
 from nemo_aligner.checkpoint.hugging_face.folder import CONFIG_FILE
-from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
+from nemo_aligner.checkpoint.hugging_face.weights import EXPERTS
+from nemo_aligner.checkpoint.stored_weights import (
+    LAYERS,
+    Slice,
+    TensorSource,
+    distinct,
+    stored_dtype,
+    unnumbered,
+)
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-_CONFIG_FILES = (CONFIG_FILE, forms.CONFIG_FILE, peft_config.CONFIG_FILE)
+_CONFIG_FILES = (CONFIG_FILE, forms.CONFIG_FILE, peft_config.CONFIG_FILE, megatron.TRACKER)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -95,14 +110,13 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
     section = hugging_face.model_section(source)
     weights = hugging_face.weights(source)
     _check_vocabulary(section)
-    write_chunks(target, section, weights, _chunks(weights, options.torch_dtype()), options)
+    write_chunks(target, section, weights, options)
 
 
 def write_chunks(
     target: Path,
     section: DictConfig,
     weights: TensorSource,
-    parts: Mapping[Chunk, Slice],
     options: Options,
 ) -> None:
     """Write a `.nemo`, or a folder, with a progress bar.
@@ -111,8 +125,8 @@ def write_chunks(
         target: of what is written; see `to_nemo`.
         section: configuration of the model.
         weights: that are written.
-        parts: what is written, and the part of its tensor that it is read from.
     """
+    parts = parts_of(weights, options)
     with progress_bar(sum(nbytes(chunk) for chunk in parts), options) as bar:
 
         def read(chunk: Chunk) -> Tensor:
@@ -124,20 +138,23 @@ def write_chunks(
         )
 
 
-def _chunks(weights: FolderWeights, dtype: torch.dtype | None) -> dict[Chunk, Slice]:
-    """What is written, and the part of the tensor that it is read from."""
-    result = {}
-    shapes = weights.shapes()
-    for key, part in weights.parts():
-        chunk = Chunk(
-            key,
-            shapes[key],
-            offset=tuple(axis if isinstance(axis, int) else 0 for axis in part),
-            size=tuple(1 if isinstance(axis, int) else axis.stop for axis in part),
-            dtype=dtype or stored_dtype(weights, key),
-        )
-        result[chunk] = part
-    return result
+def parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
+    """What is written, cut by layers and experts, layer after layer, and the part of its tensor
+    that it is read from.
+    """
+    found: list[tuple[int, Chunk, Slice]] = []
+    for key in distinct(weights.shapes()):
+        shape, (_, layer) = weights.shapes()[key], unnumbered(key)
+        stacked = key.startswith(LAYERS) and layer is None and not adapters.is_adapter(key)
+        axes = (1 if stacked else 0) + (1 if EXPERTS in key else 0)
+        rest = shape[axes:]
+        dtype = options.torch_dtype() or stored_dtype(weights, key)
+        for index in itertools.product(*(range(size) for size in shape[:axes])):
+            offset = (*index, *(0 for _ in rest))
+            chunk = Chunk(key, shape, offset, (*(1 for _ in index), *rest), dtype)
+            number = index[0] if stacked else -1 if layer is None else layer
+            found.append((number, chunk, (*index, *(slice(0, size) for size in rest))))
+    return {chunk: part for _, chunk, part in sorted(found, key=lambda item: item[0])}
 
 
 def _check_vocabulary(section: DictConfig) -> None:
@@ -158,6 +175,41 @@ def nbytes(chunk: Chunk) -> int:
     return torch.Size(chunk.size).numel() * chunk.dtype.itemsize
 
 
+# --- from any form ---
+
+
+def read_section(
+    source: Path, base: Path | None = None, tokenizer: Path | None = None
+) -> tuple[Path, DictConfig]:
+    """A checkpoint of any form, and the configuration of its model.
+
+    Args:
+        source: the checkpoint.
+        base: where the base of adapters lies; None: where they say.
+        tokenizer: folder of Hugging Face, or SentencePiece model, in the place of its own.
+
+    Raises:
+        UserError: the checkpoint is not there, or its form does not load.
+    """
+    source = nemo_archive.check_restore_path(source, key="SOURCE")
+    section = nemo_archive.read_config(source, base)
+    if tokenizer is not None:
+        if not tokenizer.exists():
+            raise UserError(f"--tokenizer={tokenizer} does not exist; give a folder or a file.")
+        kind = ("huggingface", "type") if tokenizer.is_dir() else ("sentencepiece", "model")
+        section.tokenizer = {"library": kind[0], kind[1]: str(tokenizer.expanduser().absolute())}
+    return source, section
+
+
+def rows_of(section: DictConfig) -> int:
+    """Rows of the tables without padding; 0: nobody knows, without the tokenizer."""
+    settings = section.get("tokenizer") or OmegaConf.create({})
+    outside = is_outside(settings)
+    return hugging_face.vocab_rows(
+        section, lambda: 0 if outside else build_tokenizer(settings).vocab_size
+    )
+
+
 # --- to Hugging Face ---
 
 
@@ -170,6 +222,7 @@ def from_nemo(
     shard_bytes: int = hugging_face.SHARD_BYTES,
     drop_head_bias: bool = False,
     base: Path | None = None,
+    tokenizer: Path | None = None,
 ) -> None:
     """Write the model in a `.nemo` as a Hugging Face folder; in one process. That of adapters is
     their base with them merged in.
@@ -179,6 +232,7 @@ def from_nemo(
         base: where the base of adapters lies; None: where they say.
         target: the folder, which appears when it is complete.
         model_type, shard_bytes, drop_head_bias: as for `hugging_face.write_folder`.
+        tokenizer: as for `read_section`.
 
     Raises:
         UserError: the checkpoint is damaged, Hugging Face cannot express the model, or the target
@@ -186,8 +240,7 @@ def from_nemo(
     """
     options = options or Options()
     target = check_target(source, target, options)
-    source = nemo_archive.check_restore_path(source, key="NEMO")
-    section = nemo_archive.read_config(source, base)
+    source, section = read_section(source, base, tokenizer)
     with nemo_archive.stored_tensors(source, base) as weights, progress_bar(0, options) as bar:
 
         def show(written: int, total: int) -> None:
@@ -198,7 +251,7 @@ def from_nemo(
             target,
             weights,
             section,
-            section.get("override_vocab_size") or build_tokenizer(section.tokenizer).vocab_size,
+            rows_of(section) or section.override_vocab_size,
             model_type=model_type,
             dtype=options.torch_dtype(),
             shard_bytes=shard_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
-from nemo_aligner.checkpoint.stored_weights import TensorSource, stored_dtype
+from nemo_aligner.checkpoint.stored_weights import TensorSource, distinct, stored_dtype
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
@@ -43,9 +43,7 @@ def collect(source: Path) -> dict[str, Any]:
 
 
 def _tensors(weights: TensorSource) -> dict[str, Any]:
-    shapes = dict(weights.shapes())
-    # A folder's layers are there by their numbers too.
-    shapes = {key: shape for key, shape in shapes.items() if not _numbered(key, shapes)}
+    shapes = {key: weights.shapes()[key] for key in distinct(weights.shapes())}
     dtypes = {key: str(stored_dtype(weights, key)).removeprefix("torch.") for key in shapes}
     return {
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
@@ -87,13 +85,6 @@ def _collect_peft(source: Path) -> dict[str, Any]:
         "keys": {},
         "tokenizer": None,
     }
-
-
-def _numbered(key: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether the tensor is there without the number of its layer as well."""
-    before, _, after = key.partition("decoder.layers.")
-    number, _, name = after.partition(".")
-    return number.isdigit() and f"{before}decoder.layers.{name}" in shapes
 
 
 def show(source: Path, as_json: bool = False) -> None:

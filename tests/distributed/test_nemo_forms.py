@@ -1,19 +1,25 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in NeMo's other forms, loaded by two ranks at another split than the one that wrote
-them: the same bits as from a distributed checkpoint.
+"""Weights in other forms of NeMo and Megatron, loaded by two ranks at another split than the one
+that wrote them: the same bits as from a distributed checkpoint.
 """
+
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests import nemo_files
+from tests import megatron_folders, nemo_files
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import tiny_config
 
 SPLITS = {
-    "TP2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
+    "TP2": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "sequence_parallel": True,  # experts need it
+    },
     "PP2": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
 }
 
@@ -51,19 +57,37 @@ def at_each(splits: list[str], trusted: str, others: list[str]) -> dict:
     return results
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, architecture):
+def megatron_roots(model, kind: str, folder: Path, tokenizer: str) -> list[Path]:
+    """What Megatron-LM would write of the model."""
+    changes = {"rotary_base": 10000, "norm_epsilon": 1e-5, "use_rope_scaling": False}
+    changes = {} if kind == "gpt2" else changes | {"qk_layernorm": False, "moe_layer_freq": 1}
+    args = megatron_folders.args_of(kind, **changes, tokenizer_model=tokenizer)
+    module = model.unwrapped()[0]
+    megatron_folders.save(module, folder / "torch_dist", {"args": args})
+    if kind == "moe":
+        return [folder / "torch_dist"]
+    megatron_folders.save_ranks(module, folder / "torch", args, tp=2, pp=2, virtual=2)
+    return [folder / "torch_dist", folder / "torch"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
+def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
-    source = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, architecture, num_layers=4))
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24} if kind == "moe" else {}
+    architecture = "gpt2" if kind == "gpt2" else "llama"
+    cfg = tiny_config(tiny_tokenizer_dir, architecture, num_layers=4, **experts)
+    source = MegatronGPTModel(cfg)
     source.save_to(str(tmp_path / "trusted.nemo"))
-    folders = [
-        nemo_files.write_rank_files(source, tmp_path / "tp2pp2", 2, [3, 1]),
-        nemo_files.write_rank_files(source, tmp_path / "tp2", 2, [4]),
-        nemo_files.packed(nemo_files.write_rank_files(source, tmp_path / "tp1", 1, [4])),
-        nemo_files.packed(nemo_files.write_zarr(source, tmp_path / "zarr", chunk_rows=7)),
-        nemo_files.write_by_megatron_core(source, tmp_path / "core"),
-    ]
+    folders = megatron_roots(source, kind, tmp_path, tiny_tokenizer_dir)
+    if kind != "moe":
+        folders += [
+            nemo_files.write_rank_files(source, tmp_path / "tp2pp2", 2, [3, 1]),
+            nemo_files.write_rank_files(source, tmp_path / "tp2", 2, [4]),
+            nemo_files.packed(nemo_files.write_rank_files(source, tmp_path / "tp1", 1, [4])),
+            nemo_files.packed(nemo_files.write_zarr(source, tmp_path / "zarr", chunk_rows=7)),
+            nemo_files.write_by_megatron_core(source, tmp_path / "core"),
+        ]
     paths = [str(folder) for folder in folders]
     for found in run_ranks(at_each, 2, 120, list(SPLITS), str(tmp_path / "trusted.nemo"), paths):
         assert found == {name: {path: [] for path in paths} for name in SPLITS}

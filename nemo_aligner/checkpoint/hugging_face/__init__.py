@@ -22,15 +22,17 @@ architecture.
 
 from nemo_aligner.checkpoint.hugging_face.export import SHARD_BYTES
 from nemo_aligner.checkpoint.hugging_face.folder import is_folder
-from nemo_aligner.checkpoint.hugging_face.reading import model_section, weights
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, model_section, vocab_rows, weights
 from nemo_aligner.checkpoint.hugging_face.writing import check, head_bias, write_folder
 
 __all__ = [
+    "ORIGIN",
     "SHARD_BYTES",
     "check",
     "head_bias",
     "is_folder",
     "model_section",
+    "vocab_rows",
     "weights",
     "write_folder",
 ]

@@ -17,7 +17,12 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hugging_face.architecture import Architecture, Unsupported
 from nemo_aligner.checkpoint.hugging_face.folder import INDEX_FILE, WEIGHTS_FILE
 from nemo_aligner.checkpoint.hugging_face.weights import PREFIX, Layout, Place
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, stored_dtype
+from nemo_aligner.checkpoint.stored_weights import (
+    Slice,
+    TensorSource,
+    distinct,
+    stored_dtype,
+)
 
 SHARD_BYTES = 5_000_000_000  # of a file, as in transformers
 DTYPES = {
@@ -81,10 +86,8 @@ def plan(
     layout = Layout(architecture, keys)
     result = []
     shapes = source.shapes()
-    for key, shape in shapes.items():
-        name = key.removeprefix(PREFIX)
-        if layout.without_number(key) in shapes:  # a folder has its layers under both names
-            continue
+    for key in distinct(shapes):
+        name, shape = key.removeprefix(PREFIX), shapes[key]
         if name in leave_out:
             continue
         axes = layout.numbered_axes(key)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face folder as a checkpoint: its section `model` and its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,18 @@ def end_token_ids(origin: Mapping[str, Any]) -> list[int]:
             "of ids; correct the file."
         )
     return ids
+
+
+def vocab_rows(section: DictConfig, ids: Callable[[], int]) -> int:
+    """Rows of a model's tables without padding.
+
+    Args:
+        section: the section `model`; Megatron's noted in `ORIGIN` what its checkpoint says of it.
+        ids: gives the number of ids of the tokenizer.
+    """
+    origin = section.get(ORIGIN) or {}
+    rows = origin["vocab_size"] if "vocab_size" in origin else section.get("override_vocab_size")
+    return int(rows or ids())
 
 
 def weights(path: Path) -> FolderWeights:

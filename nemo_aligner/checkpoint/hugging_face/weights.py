@@ -7,7 +7,6 @@ needs, through it.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,11 @@ from nemo_aligner.core.errors import UserError
 PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
 HEAD = "rm_head."
-WITH_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
+WITHEXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
 WITH_MLP = ("mlp.linear_",)
 _COMPARED_ROWS = 512  # of a tied output layer that is stored all the same
 KINDS = ("weight", "bias")
-_EXPERTS = ".experts.experts."
+EXPERTS = ".experts.experts."
 # Buffers that some versions of transformers stored.
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -86,13 +85,7 @@ class Layout:
         if not name.startswith(LAYERS):
             return 0
         numbered = name.removeprefix(LAYERS).partition(".")[0].isdigit()
-        return (0 if numbered else 1) + (1 if _EXPERTS in name else 0)
-
-    def without_number(self, key: str) -> str | None:
-        """The name of a tensor of one layer as it is for all layers; None: it has no number."""
-        before, _, after = key.partition(LAYERS)
-        number, _, name = after.partition(".")
-        return f"{before}{LAYERS}{name}" if number.isdigit() else None
+        return (0 if numbered else 1) + (1 if EXPERTS in name else 0)
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
         """The place of the tensor `key` of a checkpoint; None: it has none.
@@ -187,7 +180,7 @@ class FolderWeights:
         places = [(name, Place(self.layout.outside[name], "weight")) for name in needed]
         experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
         for layer in range(self.layout.layers):
-            left_out = WITH_MLP if experts[layer] else WITH_EXPERTS
+            left_out = WITH_MLP if experts[layer] else WITHEXPERTS
             for name, rule in self.layout.names.layer.items():
                 if not name.startswith(left_out) and not self._does_not_apply(name, layer):
                     expert = 0 if "{expert}" in rule.names[0] else None
@@ -259,44 +252,6 @@ class FolderWeights:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
-
-    def parts(self) -> list[tuple[str, Slice]]:
-        """Every tensor once, cut by layers and experts, in about the order of the files.
-
-        Layers that differ in their weights go by their numbers, as Megatron Core names them.
-        """
-        keys = [key for key in self._shapes if key.startswith(PREFIX + LAYERS)]
-        whole = [key for key in keys if self._number(key) is None]
-        numbered = [key for key in keys if self._number(key) is not None]
-        alike = len(numbered) == len(whole) * self.layout.layers
-        layers: list[tuple[int, str, Slice]] = []
-        for key in whole if alike else numbered:
-            for part in self._cut(key):
-                layer = part[0] if alike else self._number(key)
-                assert isinstance(layer, int)
-                layers.append((layer, key, part))
-        layers.sort(key=lambda item: item[0])
-        outside = [
-            (key, part) for key in self._shapes.keys() - set(keys) for part in self._cut(key)
-        ]
-        outside.sort(key=lambda item: item[0])
-        first = [item for item in outside if "embedding" in item[0]]
-        last = [item for item in outside if "embedding" not in item[0]]
-        return [*first, *((key, part) for _, key, part in layers), *last]
-
-    def _cut(self, key: str) -> list[Slice]:
-        """A tensor in its layers and experts."""
-        shape, axes = self._shapes[key], self.layout.numbered_axes(key)
-        rest = tuple(slice(0, size) for size in shape[axes:])
-        return [
-            (*index, *rest) for index in itertools.product(*(range(size) for size in shape[:axes]))
-        ]
-
-    @staticmethod
-    def _number(key: str) -> int | None:
-        """The number of the layer in a name."""
-        number = key.removeprefix(PREFIX + LAYERS).partition(".")[0]
-        return int(number) if number.isdigit() else None
 
     def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
         """Global shapes by Megatron Core's names. Weights of layers have their number in front,

@@ -243,7 +243,8 @@ def _as_it_came(
     origin: dict[str, Any] = dict(keys.get(ORIGIN) or {})
     came_as = ARCHITECTURES.get(origin.get("model_type", ""), architecture)
     read = keys_read(came_as)
-    if came_as is not architecture or not read & origin.keys():
+    whole = "model_type" in origin and read & origin.keys()
+    if came_as is not architecture or not whole:
         return {name: value for name, value in origin.items() if name not in read} | config
     before = complete_model(model_keys(architecture, as_class_reads(origin), {}))
     written = hugging_face_config(architecture, plain_dict(before, resolve=True))

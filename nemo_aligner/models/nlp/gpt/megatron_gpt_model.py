@@ -427,7 +427,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             raise UserError(failure[0])
 
     def _write_hugging_face(self, folder: Path, weights: Path) -> None:
-        rows = self.cfg.override_vocab_size or self.tokenizer.vocab_size
+        rows = hugging_face.vocab_rows(self.cfg, lambda: self.tokenizer.vocab_size)
         source = TorchDistTensors(weights)
         self._warn_of_head_bias(folder, source)
         hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)

@@ -1,0 +1,280 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of Megatron-LM and of Megatron-Bridge, read where they lie:
+
+    latest_checkpointed_iteration.txt   a number, or `release`
+    iter_0000010/ or release/
+        .metadata, *.distcp, ...        distributed checkpoint (torch_dist), names without a prefix
+        mp_rank_01_002/model_optim_rng.pt    or one file per rank (torch)
+        common.pt                       `args`, the command line of Megatron-LM; each file per rank
+                                        has it too, or, by a newer one, an object `common_state`
+        run_config.yaml, tokenizer/     Megatron-Bridge's
+
+The optimizer's states are not read. Nothing of a folder is run: what its files may name is in
+`data_only.py`, and a `_target_` in the YAML is a text.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.checkpoint import forms, megatron_args, transformer_fields
+from nemo_aligner.checkpoint.data_only import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    METADATA_FILE,
+    read_objects,
+)
+from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
+from nemo_aligner.checkpoint.rank_files import RankTensors
+from nemo_aligner.checkpoint.stored_weights import EitherName, TensorSource, unnumbered
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
+from nemo_aligner.config.parallel_rules import pad_vocab_size
+from nemo_aligner.core.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+BRIDGE_FILE = "run_config.yaml"
+RANK_FILE = "model_optim_rng.pt"
+TOKENIZER = "tokenizer"
+ARGS = "args"
+# Providers of Megatron-Bridge that build Megatron Core's GPT from their fields alone, and those
+# that scale its embeddings.
+_PROVIDERS = re.compile(
+    r"(GPT(Model)?|(Code)?Llama(2|3|31|32)?(Model)?|Llama31Nemotron(Nano8B|70B)|"
+    r"Mistral(Small3)?Model|Qwen(2|25|3|3MoE)Model|Nemotron[34]?Model|(?P<scaled>(Code)?GemmaModel)"
+    r")Provider\w*"
+)
+# Fields of a provider that are read here, and one that its GPTModel does not get.
+_OF_PROVIDER = tuple(
+    "rope_scaling rope_scaling_factor vocab_size should_pad_vocab max_position_embeddings".split()
+)
+_SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+_OPTIMIZER = re.compile(r"model\.((chained_\d+\.)?optimizer\b|rng_state|rerun_state_machine)")
+_PLACES = re.compile(
+    r"model\.(embedding\.(word|position)_embeddings\.|output_layer\.|decoder\.final_layernorm\.|"
+    r"decoder\.layers\.(self_attention\.(linear_qkv\.(layer_norm_)?|linear_proj\.|[qk]_layernorm\.)"
+    r"|pre_mlp_layernorm\.|mlp\.(linear_fc1\.(layer_norm_)?|linear_fc2\.|router\.|"
+    r"experts\.experts\.linear_fc[12]\.|shared_experts\.(linear_fc[12]\.|gate_))))(weight|bias)"
+)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is the root of such checkpoints, or one of them."""
+    return (path / TRACKER).is_file() or _is_iteration(path)
+
+
+def _is_iteration(path: Path) -> bool:
+    if (path / forms.CONFIG_FILE).exists() or (path / forms.NEMO2_CONTEXT).exists():
+        return False
+    distributed = (path / METADATA_FILE).is_file() and (path / forms.BACKEND_FILE).is_file()
+    return distributed or (path / BRIDGE_FILE).is_file() or bool(_rank_folders(path))
+
+
+def _rank_folders(path: Path) -> list[Path]:
+    return sorted(file.parent for file in path.glob(f"mp_rank_*/{RANK_FILE}"))
+
+
+def locate(path: Path) -> Path:
+    """The checkpoint at `path`: of a root the newest.
+
+    Raises:
+        UserError: the root does not say which that is, or it is not there.
+    """
+    if not (path / TRACKER).is_file():
+        return path
+    newest = (path / TRACKER).read_text(errors="replace").strip()
+    if newest != RELEASE and not newest.isdecimal():
+        raise UserError(
+            f"{path / TRACKER} says {newest[:80]!r}, neither a number nor {RELEASE}; name one of "
+            "the folders beside it."
+        )
+    folder = path / (RELEASE if newest == RELEASE else f"iter_{int(newest):07d}")
+    if not _is_iteration(folder):
+        raise UserError(
+            f"{path / TRACKER} names {folder.name}, which is not there or no checkpoint of "
+            "Megatron-LM or Megatron-Bridge; copy it, or name another folder beside it."
+        )
+    return folder
+
+
+# --- configuration ---
+
+
+def read_config(path: Path) -> DictConfig:
+    """The section `model` for the model in a folder.
+
+    Raises:
+        UserError: the folder is damaged or incomplete, or has a value without a counterpart here;
+            the message names it.
+    """
+    folder = locate(path)
+    if (folder / BRIDGE_FILE).is_file():
+        return OmegaConf.create(_bridge_keys(folder))
+    args = _args(folder)
+    keys = megatron_args.model_keys(args, _refusal(f"{folder}: args"))
+    keys["override_vocab_size"] = args.get("padded_vocab_size")
+    keys[ORIGIN] = {**(args.get(ORIGIN) or {}), "vocab_size": args.get("vocab_size")}
+    keys["tokenizer"] = _tokenizer_keys(folder, args)
+    if ends := end_token_ids(keys[ORIGIN]):
+        keys["tokenizer"]["end_token_ids"] = ends
+    return OmegaConf.create(keys)
+
+
+def _refusal(where: str) -> transformer_fields.Refusal:
+    return lambda name, value: UserError(
+        f"{where}.{name}={value!r} has no counterpart here and would change the model; use "
+        "another checkpoint."
+    )
+
+
+def _args(folder: Path) -> dict[str, Any]:
+    """The arguments of Megatron-LM in a checkpoint."""
+    ranks = _rank_folders(folder)
+    if ranks:
+        found = _read_rank(ranks[0])
+    elif (folder / COMMON_FILE).is_file():
+        found = read_objects(folder / COMMON_FILE, folder / COMMON_FILE)
+    else:
+        stored = TorchDistTensors(folder, prefix="").object(f"{COMMON_OBJECT}/shard_0_1")
+        found = read_objects(stored, folder / COMMON_OBJECT)[0]
+    args = found.get(ARGS) if isinstance(found, Mapping) else None
+    if not isinstance(args, argparse.Namespace):
+        raise forms.refusal("training", folder, f"without {ARGS} of Megatron-LM")
+    return vars(args)
+
+
+def _bridge_keys(folder: Path) -> dict[str, Any]:
+    file = folder / BRIDGE_FILE
+    config: Any = OmegaConf.to_container(read_yaml(file, folder), resolve=False)
+    model = config.get("model")
+    if not isinstance(model, Mapping):
+        raise UserError(f"{file} has no section model; it is not Megatron-Bridge's.")
+    if config.get("peft"):
+        raise UserError(
+            f"{file} has a section peft: the checkpoint holds adapters alone. Merge them with "
+            "their base in Megatron-Bridge, and name that checkpoint."
+        )
+    provider = transformer_fields.last_name(model)
+    known = _PROVIDERS.fullmatch(provider)
+    if known is None:
+        raise UserError(
+            f"{file} describes a {provider}, which is not read; what is: providers of Megatron "
+            "Core's GPT, Llama, Mistral, Qwen 2 and 3, Nemotron and Gemma."
+        )
+    fields = {name: value for name, value in model.items() if name not in _OF_PROVIDER}
+    keys = transformer_fields.model_keys(fields, _refusal(f"{file}: model"), experts=True)
+    rows = ids = model.get("vocab_size")
+    if rows and model.get("should_pad_vocab"):
+        multiple = model.get("make_vocab_size_divisible_by") or 128
+        rows = pad_vocab_size(rows, multiple * (model.get("tensor_model_parallel_size") or 1), 1)
+    return keys | {
+        "max_position_embeddings": keys.get("encoder_seq_length"),
+        "scale_positional_embedding": bool(model.get("rope_scaling")),
+        "scale_factor": model.get("rope_scaling_factor") or 1.0,
+        "apply_embedding_scaling": known["scaled"] is not None,
+        "override_vocab_size": rows,
+        ORIGIN: {"vocab_size": ids},
+        "tokenizer": _tokenizer_keys(folder, config.get("tokenizer") or {}),
+    }
+
+
+def _tokenizer_keys(folder: Path, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Section `model.tokenizer`: the tokenizer in the folder, else the one that the checkpoint
+    names, which is outside and only read if the user gives it.
+    """
+    kind, own = str(named.get("tokenizer_type")), folder / TOKENIZER
+    if any((own / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
+        return {"library": "huggingface", "type": str(own)}
+    files = {"model": "tokenizer.model", "vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    inside = {key: str(own / name) for key, name in files.items() if (own / name).is_file()}
+    paths: dict[str, Any] = {**named, "model": named.get("tokenizer_model"), **inside}
+    if kind in _SENTENCEPIECE:
+        return {"library": "sentencepiece", "model": paths["model"]}
+    if kind == "GPT2BPETokenizer" and paths.get("vocab_file"):
+        both = {key: paths.get(key) for key in ("vocab_file", "merge_file")}
+        return {"library": "megatron", "type": kind, **both}
+    return {"library": "huggingface", "type": f"{OUTSIDE}{paths['model'] or kind}"}
+
+
+# --- weights ---
+
+
+def weights(path: Path) -> TensorSource:
+    """The weights in a folder.
+
+    Raises:
+        UserError: a file is missing or damaged, or a weight has no place in a GPT.
+    """
+    folder = locate(path)
+    ranks = _rank_folders(folder)
+    if ranks:
+        source = EitherName(_rank_tensors(folder, ranks))
+    else:
+        tensors = TorchDistTensors(folder, prefix="")
+        for key in [key for key in tensors.stored if _OPTIMIZER.match(key)]:
+            del tensors.stored[key]
+        source = EitherName(tensors)
+    for key in source.shapes():
+        check_place(key, folder)
+    if not source.shapes():
+        raise UserError(f"{folder} holds no weights; copy it again.")
+    return source
+
+
+def check_place(key: str, path: Path) -> None:
+    """Check that a weight of the checkpoint at `path` is one of a GPT.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not _PLACES.fullmatch(unnumbered(key)[0]):
+        raise UserError(
+            f"{path} holds {key.removeprefix('model.')!r}, which has no place in a GPT as both "
+            "Megatron Core and this library build it; the model would compute something else."
+        )
+
+
+def _read_rank(folder: Path) -> dict[str, Any]:
+    """The file of one rank; tensors stay in it until they are used."""
+    return read_objects(folder / RANK_FILE, folder / RANK_FILE, mmap=True)
+
+
+def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
+    """The weights in the files of each rank."""
+    args = _args(folder)
+    if args.get("num_experts"):
+        raise UserError(
+            f"{folder} has experts in files of each rank, which are not read; save it with "
+            "--ckpt-format torch_dist."
+        )
+    tp, pp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
+    names = {path.name: path for path in found}
+    stages = []
+    for stage, rank in itertools.product(range(pp), range(tp)):
+        name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+        if name not in names:
+            raise UserError(
+                f"{folder} lacks {name}/{RANK_FILE} of a job of {tp} x {pp} ranks; copy it again."
+            )
+        stages.append(_read_rank(names[name]))
+    # Virtual stages: each pipeline stage has the first, then each the second, ...
+    chunks = [key for key in stages[0] if re.fullmatch(r"model\d*", key)]
+    tensors = RankTensors(
+        [
+            [files[chunk] for files in stages[stage * tp : (stage + 1) * tp]]
+            for chunk in chunks
+            for stage in range(pp)
+        ],
+        folder,
+        gated=bool(args.get("swiglu")),
+    )
+    if not args.get("untie_embeddings_and_output_weights"):
+        tensors.tensors.pop("output_layer.weight", None)  # the last stage's copy of the table
+    return tensors

@@ -1,0 +1,186 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of Megatron Core's `TransformerConfig` and arguments of its `GPTModel`, as NeMo 2.0,
+Megatron-Bridge and Megatron-LM store them, and the keys of `model` that they become.
+
+`SAME`, `RENAMED`, `EXPERTS`, `ACTIVATIONS` and `IGNORED` say what becomes of each; one that is in
+none of them must have its default, since it would change the model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_aligner.core.errors import UserError
+
+SAME = frozenset(
+    """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    hidden_dropout attention_dropout layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm
+    add_qkv_bias init_method_std rotary_base rotary_interleaved seq_len_interpolation_factor
+    position_embedding_type share_embeddings_and_output_weights make_vocab_size_divisible_by
+    window_size window_attn_skip_freq no_rope_freq bias_activation_fusion
+    yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int""".split()
+)
+RENAMED = {
+    "seq_length": "encoder_seq_length",
+    "add_bias_linear": "bias",
+    "rotary_percent": "rotary_percentage",
+}
+NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+# (function, gated_linear_unit) -> keys
+ACTIVATIONS: dict[tuple[str, bool], dict[str, Any]] = {
+    ("silu", True): {"activation": "fast-swiglu"},
+    ("silu", False): {"activation": "silu"},
+    ("gelu", False): {"activation": "gelu"},
+    ("gelu", True): {"activation": "geglu"},
+    ("openai_gelu", False): {"activation": "gelu", "openai_gelu": True},
+    ("openai_gelu", True): {"activation": "geglu", "openai_gelu": True},
+    ("fast_gelu", False): {"activation": "gelu", "openai_gelu": True},
+    ("fast_gelu", True): {"activation": "geglu", "openai_gelu": True},
+    ("relu", False): {"activation": "relu"},
+    ("relu", True): {"activation": "reglu"},
+    ("squared_relu", False): {"activation": "squared-relu"},
+}
+# How the job was split, how it computed in memory and time, and how it was initialized.
+IGNORED = frozenset(
+    """_target_ tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    sequence_parallel num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    first_pipeline_num_layers last_pipeline_num_layers
+    num_layers_per_virtual_pipeline_stage account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend
+    pipeline_model_parallel_split_rank hierarchical_context_parallel_sizes
+    encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size
+    perform_initialization use_cpu_initialization init_method output_layer_init_method
+    embedding_init_method embedding_init_method_std init_model_with_meta_device
+    fp16 bf16 params_dtype pipeline_dtype autocast_dtype enable_autocast fp16_lm_cross_entropy
+    fp32_residual_connection attention_softmax_in_fp32 attention_backend deterministic_mode
+    apply_query_key_layer_scaling disable_parameter_transpose_cache memory_efficient_layer_norm
+    timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+    num_microbatches_with_partial_activation_checkpoints gradient_accumulation_fusion
+    async_tensor_model_parallel_allreduce use_te_rng_tracker inference_rng_tracker
+    tp_only_amax_red cross_entropy_loss_fusion cross_entropy_fusion_impl variable_seq_lengths
+    overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p
+    deallocate_pipeline_outputs defer_embedding_wgrad_compute wgrad_deferral_limit
+    overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage barrier_with_L1_time
+    masked_softmax_fusion persist_layer_norm bias_dropout_fusion bias_dropout_add_fusion
+    apply_rope_fusion distribute_saved_activations clone_scatter_output_in_embedding
+    scatter_embedding_sequence_parallel parallel_output enable_cuda_graph external_cuda_graph
+    config_logger_dir flash_decode vocab_size
+    forward_step_fn data_step_fn transformer_impl use_transformer_engine_full_layer_spec
+    calculate_per_token_loss pipeline_model_parallel_layout hf_model_id generation_config
+    use_transformer_engine_op_fuser _pg_collection qk_clip overlap_moe_expert_parallel_comm
+    delay_wgrad_compute max_seqlen_per_dp_cp_rank hybrid_context_parallel fused_single_qkv_rope
+    fine_grained_activation_offloading min_offloaded_tensor_size
+    use_te_activation_func log_max_attention_logit""".split()
+)
+# Of settings that are ignored, or that a switch of another name turns on.
+IGNORED_PREFIXES = tuple(
+    """tp_comm_ cp_comm_ recompute_ cpu_offloading _cpu_offloading fp8 fp4 inference_
+    offload_ activation_offload_ cuda_graph_ batch_invariant_ dsa_ mhc_ mup_ gdp_ gtp_ expert_gtp_
+    """.split()
+)
+LAYER_SPECS = tuple(
+    """default_layer_spec local_layer_spec transformer_engine_layer_spec get_gpt_layer_local_spec
+    get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec""".split()
+)
+# Of a mixture of experts; without experts they mean nothing.
+EXPERTS = frozenset(
+    """num_moe_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_pre_softmax
+    moe_shared_expert_intermediate_size moe_shared_expert_gate""".split()
+)
+NUMBER_OF_EXPERTS = "num_moe_experts"
+# How experts were balanced in training and computed, and what other routers would need.
+_EXPERTS_IGNORED = frozenset(
+    """moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type moe_grouped_gemm
+    moe_use_legacy_grouped_gemm moe_router_dtype moe_permute_fusion moe_router_fusion
+    moe_enable_deepep moe_flex_dispatcher_backend moe_shared_expert_overlap moe_per_layer_logging
+    moe_layer_recompute moe_deepep_num_sms moe_hybridep_num_sms moe_extended_tp
+    moe_router_bias_update_rate moe_token_drop_policy moe_enable_routing_replay
+    moe_router_padding_for_quantization moe_router_padding_for_fp8""".split()
+)
+BALANCING = "moe_router_load_balancing_type"
+_BALANCED_IN_TRAINING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+
+Refusal = Callable[[str, Any], UserError]  # of the field of this name with this value
+
+
+def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> dict[str, Any]:
+    """Keys of `model` for the fields of a model's configuration class.
+
+    Args:
+        fields: by name; classes and functions as `{_target_: <dotted path>}`.
+        refusal: the error about a field that has no key.
+        experts: whether a mixture of experts is read.
+
+    Raises:
+        UserError: a field has no counterpart.
+    """
+    given = dict(fields)
+    keys = {name: given.pop(name) for name in SAME & given.keys()}
+    keys |= {RENAMED[name]: given.pop(name) for name in RENAMED.keys() & given.keys()}
+    keys |= _activation(given, refusal)
+    norm = given.pop("normalization", "LayerNorm")
+    if norm not in NORMALIZATIONS:
+        raise refusal("normalization", norm)
+    keys["normalization"] = NORMALIZATIONS[norm]
+    spec = last_name(given.pop("transformer_layer_spec", None) or LAYER_SPECS[0])
+    if spec not in LAYER_SPECS:
+        raise refusal("transformer_layer_spec", spec)
+    if experts and given.get(NUMBER_OF_EXPERTS) is not None:
+        keys |= {name: given.pop(name) for name in EXPERTS & given.keys()}
+        given = {name: value for name, value in given.items() if name not in _EXPERTS_IGNORED}
+    check_neutral(given, refusal, experts=NUMBER_OF_EXPERTS in keys)
+    return keys
+
+
+def _activation(given: dict[str, Any], refusal: Refusal) -> dict[str, Any]:
+    """Keys for the activation, whose arguments are taken out of `given`."""
+    function = last_name(given.pop("activation_func", {"_target_": "gelu"}))
+    gated = bool(given.pop("gated_linear_unit", False))
+    if (function, gated) not in ACTIVATIONS:
+        raise refusal("activation_func", f"{function} with gated_linear_unit={gated}")
+    return ACTIVATIONS[function, gated]
+
+
+def check_neutral(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> None:
+    """Check that fields do not change what a model computes.
+
+    Args:
+        fields, refusal: as for `model_keys`.
+        experts: whether the model has experts.
+
+    Raises:
+        UserError: one would.
+    """
+    for name, value in sorted(fields.items(), key=lambda item: item[0] != NUMBER_OF_EXPERTS):
+        if not _has_no_effect(name, value, experts or fields.get(NUMBER_OF_EXPERTS) is not None):
+            raise refusal(name, value)
+
+
+def _has_no_effect(name: str, value: Any, experts: bool) -> bool:
+    """Whether the field does not change what the model computes."""
+    if name in IGNORED or name.startswith(IGNORED_PREFIXES) or value in (None, False, [], {}, ""):
+        return True
+    if name.startswith("moe_") and (not experts or name in _EXPERTS_IGNORED):
+        return True
+    if name == BALANCING:
+        return set(value if isinstance(value, list) else [value]) <= _BALANCED_IN_TRAINING
+    return name in defaults() and value == defaults()[name]
+
+
+@functools.cache
+def defaults() -> dict[str, Any]:
+    """Megatron Core's defaults."""
+    return {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+
+
+def last_name(target: Any) -> str:
+    """Name of a class or function, from `{_target_: <dotted path>}` or the path itself."""
+    if isinstance(target, Mapping):
+        target = target.get("_target_")
+    return str(target).rsplit(".", 1)[-1]

@@ -1,0 +1,268 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of Megatron-LM and Megatron-Bridge, made from a GPT of Megatron Core that knows
+nothing of this package. The layouts are stated here anew, not taken from it.
+"""
+
+import argparse
+import itertools
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
+from nemo_aligner.parallel import parallel_state
+from tests.nemo_files import save_as_megatron_core, shard
+
+PADDED, IDS = 384, 300  # rows of the tables; ids of the tokenizer of the tests
+SIZES = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4}
+# What of the three models is a field of `TransformerConfig`, and what an argument of `GPTModel`
+FIELDS = {
+    "llama": {
+        "num_query_groups": 2,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6,
+    },
+    "gpt2": {"add_bias_linear": True, "normalization": "LayerNorm"},
+}
+FIELDS["moe"] = FIELDS["llama"] | {
+    "qk_layernorm": True,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp32",
+    "moe_layer_freq": [1] * 4,  # with a list the names of weights have the layers' numbers
+}
+ROPE = {
+    "position_embedding_type": "rope",
+    "rotary_base": 5000,
+    "share_embeddings_and_output_weights": False,
+}
+ARGUMENTS = {
+    "llama": {**ROPE, "rope_scaling": True, "rope_scaling_factor": 4.0},
+    "gpt2": {
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    },
+    "moe": ROPE,
+}
+# Of a command line of `pretrain_gpt.py`; a real one has some 700 names, most of them of this kind.
+TRAINING = {
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "tokenizer_model": "/elsewhere/tokenizer",
+    "seq_length": 48,
+    "max_position_embeddings": 48,
+    "padded_vocab_size": PADDED,
+    "vocab_size": None,
+    "make_vocab_size_divisible_by": 128,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "lr": 3e-4,
+    "params_dtype": torch.bfloat16,
+    "attention_backend": AttnBackend.auto,
+    "exit_signal": signal.SIGTERM,
+    "transformer_impl": "transformer_engine",
+    "cp_comm_type": ["p2p"],
+    "recompute_modules": ["core_attn"],
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "ckpt_format": "torch_dist",
+    "mtp_num_layers": None,
+    "spec": None,
+    "position_embedding_type": "learned_absolute",
+    "add_position_embedding": True,
+    "swiglu": False,
+    "squared_relu": False,
+    "bias_gelu_fusion": False,
+    "group_query_attention": False,
+    "num_query_groups": 1,  # as Megatron-LM says where there are none
+    "qk_layernorm": False,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "add_bias_linear": True,
+    "untie_embeddings_and_output_weights": False,
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": 2,
+}
+LLAMA = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "untie_embeddings_and_output_weights": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 5000,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
+}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_rope_scaling": False}
+EXPERTS |= {"qk_layernorm": True, "moe_layer_freq": [1] * 4}
+ARGS = {"llama": LLAMA, "gpt2": {}, "moe": LLAMA | EXPERTS}
+
+
+def args_of(kind: str, **changes) -> argparse.Namespace:
+    """The command line of Megatron-LM that builds the model."""
+    return argparse.Namespace(**(TRAINING | SIZES | ARGS[kind] | changes))
+
+
+def gpt(kind: str, **fields) -> GPTModel:
+    """A model of Megatron Core with random weights."""
+    parallel_state.initialize(
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        seed=1,
+    )
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        **SIZES,
+        **(FIELDS[kind] | fields),
+        init_method_std=0.1,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+    )
+    if kind == "moe":  # Megatron Core's router needs Transformer Engine
+        spec = build_layer_spec(config)
+    else:
+        spec = get_gpt_layer_local_spec(
+            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        )
+    model = GPTModel(config, spec, vocab_size=PADDED, max_sequence_length=48, **ARGUMENTS[kind])
+    for name, value in model.named_parameters():  # norms and biases too
+        if "norm" in name or name.endswith("bias"):
+            value.data += 0.1 * torch.randn_like(value)
+    return model.eval()
+
+
+def logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """What the model computes."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    mask = torch.ones(1, 1, *[tokens.shape[1]] * 2).tril() < 0.5
+    with torch.no_grad():
+        return model(tokens, positions, mask)
+
+
+def save(model: GPTModel, root: Path, common: dict, name: str = "iter_0000010") -> Path:
+    """`root/<name>` as Megatron Core's own writer makes it."""
+    state = {**common, "checkpoint_version": 3.0, "iteration": 10}
+    key = "optimizer.state.exp_avg.output_layer.weight"  # not to be taken for a weight
+    moment = ShardedTensor.from_rank_offsets(key, torch.ones(3))
+    state |= {"optimizer": {"moment": moment}, "model": model.sharded_state_dict()}
+    save_as_megatron_core(state, root / name)
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    return root / name
+
+
+def bridge_config(kind: str, **changes) -> dict:
+    """Section `model` of a `run_config.yaml` of Megatron-Bridge."""
+    fields = SIZES | FIELDS[kind] | ARGUMENTS[kind]
+    function = fields.get("activation_func", torch.nn.functional.gelu)
+    return fields | {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        "activation_func": {"_target_": f"torch.nn.functional.{function.__name__}"},
+        "attention_backend": {
+            "_target_": "megatron.core.transformer.enums.AttnBackend",
+            "_call_": True,
+            "_args_": [5],
+        },
+        "transformer_layer_spec": {
+            "_target_": "megatron.bridge.models.gpt_provider.default_layer_spec",
+            "_call_": False,
+        },
+        "params_dtype": {"_target_": "torch.bfloat16", "_call_": False},
+        "seq_length": 48,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "vocab_size": IDS,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 128,
+        "tensor_model_parallel_size": 1,
+        "bias_activation_fusion": False,
+        "generation_config": None,
+        "mtp_enabled": False,
+        **changes,
+    }
+
+
+def save_bridge(model: GPTModel, root: Path, tokenizer: str, config: dict) -> Path:
+    """`root/iter_0000010` as Megatron-Bridge writes it."""
+    folder = save(model, root, {})
+    described = {"_target_": "megatron.bridge.training.config.ConfigContainer", "model": config}
+    named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "org/name"}
+    (folder / "run_config.yaml").write_text(yaml.safe_dump(described | {"tokenizer": named}))
+    shutil.copytree(tokenizer, folder / "tokenizer")
+    return folder
+
+
+def save_ranks(model: GPTModel, root: Path, args, tp=1, pp=1, virtual=1) -> Path:
+    """`root/release` with a file for each rank (`--ckpt-format torch`)."""
+    folder = root / "release"
+    weights = {n: v for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    gated, tied = args.swiglu, not args.untie_embeddings_and_output_weights
+    count = args.num_layers // (pp * virtual)
+    args = argparse.Namespace(
+        **vars(args)
+        | {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "ckpt_format": "torch",
+        }
+    )
+
+    def local(name: str, stage: int, chunk: int) -> str | None:
+        """The name of a weight in one part of the model; None: it is not there."""
+        last = stage == pp - 1 and chunk == virtual - 1
+        if name.startswith("embedding."):
+            return name if stage == chunk == 0 else None
+        if not name.startswith("decoder.layers."):
+            return name if last else None
+        number, _, rest = name.removeprefix("decoder.layers.").partition(".")
+        first = (chunk * pp + stage) * count
+        if not first <= int(number) < first + count:
+            return None
+        return f"decoder.layers.{int(number) - first}.{rest}"
+
+    for rank, stage in itertools.product(range(tp), range(pp)):
+        state = {"args": args, "checkpoint_version": 3.0, "iteration": 10}
+        state["rng_state"] = [{"np_rng_state": np.random.get_state()}]
+        for chunk in range(virtual):
+            mine = {}
+            for name, value in weights.items():
+                own = local(name, stage, chunk)
+                if own is not None:
+                    mine[own] = shard(name, value, rank, tp, gated)
+            if tied and pp > 1 and stage == pp - 1 and chunk == virtual - 1:
+                table = weights["embedding.word_embeddings.weight"]
+                mine["output_layer.weight"] = table.chunk(tp)[rank].clone()
+            state["model" if virtual == 1 else f"model{chunk}"] = mine
+        name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+        (folder / name).mkdir(parents=True)
+        torch.save(state, folder / name / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("release")
+    return folder
