@@ -337,12 +337,7 @@ def test_pieces_join_to_the_text_of_all_tokens(model):
 
 # ------------------------------------------------------------------------------------------ page
 
-JOBS = {
-    "train_gpt_sft": "gpt_sft",
-    "train_gpt_ppo_actor": "gpt_ppo_actor",
-    "train_gpt_rs_actor": "gpt_rs_actor",
-    "train_reward_model": "training_rm",
-}
+JOBS = {"sft": "gpt_sft", "ppo": "gpt_ppo_actor", "rs": "gpt_rs_actor", "rm": "training_rm"}
 
 
 def documented():
@@ -356,20 +351,12 @@ def documented():
                 record, end = json.JSONDecoder().raw_decode(rest)
                 records.append(record)
                 rest = rest[end:].strip()
-        elif not block.lstrip().startswith("python "):
-            continue  # a part of a configuration, or a listing
         else:
-            words = shlex.split(block.replace("\\\n", " "))
-            job = JOBS.get(Path(words[1]).stem)
-            if job is None:  # the command that inspects, a benchmark
-                continue
-            files = ("restore_from_path=", "file_path=", "data_prefix=")
-            settings = [
-                word
-                for word in words[2:]
-                if is_setting(word) and not any(f in word for f in files)
-            ]
-            found.append((records, job, settings))
+            for command in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(command)
+                if words[:2] == ["nemo-aligner", "train"]:
+                    settings = [word for word in words[3:] if is_setting(word)]
+                    found.append((records, JOBS[words[2]], settings))
     return found
 
 
