@@ -8,6 +8,7 @@ reads beside them, `NEUTRAL`, and the fields of Megatron Core's configuration. T
 training and passed over.
 """
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -190,6 +191,8 @@ def command_line(args: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             options.append(f"--{option}" if value else f"--no-{option}")
         else:
-            text = str(value).replace(" ", "")
-            options.append(f"--{option} " + (text.strip("[]") if name == "window_size" else text))
+            whole = isinstance(value, float) and value.is_integer()  # some take ints alone
+            text = str(int(value) if whole else value).replace(" ", "")
+            text = text.strip("[]") if name == "window_size" else text
+            options.append(f"--{option} {shlex.quote(text)}")
     return " ".join(options)

@@ -233,8 +233,13 @@ def test_what_megatron_lm_cannot_express_is_refused(tiny_tokenizer_dir):
     section = tiny_config(tiny_tokenizer_dir, "llama", activation="geglu", window_size=[7, 0])
     with pytest.raises(UserError, match="no arguments for model.activation='geglu'"):
         megatron_args.arguments(section)
-    args = megatron_args.arguments(tiny_config(tiny_tokenizer_dir, "gpt2", window_size=[7, 0]))
-    assert megatron_args.command_line(args) == "--no-bias-gelu-fusion --window-size 7,0"
+    window = {"window_size": [7, 0], "window_attn_skip_freq": [1, 0]}
+    args = megatron_args.arguments(tiny_config(tiny_tokenizer_dir, "gpt2", **window))
+    expected = "--no-bias-gelu-fusion --window-size 7,0 --window-attn-skip-freq '[1,0]'"
+    assert megatron_args.command_line(args) == expected
+    scaled = tiny_config(tiny_tokenizer_dir, "llama", seq_len_interpolation_factor=2.0)
+    expected = "--rotary-seq-len-interpolation-factor 2"  # an int there
+    assert megatron_args.command_line(megatron_args.arguments(scaled)) == expected
 
 
 class Harmful:
