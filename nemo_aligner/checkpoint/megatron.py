@@ -221,8 +221,22 @@ def weights(path: Path) -> TensorSource:
         for key in [key for key in tensors.stored if _OPTIMIZER.match(key)]:
             del tensors.stored[key]
         source = EitherName(tensors)
+    keys = read_config(folder)
+    bias = keys.get("bias", True)
+    without = {
+        "output_layer.weight": keys.share_embeddings_and_output_weights,
+        "linear_proj.bias": not bias,
+        "linear_qkv.bias": not (bias or keys.get("add_qkv_bias")),
+        "q_layernorm.weight": not keys.get("qk_layernorm"),
+    }
+    unused = tuple(name for name, is_absent in without.items() if is_absent)
     for key in source.shapes():
         check_place(key, folder)
+        if key.endswith(unused):
+            raise UserError(
+                f"{folder} holds {key.removeprefix('model.')!r}, but its configuration describes "
+                "a model without it; they do not belong together."
+            )
     if not source.shapes():
         raise UserError(f"{folder} holds no weights; copy it again.")
     return source

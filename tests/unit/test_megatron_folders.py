@@ -284,6 +284,20 @@ def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):
     assert (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize(
+    "kind, changes, key",
+    [
+        ("llama", {"untie_embeddings_and_output_weights": False}, "output_layer.weight"),
+        ("gpt2", {"add_bias_linear": False}, "linear_qkv.bias|linear_proj.bias"),
+    ],
+)
+def test_weights_that_the_arguments_do_not_describe_are_named(tmp_path, kind, changes, key):
+    args = megatron_folders.args_of(kind, **changes)
+    megatron_folders.save(megatron_folders.gpt(kind), tmp_path, {"args": args})
+    with pytest.raises(UserError, match=f"holds '.*({key})', but its configuration describes"):
+        whole_weights(tmp_path)
+
+
 def test_a_weight_without_place_is_named(tmp_path, tiny_tokenizer_dir):
     model = megatron_folders.gpt("llama")
     state = model.sharded_state_dict()
