@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checkpoints of a job were made from: stored in each, and compared when a job resumes.
 
-    {"base": {...}, "data": {...}, "objective": {...}, "schedule": {...}, "facts": {...}}
+    {"base": {...}, "data": {...}, "objective": {...}, "settings": {...}, "facts": {...}}
 
 Each group has values by their names. What is known by its content, such as a base that may have
 moved, is `{"shown": text, "content": hash}`. "facts" has what a run decided once; it is not
@@ -30,7 +30,7 @@ FIXED = ("base", "data", "objective")  # another one is refused
 # Data files above this size (bytes) are known by their size and these samples of their content.
 SMALL = 4 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
-# Last names of the keys that say what is optimized, and of those that say how.
+# Last names of the keys that say what is optimized.
 OBJECTIVE = frozenset(
     """preference_loss ref_policy_kl_penalty label_smoothing preference_average_log_probs
     sft_average_log_probs gt_reward_scale preference_loss_weight sft_loss_weight
@@ -42,11 +42,6 @@ OBJECTIVE = frozenset(
     kl_loss_estimator train_on_truncated top_n_rollouts loss_reduction answer_only_loss
     reward_model_type loss_func num_attributes merge_attributes attribute_weights loss_mask_val
     loss_clip_val enable mean std""".split()
-)
-SCHEDULE = frozenset(
-    """max_epochs max_steps max_iterations limit_train_batches gradient_clip_val
-    global_batch_size encoder_seq_length num_rollout_samples num_rollouts_per_prompt ppo_epochs
-    target_kl ratio_eps dual_clip temperature top_k top_p max_length""".split()
 )
 
 
@@ -66,7 +61,7 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
             "base": _base(cfg),
             "data": {} if loader is None else _data(loader) | {"model.seed": cfg.model.seed},
             "objective": {"job": section} | objective,
-            "schedule": {key: value for key, value in values.items() if key not in objective},
+            "settings": {key: value for key, value in values.items() if key not in objective},
         }
     return gathered(json.loads(json.dumps(found)))[0]
 
@@ -89,7 +84,7 @@ def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
         )
         return
     rows, is_refused = [("", "checkpoint", "this job")], False
-    for group in (*FIXED, "schedule"):
+    for group in (*FIXED, "settings"):
         then = before.get(group, {})
         for name, value in now.get(group, {}).items():
             if name in then and _content(then[name]) != _content(value):
@@ -107,7 +102,7 @@ def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
             "afresh in this one. To train the weights of that checkpoint on, name it as the base "
             "of a job in a folder of its own."
         )
-    logging.warning(f"this job resumes from {folder} with another schedule:\n{table}")
+    logging.warning(f"this job resumes from {folder} with other settings:\n{table}")
 
 
 def content_samples(path: Path) -> bytes:
@@ -177,17 +172,17 @@ def _data(loader: Any) -> dict[str, Any]:
 
 
 def _settings(cfg: DictConfig, section: str) -> dict[str, Any]:
-    """The values of `OBJECTIVE`, `SCHEDULE` and the optimizer, by their dotted keys."""
+    """The values of `OBJECTIVE` and the optimizer, and the numbers beside them, by dotted keys."""
     own = (section, "regression", "reward_standardization", "optim")
     model = {key: cfg.model[key] for key in cfg.model if not OmegaConf.is_config(cfg.model[key])}
     model |= {key: cfg.model[key] for key in own if key in cfg.model}
     tree = OmegaConf.create({"trainer": {section: cfg.trainer[section]}, "model": model})
-    values = dict(_leaves(OmegaConf.to_container(tree, resolve=True)))
-    counted = OBJECTIVE | SCHEDULE
     return {
         key: value
-        for key, value in values.items()
-        if _last(key) in counted or key.startswith("model.optim.")
+        for key, value in _leaves(OmegaConf.to_container(tree, resolve=True))
+        if isinstance(value, int | float)
+        or _last(key) in OBJECTIVE
+        or key.startswith("model.optim.")
     }
 
 

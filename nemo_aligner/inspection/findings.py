@@ -68,7 +68,6 @@ class Findings:
         lengths: int64 [seen], tokens of the longest part of each sample.
         limit: the length that the job allows, in words.
         bad: what will not be used as it stands, in this order: dropped, cut, empty, twice.
-        default_form: the first record holds a conversation, in a form that nobody has asked for.
     """
 
     documents: int
@@ -77,7 +76,6 @@ class Findings:
     lengths: np.ndarray
     limit: str
     bad: list[Finding]
-    default_form: bool
 
 
 def look(job: InspectedJob, limit: int) -> Findings:
@@ -118,7 +116,6 @@ def look(job: InspectedJob, limit: int) -> Findings:
         lengths=np.array(lengths, dtype=np.int64),
         limit=_limit(job),
         bad=bad,
-        default_form=bool((form := form_of(dataset, dataset.lines[0])) and form.is_default),
     )
 
 

@@ -9,17 +9,14 @@ import numpy as np
 
 from nemo_aligner.config.data_rules import holds_tokens
 from nemo_aligner.core.tokenizer import decode_with_special_tokens
+from nemo_aligner.data.nlp.chat import DEFAULT_FORM
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
-from nemo_aligner.inspection.findings import EXAMPLES, Finding, Findings, histogram
+from nemo_aligner.inspection.findings import EXAMPLES, Finding, Findings, form_of, histogram
 from nemo_aligner.inspection.jobs import InspectedJob
 from nemo_aligner.inspection.samples import Piece, Sample, pieces, visible
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
-DEFAULT_FORM = (
-    " Conversations are written in the tokenizer's chat template (model.data.chat_template is not "
-    "set)."
-)
 
 
 def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, colored: bool) -> str:
@@ -52,11 +49,12 @@ def summary(job: InspectedJob, findings: Findings) -> str:
     seen = (
         "" if findings.seen >= findings.served else f" (the first {findings.seen} are looked at)"
     )
-    return (
+    text = (
         f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
         f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"
-        f"{DEFAULT_FORM * findings.default_form}"
     )
+    form = form_of(job.dataset, job.dataset.lines[0])
+    return f"{text} C{DEFAULT_FORM[1:]}." if form is not None and form.is_default else text
 
 
 def _beginning(job: InspectedJob) -> str:

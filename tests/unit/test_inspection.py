@@ -289,7 +289,8 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     assert f"{path}, line 2: field 'messages' is an empty list" in error
     main(["inspect", write({"messages": chat("a", "b")}), "--model", model])
     assert (
-        "written in the tokenizer's chat template (model.data.chat_temp" in capsys.readouterr()[0]
+        "written in the tokenizer's chat template, as model.data.chat_temp"
+        in capsys.readouterr()[0]
     )
     text = write({"text": "hello"})
     assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)

@@ -65,7 +65,7 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
     compare({**again, "facts": {"date": "2 May"}}, stored, "run")
     assert warned == []
     compare(made_from(dpo(base, model__optim__lr=0.5), "dpo"), stored, "run")
-    assert "another schedule:\n" in warned[0] and warned[0].split()[-3:] == [
+    assert "other settings:\n" in warned[0] and warned[0].split()[-3:] == [
         "model.optim.lr",
         "9e-06",
         "0.5",
@@ -95,7 +95,7 @@ def test_each_key_that_is_compared_is_one_of_a_job():
     for file in CONF.glob("*.yaml"):
         tree = OmegaConf.to_container(OmegaConf.load(file))
         keys |= {key.rpartition(".")[2] for key, _ in module._leaves(tree)}
-    assert keys >= module.OBJECTIVE | module.SCHEDULE
+    assert keys >= module.OBJECTIVE
 
 
 def test_data_are_known_by_content_order_and_choice(tmp_path, tiny_tokenizer):

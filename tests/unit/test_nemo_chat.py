@@ -232,10 +232,13 @@ def test_sft_dataset_with_the_tokens_of_the_configuration(tokenizers, write):
 
 BAD = [
     ({"conversations": []}, "'conversations' is an empty list"),
-    ({"conversations": "hello"}, "must be a list, not str"),
-    ({"conversations": ["hello"]}, "turn 1 of field 'conversations' must be an object"),
-    ({"conversations": [{"from": "User"}]}, "turn 1 .* has no text in 'value'"),
-    ({"conversations": [{"from": "User", "value": "x", "label": 3}]}, "'label' of turn 1 .* text"),
+    ({"conversations": "hello"}, "must be a list of messages, not str"),
+    ({"conversations": ["hello"]}, "message 1 of field 'conversations' must be an object"),
+    ({"conversations": [{"from": "User"}]}, "message 1 .* has no 'value'"),
+    (
+        {"conversations": [{"from": "User", "value": "x", "label": 3}]},
+        "'label' of message 1 .* text",
+    ),
     ({"conversations": THREE, "mask": "Human"}, "nobody .* is called 'Human'.*User, Assistant"),
     ({"conversations": THREE, "type": "X"}, "field 'type' is 'X': use VALUE_TO_TEXT"),
     ({"conversations": THREE, "system": 3}, "field 'system' must be text, not int"),
@@ -243,6 +246,10 @@ BAD = [
     (
         {"messages": [{"role": "system", "content": "x"}]},
         "ends with a message of the role 'system'",
+    ),
+    (
+        {"conversations": [THREE[0], {"from": "Assistant", "tool_calls": [{"name": "f"}]}]},
+        "leaves out 'f' of message 2",
     ),
     ({"x": 1}, "field 'messages' .* is missing"),
 ]

@@ -435,13 +435,14 @@ def build_sft_dataset(
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
     paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    chat: dict[str, Any] = {
+    chat = {
         "chat": is_chat,
         "chat_prompt_tokens": special_tokens,
         "chat_template": chat_template,
+        "chat_template_kwargs": chat_template_kwargs,
+        "chat_date": chat_date,
+        "one_turn_per_sample": one_turn_per_sample,
     }
-    chat |= {"chat_template_kwargs": chat_template_kwargs, "chat_date": chat_date}
-    chat["one_turn_per_sample"] = one_turn_per_sample
     form = chat_form(chat, tokenizer)
     if form is not None and form.is_default:
         first = first_record(paths[0], data_cfg.columns, data_cfg.index_mapping_dir)

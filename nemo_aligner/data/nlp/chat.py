@@ -18,6 +18,10 @@ from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 
 # Keys of `model.data` for conversations of supervised fine-tuning, beside those of NeMo's format.
 SFT_KEYS = ("chat_template", "chat_template_kwargs", "chat_date", "one_turn_per_sample")
+DEFAULT_FORM = (
+    "conversations are written in the tokenizer's chat template, as model.data.chat_template is "
+    "not set"
+)
 
 
 def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
@@ -57,10 +61,7 @@ def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def say_default() -> None:
     """Say, once, that conversations get a form that nobody has asked for."""
-    logging.info(
-        "conversations are written in the tokenizer's chat template, as model.data.chat_template "
-        "is not set"
-    )
+    logging.info(DEFAULT_FORM)
 
 
 def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:

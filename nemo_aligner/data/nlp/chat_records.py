@@ -189,10 +189,11 @@ def _from_json(value: Any, kind: type, what: str) -> Any:
     return value
 
 
-def read_messages(value: Any, field: str) -> list[Message]:
+def read_messages(value: Any, field: str, as_named: bool = False) -> list[Message]:
     """The messages of a list in either form; `field` is its name in the record.
 
-    Keys other than role and content (`tool_calls`, `name`, ...) stay, unless they are null.
+    Keys other than role and content (`tool_calls`, `name`, ...) stay, unless they are null. With
+    `as_named` speakers keep their names, and each may be trained on.
 
     Raises:
         UserError: it is no list of messages, is empty, or a message lacks its role or content.
@@ -201,18 +202,18 @@ def read_messages(value: Any, field: str) -> list[Message]:
         raise UserError(f"field '{field}' must be a list of messages, not {type(value).__name__}.")
     if not value:
         raise UserError(f"field '{field}' is an empty list: a conversation has messages.")
-    return [_message(item, number, field) for number, item in enumerate(value, start=1)]
+    items = enumerate(value, start=1)
+    return [_message(item, f"message {n} of field '{field}'", as_named) for n, item in items]
 
 
-def _message(item: Any, number: int, field: str) -> Message:
-    where = f"message {number} of field '{field}'"
+def _message(item: Any, where: str, as_named: bool) -> Message:
     if not isinstance(item, dict):
         raise UserError(f"{where} must be an object, not {type(item).__name__}.")
     names = ("from", "value") if "from" in item else ("role", "content")
     role, content = (item.get(name) for name in names)
     if not isinstance(role, str) or not role.strip():
         raise UserError(f"{where} has no '{names[0]}'; it has {sorted(item)}.")
-    if names[0] == "from":
+    if names[0] == "from" and not as_named:
         role = ROLES.get(role.lower(), role.lower())
     if content is None and not item.get("tool_calls"):
         raise UserError(f"{where} ({role}) has no '{names[1]}'; it has {sorted(item)}.")
@@ -220,18 +221,21 @@ def _message(item: Any, number: int, field: str) -> Message:
     calls = _from_json(more.pop("tool_calls", None), list, f"'tool_calls' of {where}")
     if calls:
         more["tool_calls"] = [_call(call, f"a call in 'tool_calls' of {where}") for call in calls]
-    weight = check_weight(more.pop("weight", None), where)
-    if weight == 1 and role != ASSISTANT:
+    weight = more.pop("weight", None)
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise UserError(f"'weight' of {where} is {weight!r}: use 0 (not trained on) or 1.")
+    may_train = as_named or role == ASSISTANT
+    if weight == 1 and not may_train:
         raise UserError(
             f"'weight' of {where} is 1, but its role is {role!r}, and only the assistant's turns "
             "are trained on: remove it, or set it to 0."
         )
-    more |= {"weight": 0} if weight == 0 and role == ASSISTANT else {}
-    text = content_text(content or "", f"'{names[1]}' of {where} ({role})")
+    more |= {"weight": 0} if weight == 0 and may_train else {}
+    text = _text(content or "", f"'{names[1]}' of {where} ({role})")
     return {"role": role, "content": text, **more}
 
 
-def content_text(content: Any, what: str) -> str:
+def _text(content: Any, what: str) -> str:
     """A text, or the texts of a list of parts, `{"type": "text", "text": ...}`, joined; `what` is
     its name in messages.
     """
@@ -246,13 +250,6 @@ def content_text(content: Any, what: str) -> str:
                 "text can be used: remove the part, or the line."
             )
     return "".join(part["text"] for part in parts)
-
-
-def check_weight(weight: Any, where: str) -> Any:
-    """`weight` of a message: 0, 1 or None; raises `UserError` for another, naming `where`."""
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise UserError(f"'weight' of {where} is {weight!r}: use 0 (not trained on) or 1.")
-    return weight
 
 
 def _call(call: Any, what: str) -> Any:

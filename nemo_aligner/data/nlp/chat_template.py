@@ -6,7 +6,6 @@ with the mask of the assistant's turns.
 
 import datetime
 import functools
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -79,16 +78,11 @@ class ChatTemplate(ConversationForm):
                 "model.data.chat_template=tokenizer, but the tokenizer has no chat template; give "
                 "the file of one, or train on texts (null)."
             )
-        # What a template gets otherwise than by `chat_template_kwargs`.
-        self._taken = {"messages", _DATE, *inner.special_tokens_map}
-        self._taken |= set(inspect.signature(inner.apply_chat_template).parameters) - {"documents"}
-        given = dict(resolved(options or {}))
-        self.options = self._checked(given, "model.data.chat_template_kwargs")
+        self.options = dict(resolved(options or {}))
         self.date = str(date or datetime.date.today())
         written = self.template or str(own_chat_template(tokenizer))
         self.state = ["chat template", written, json.dumps(self.options, sort_keys=True)]
         self.state += [self.date] if _DATE in written else []
-        self._turn_end: TurnEnd | None = None
 
     @property
     def end_strings(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -130,8 +124,6 @@ class ChatTemplate(ConversationForm):
         """See `ConversationForm`; `UserError` also where the template leaves out a part of a
         message, has no end of a turn, or does not show where a turn is.
         """
-        if self._turn_end is None:
-            self._turn_end = self._end_finder()
         trained = {n for n, message in enumerate(messages) if n >= first and is_trained(message)}
         if not trained:
             raise UserError("every response of the conversation has 'weight' 0: remove the line.")
@@ -152,8 +144,7 @@ class ChatTemplate(ConversationForm):
 
     def _inputs(self, record: Record) -> dict[str, Any]:
         """What the template gets for a record, beside its messages."""
-        own = self._checked(template_options(record), "field 'chat_template_kwargs'")
-        return {**self.options, **own, "tools": record_tools(record)}
+        return {"tools": record_tools(record), **self.options, **template_options(record)}
 
     def _write(
         self, messages: Sequence[Message], generation_prompt: bool, inputs: Mapping[str, Any]
@@ -172,20 +163,13 @@ class ChatTemplate(ConversationForm):
             raise UserError(f"the chat template refuses the conversation: {error}") from error
         return str(text)
 
-    def _checked(self, options: dict[str, Any], where: str) -> dict[str, Any]:
-        """`options`, none of which the template gets from elsewhere."""
-        for name in sorted(self._taken & options.keys()):
-            raise UserError(
-                f"{where} has {name!r}, which the chat template gets from elsewhere: remove it."
-            )
-        return options
-
     def _control_pattern(self) -> str:
         """Of the tokens that are no ordinary text."""
         tokens = {*self.inner.all_special_tokens, *self.inner.get_added_vocab()}
         return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 
-    def _end_finder(self) -> TurnEnd:
+    @functools.cached_property
+    def _turn_end(self) -> TurnEnd:
         end = self.end_of_turn()
         if end is None:
             raise UserError(
@@ -204,24 +188,20 @@ def own_chat_template(tokenizer: Tokenizer) -> Any:
 @functools.lru_cache(maxsize=16)
 def _prepared(template: str, date: str) -> str:
     """`template` with marks around what it says is generated, and with `date` for today."""
-    macros = ""
-    if _GENERATION.search(template):
-        macros += _MARKS
-        template = _GENERATION.sub(
-            lambda found: (
-                f"{{%{found[1]} {'endcall' if found[2] else 'call marked_turn()'} {found[3]}%}}"
-            ),
-            template,
-        )
+    calls = _GENERATION.sub(
+        lambda found: (
+            f"{{%{found[1]} {'endcall' if found[2] else 'call marked_turn()'} {found[3]}%}}"
+        ),
+        template,
+    )
+    macros = "" if calls == template else _MARKS
     if _DATE in template:
         today = datetime.datetime.fromisoformat(date)
         directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in _LETTERS]
         filters = (f"replace({each!r}, {today.strftime(each)!r})" for each in directives)
-        macros += (
-            f"{{%- macro {_DATE}(format) %}}{{{{ format | {' | '.join(filters)} }}}}"
-            "{%- endmacro +%}"
-        )
-    return macros + template
+        written = " | ".join(["format", *filters])  # transformers hands no function to a template
+        macros += f"{{%- macro {_DATE}(format) %}}{{{{ {written} }}}}{{%- endmacro +%}}"
+    return macros + calls
 
 
 def _unmarked(text: str) -> str:
@@ -229,17 +209,11 @@ def _unmarked(text: str) -> str:
 
 
 def _check_contents(text: str, messages: Sequence[Message]) -> None:
-    """Raise `UserError` if the template left out what a message says.
-
-    Thoughts are an exception: templates of models that reason drop those of earlier turns. (Turns
-    that are trained on are checked apart.)
-    """
+    """Raise `UserError` if the template left out what a message says, but for earlier thoughts."""
     for number, message in enumerate(messages, start=1):
-        content = message["content"]
-        if message["role"] == ASSISTANT:
-            content = content.split("</think>")[-1]
-        if message["role"] == "tool" or content.strip() in text:
-            continue
-        raise UserError(
-            f"the chat template leaves out what message {number} (role {message['role']!r}) says."
-        )
+        role, content = message["role"], message["content"]
+        said = content.split("</think>")[-1] if role == ASSISTANT else content
+        if role != "tool" and said.strip() not in text:
+            raise UserError(
+                f"the chat template leaves out what message {number} (role {role!r}) says."
+            )

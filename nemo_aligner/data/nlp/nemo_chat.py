@@ -22,7 +22,6 @@ trained on, without LABEL_START. Without a type labels are left out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -30,10 +29,9 @@ from nemo_aligner.data.nlp.chat_masks import Encoded, check_written
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     Message,
-    check_weight,
-    content_text,
     is_trained,
     prompt_messages,
+    read_messages,
     template_options,
 )
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
@@ -263,12 +261,10 @@ def source_of_record(record: Record) -> Source:
         UserError: a turn without speaker or value, an unknown type, or a mask that names nobody.
     """
     _check_options(record)
-    turns = record["conversations"]
-    if not isinstance(turns, list):
-        raise UserError(f"field 'conversations' must be a list, not {type(turns).__name__}.")
-    if not turns:
-        raise UserError("field 'conversations' is an empty list: a conversation has turns.")
-    read = tuple(_turn(turn, number) for number, turn in enumerate(turns, start=1))
+    messages = list(enumerate(read_messages(record["conversations"], "conversations", True), 1))
+    turns = tuple(
+        Turn(m["role"], m["content"], _label(n, m), m.get("weight") != 0) for n, m in messages
+    )
     system, kind = record.get("system") or "", record.get("type")
     if not isinstance(system, str):
         raise UserError(f"field 'system' must be text, not {type(system).__name__}.")
@@ -276,14 +272,14 @@ def source_of_record(record: Record) -> Source:
         raise UserError(f"field 'type' is {kind!r}: use {VALUE_TO_TEXT}, {TEXT_TO_VALUE} or none.")
     mask = record.get("mask") or USER
     masked = tuple(str(mask).split(","))
-    speakers = list(dict.fromkeys(turn.speaker for turn in read))
+    speakers = list(dict.fromkeys(turn.speaker for turn in turns))
     absent = [name for name in masked if name not in speakers]
     if absent:
         raise UserError(
             f"nobody in the conversation is called {absent[0]!r} (field 'mask', User if absent); "
             f"its speakers are {', '.join(speakers)}."
         )
-    return Source(system, read, masked, kind)
+    return _written(Source(system, turns, masked, kind), messages)
 
 
 def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
@@ -293,22 +289,27 @@ def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
     Raises:
         UserError: a system message that is not the first, or nothing but one.
     """
-    system, rest = "", list(enumerate(messages))
+    system, rest = "", list(enumerate(messages, start=1))
     if messages[0]["role"] == "system":
         system = rest.pop(0)[1]["content"]
-    if any(message["role"] == "system" for _place, message in rest):
+    if any(message["role"] == "system" for _number, message in rest):
         raise UserError("NeMo's chat format has one system message, the first.")
     if not rest:
         raise UserError("the conversation has nothing but a system message.")
     turns = tuple(
-        Turn(each["role"].capitalize(), each["content"], None, place >= first and is_trained(each))
-        for place, each in rest
+        Turn(each["role"].capitalize(), each["content"], None, number > first and is_trained(each))
+        for number, each in rest
     )
-    for (place, message), turn in zip(rest, turns, strict=True):
-        if turn.counts:
-            check_written(place + 1, message, turn.value)  # there is no place for calls of tools
     masked = dict.fromkeys(turn.speaker for turn in turns if turn.speaker.lower() != ASSISTANT)
-    return Source(system, turns, tuple(masked) or (USER,))
+    return _written(Source(system, turns, tuple(masked) or (USER,)), rest)
+
+
+def _written(source: Source, messages: list[tuple[int, Message]]) -> Source:
+    """`source`, unless a turn that is trained on has more than a text, such as calls of tools."""
+    for (number, message), turn in zip(messages, source.turns, strict=True):
+        if source.trains(turn):
+            check_written(number, message, turn.value)
+    return source
 
 
 def _check_options(record: Record) -> None:
@@ -319,18 +320,11 @@ def _check_options(record: Record) -> None:
         )
 
 
-def _turn(turn: Any, number: int) -> Turn:
-    where = f"turn {number} of field 'conversations'"
-    if not isinstance(turn, dict):
-        raise UserError(f"{where} must be an object, not {type(turn).__name__}.")
-    for name in ("from", "value"):
-        if not isinstance(turn.get(name), str | list):
-            raise UserError(f"{where} has no text in '{name}'; it has {sorted(turn)}.")
-    label = turn.get("label")
+def _label(number: int, message: Message) -> str | None:
+    label = message.get("label")
     if label is not None and not isinstance(label, str):
-        raise UserError(f"'label' of {where} must be text, not {type(label).__name__}.")
-    value = content_text(turn["value"], f"'value' of {where}")
-    return Turn(turn["from"], value, label, check_weight(turn.get("weight"), where) != 0)
+        raise UserError(f"'label' of message {number} must be text, not {type(label).__name__}.")
+    return label
 
 
 def _find(part: Sequence[int], whole: Sequence[int]) -> int:

@@ -13,7 +13,7 @@
 starts, so a resumed job gets exactly the batches that the killed one would have had next. A pass
 has whole global batches only: the rest at the end of an epoch is dropped or, in order and on
 request, filled up with the index -1 (a slot without data). A pass may start at any sample, as
-after a change of the global batch size (`training/schedule.py:DataPosition`).
+after a change of the global batch size.
 
 The random samplers draw from their own generator, never from the global one, on which the training
 depends.
