@@ -489,15 +489,15 @@ MUTANTS = [
     Mutant(
         "a response without the thoughts that its template cuts is trained on",
         "data/nlp/chat_masks.py",
-        "        check_written(number, messages[place], text[len(before) : end])\n",
+        "        check_written(number, messages[place], turn)\n",
         "",
         _unit("test_chat_turns.py", "test_a_response_that_the_template_cuts_is_refused"),
     ),
     Mutant(
         "the end-of-turn token behind a mark of a chat template is not trained on",
         "data/nlp/chat_masks.py",
-        "return found.end()",
-        "return end",
+        "end = found.end()",
+        "end = found.start()",
         _unit("test_chat_turns.py", "test_the_end_of_a_marked_turn_is_trained"),
     ),
     Mutant(

@@ -142,14 +142,13 @@ class SupervisedTrainer:
         self._check_epochs()
 
     def _check_epochs(self) -> None:
-        sampler = self.sampler
         epochs = -(-self.max_steps // self.num_steps_per_epoch)
-        if epochs > 1 and not isinstance(sampler, MegatronPretrainingRandomBatchSampler):
+        if epochs > 1 and not isinstance(self.sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
                 f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or "
-                "shuffle=True in the SFT data section): the sampler in use, "
-                f"{type(sampler).__name__}, makes one pass. Or set max_epochs=1 (in SPIN also "
-                "max_iterations=1)."
+                "shuffle=True in the SFT data section), and the sampler in use, "
+                f"{type(self.sampler).__name__}, makes one pass. Or set max_epochs=1 (in SPIN "
+                "also max_iterations=1)."
             )
 
     @property
@@ -207,7 +206,15 @@ class SupervisedTrainer:
                 self.ckpt_callback.check_save()
 
                 stop = stop_requests.after_step(self.step, self.run_timer)
-                run_val, save_model, is_train_end = self._check_progress(stop)
+                run_val, save_model, is_train_end = check_progress(
+                    self.step,
+                    self.max_steps,
+                    self.val_check_interval,
+                    self.save_interval,
+                    self.limit_val_batches,
+                    run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
+                    must_save=stop is not None,
+                )
                 if run_val:
                     val_metrics = self.run_validation()
                 if tokens:
@@ -327,17 +334,6 @@ class SupervisedTrainer:
         generative: Any = self.model
         return generative.infer({"text": batch["contexts"], "length": batch["context_lengths"]})
 
-    def _check_progress(self, stop: JobStopped | None) -> tuple[bool, bool, bool]:
-        intervals = self.val_check_interval, self.save_interval
-        return check_progress(
-            self.step,
-            self.max_steps,
-            *intervals,
-            self.limit_val_batches,
-            run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
-            must_save=stop is not None,
-        )
-
     # ------------------------------------------------------------------------- checkpoint, resume
 
     def save(
@@ -374,9 +370,9 @@ class SupervisedTrainer:
         """
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])
-        before = state_dict.get("global_batch_size")
-        if before is None:  # of a version that did not store it
-            before = self.consumed_samples // self.step if self.step else self.global_batch_size
+        # A version before did not store it.
+        before = state_dict.get("global_batch_size", self.consumed_samples // max(self.step, 1))
+        before = before or self.global_batch_size
         batches = self.sampler.total_samples // self.global_batch_size
         counts_batches = self.counts_batches or self.num_steps_per_epoch < batches
         if before != self.global_batch_size and counts_batches:

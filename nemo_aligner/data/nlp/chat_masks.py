@@ -66,33 +66,31 @@ def find_turns(
     """
     spans: list[Span] = []
     for place in sorted(trained):
-        number, is_last, why = place + 1, place + 1 == len(messages), ""
+        number, is_last = place + 1, place + 1 == len(messages)
         if not place:
             raise UserError("message 1 is the assistant's: there is no prompt before it.")
         before = render(messages[:place], True)
-        after = text if is_last else render(messages[:number], False)
-        end = len(before) + turn_end(after[len(before) :])
-        if not text.startswith(before):
+        turn = (text if is_last else render(messages[:number], False))[len(before) :]
+        turn = turn[: turn_end(turn)]
+        if not text.startswith(before + turn):
+            part = "up to that message"
+            if not text.startswith(before):
+                part = "before that message, with its generation prompt,"
             why = (
-                "what it writes before that message, with its generation prompt, is not the "
-                f"beginning of the conversation: {_difference(before, text)}"
+                f"what it writes {part} is not the beginning of the conversation: "
+                f"{_difference(before + turn, text)}"
             )
-        elif not after.startswith(before) or not text.startswith(after[:end]) or end > len(text):
-            why = (
-                "what it writes up to that message is not the beginning of the whole "
-                f"conversation: {_difference(after[:end], text)}"
-            )
-        elif spans and spans[-1][1] > len(before):
-            why = "that message begins before the end of the one before it"
-        if why:
             raise _refusal(number, is_last, why)
-        check_written(number, messages[place], text[len(before) : end])
-        if not turn_end.ends(text[len(before) : end]):
+        if spans and spans[-1][1] > len(before):
+            why = "that message begins before the end of the one before it"
+            raise _refusal(number, is_last, why)
+        check_written(number, messages[place], turn)
+        if not turn_end.ends(turn):
             raise UserError(
                 f"the chat template writes no special token after message {number}, so that the "
                 "policy would not learn to end such a response."
             )
-        spans.append((len(before), end))
+        spans.append((len(before), len(before + turn)))
     return spans
 
 
@@ -124,7 +122,16 @@ def marked_turns(
     for place, (start, end) in zip(places, marked, strict=True):
         if place in trained:
             check_written(place + 1, messages[place], text[start:end])
-            spans.append((start, turn_end.behind_mark(text, start, end, place + 1)))
+            if not turn_end.ends(text[start:end]):
+                found = turn_end.follows.match(text, end)
+                if found is None:
+                    raise UserError(
+                        "the {% generation %} markers of the chat template leave out the end of "
+                        f"message {place + 1}: {text[end : end + 20]!r} is behind them in place "
+                        f"of {turn_end.end_of_turn!r}. Put the end-of-turn token inside them."
+                    )
+                end = found.end()
+            spans.append((start, end))
     return text, spans
 
 
@@ -217,23 +224,6 @@ class TurnEnd:
     def ends(self, turn: str) -> bool:
         """Whether a turn ends with a control token."""
         return self.other.search(turn) is not None
-
-    def behind_mark(self, text: str, start: int, end: int, number: int) -> int:
-        """Where a marked turn ends: with its mark, or with the end-of-turn token behind it.
-
-        Raises:
-            UserError: there is none; names the message by its `number`.
-        """
-        if self.ends(text[start:end]):
-            return end
-        found = self.follows.match(text, end)
-        if found is None:
-            raise UserError(
-                f"the {{% generation %}} markers of the chat template leave out the end of "
-                f"message {number}: {text[end : end + 20]!r} is behind them in place of "
-                f"{self.end_of_turn!r}. Put the end-of-turn token inside the markers."
-            )
-        return found.end()
 
 
 def _refusal(number: int, is_last: bool, why: str) -> UserError:

@@ -97,11 +97,17 @@ class ChatTemplate(ConversationForm):
         found = re.search(self._control_pattern(), turn[turn.rfind(_PROBE[1]["content"]) :])
         return None if found is None else found.group()
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        generation_prompt: bool,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a conversation; with `generation_prompt` also what stands before the
-        assistant's next message.
+        assistant's next message. Without `inputs` the template gets those of the job.
         """
-        return _unmarked(self._write(messages, generation_prompt, self.options))
+        text = self._write(messages, generation_prompt, self.options if inputs is None else inputs)
+        return text.replace(MARK_START, "").replace(MARK_END, "")
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """The tokens of texts that hold their control tokens already."""
@@ -114,7 +120,7 @@ class ChatTemplate(ConversationForm):
     def prompt(self, record: Record) -> list[int]:
         """The tokens of a record's prompt, all of whose messages the template writes."""
         messages = prompt_messages(record)
-        text = _unmarked(self._write(messages, True, self._inputs(record)))
+        text = self.render(messages, True, self._inputs(record))
         _check_contents(text, messages)
         return self.tokenize([text])[0]
 
@@ -132,10 +138,7 @@ class ChatTemplate(ConversationForm):
         if MARK_START in text:
             text, spans = marked_turns(text, messages, trained, self._turn_end)
         else:
-
-            def render(part: Sequence[Message], generation_prompt: bool) -> str:
-                return _unmarked(self._write(part, generation_prompt, inputs))
-
+            render = functools.partial(self.render, inputs=inputs)
             spans = find_turns(text, messages, trained, render, self._turn_end)
         _check_contents(text, messages)
         return encode_turns(text, spans, self.tokenize, self.inner.decode)
@@ -202,10 +205,6 @@ def _prepared(template: str, date: str) -> str:
         written = " | ".join(["format", *filters])  # transformers hands no function to a template
         macros += f"{{%- macro {_DATE}(format) %}}{{{{ {written} }}}}{{%- endmacro +%}}"
     return macros + calls
-
-
-def _unmarked(text: str) -> str:
-    return text.replace(MARK_START, "").replace(MARK_END, "")
 
 
 def _check_contents(text: str, messages: Sequence[Message]) -> None:
