@@ -13,6 +13,7 @@ def check_generation_command(v: Values) -> None:
     """Check how a policy generates (`conf/generate.yaml`)."""
     v.whole("micro_batch_size", 1)
     v.whole("responses_per_prompt", 1)
+    check_chat(v.get("model.data", {}))
     check_generation(v)
     check_responses_differ(v, "", v.size("responses_per_prompt"), key="responses_per_prompt")
 

@@ -341,6 +341,7 @@ _GENERATE = (
     | _PARALLEL
     | (_MODEL - dotted("model", "micro_batch_size global_batch_size dynamic_micro_batch_tokens"))
     | _CHECKPOINT
+    | _CHAT
     | set(f"responses_per_prompt micro_batch_size sampling_params.add_BOS {_SAMPLING}".split())
     | dotted("length_params", "max_length min_length")
 )

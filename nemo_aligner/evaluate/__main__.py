@@ -57,7 +57,7 @@ def parser() -> CommandParser:
         epilog=EPILOG,
     )
     result.add_argument("--reward", help="reward model, or path/to/file.py:function")
-    result.add_argument("--prompts", metavar="FILE", help='jsonl, lines {"text": prompt}')
+    result.add_argument("--prompts", metavar="FILE", help="jsonl, lines as for PPO")
     result.add_argument(
         "--out",
         metavar="FOLDER",
@@ -67,7 +67,7 @@ def parser() -> CommandParser:
     result.add_argument(
         "--chat",
         action="store_true",
-        help="put each prompt into the tokenizer's chat template, as a user's message",
+        help="put each text into the chat template, as a user's message",
     )
     result.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     return result

@@ -22,7 +22,7 @@ checkpoint).
 examples:
   in the terminal, with the tokenizer's chat template if it has one:
     nemo-aligner generate sft.nemo
-  a file of prompts, lines {"text": prompt}, as for PPO:
+  a file of prompts, lines {"text": prompt} or {"messages": [...]}, as for PPO:
     nemo-aligner generate results/gpt_ppo_actor --prompts val.jsonl --out out.jsonl
   sampling, and two ranks:
     nemo-aligner generate sft.nemo sampling_params.temperature=0.7 \\
@@ -39,19 +39,19 @@ def parser() -> CommandParser:
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    result.add_argument("--prompts", metavar="FILE", help='jsonl, lines {"text": prompt}')
+    result.add_argument("--prompts", metavar="FILE", help="jsonl, lines as for PPO")
     result.add_argument("--out", metavar="FILE", help="jsonl to write the responses to")
     form = result.add_mutually_exclusive_group()
     form.add_argument(
         "--chat",
         action="store_true",
-        help="put each prompt into the tokenizer's chat template, as a user's message (default in "
+        help="put each text into the chat template, as a user's message (default in "
         "the terminal if it has one)",
     )
     form.add_argument(
         "--plain",
         action="store_true",
-        help="continue each prompt as it is (default with --prompts)",
+        help="continue each text as it is (default with --prompts)",
     )
     result.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     return result

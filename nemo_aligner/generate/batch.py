@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
-from nemo_aligner.core.tokenizer import response_text, text_tokens
-from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm
+from nemo_aligner.generate.prompts import ChatForm, prompt_text
 from nemo_aligner.generate.responses import Response, read_prompts, write_responses
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
@@ -59,20 +59,29 @@ def respond_to_file(
         print(f"{len(responses)} responses, {ended} of them ended by themselves: {out}")
 
 
-def respond(policy: Policy, prompts: Sequence[str], form: ChatForm, source: str) -> list[Response]:
+def respond(
+    policy: Policy, prompts: Sequence[Record], form: ChatForm, source: str
+) -> list[Response]:
     """The responses of `policy` to `prompts`, in their order; all ranks call it, with the same
     prompts, and all get the responses.
 
     Args:
+        prompts: their records.
         source: where the prompts come from, for messages.
 
     Raises:
         UserError: a prompt without tokens, or one that leaves no room for a response.
     """
-    policy = policy.with_end_strings(form.end_strings(policy.tokenizer))
-    tokens = tokenize(policy, prompts, form, source)
+    records = [form.record(prompt, policy.encoder.form) for prompt in prompts]
+    tokens = tokenize(policy, records, source)
+    for used in filter(None, map(policy.encoder.form_of, records)):
+        policy = policy.with_end_strings(used.end_strings)
+    texts = map(prompt_text, prompts)
+    decode = policy.tokenizer.ids_to_text
     return generate_samples(
-        policy, prompts, samples_of(tokens, policy.seed, policy.responses_per_prompt)
+        policy,
+        [decode(ids) if text is None else text for text, ids in zip(texts, tokens, strict=True)],
+        samples_of(tokens, policy.seed, policy.responses_per_prompt),
     )
 
 
@@ -92,23 +101,18 @@ def generate_samples(
     return [by_place[place] for place in range(len(samples))]
 
 
-def tokenize(
-    policy: Policy, prompts: Sequence[str], form: ChatForm, source: str
-) -> list[list[int]]:
+def tokenize(policy: Policy, prompts: Sequence[Record], source: str) -> list[list[int]]:
     """The tokens of each prompt.
 
     Raises:
         UserError: a prompt without tokens, or one that leaves no room for a response.
     """
-    chat = form.resolve(policy.tokenizer)
-    if chat:
-        template = ChatTemplate(policy.tokenizer)
-        tokens = [
-            template.prompt_tokens([*form.opening(), {"role": "user", "content": prompt}])
-            for prompt in prompts
-        ]
-    else:
-        tokens = [text_tokens(policy.tokenizer, prompt, policy.add_bos) for prompt in prompts]
+    tokens = []
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            tokens.append(policy.encoder.prompt(prompt))
+        except UserError as error:
+            raise UserError(f"{source}, prompt {number}: {error}") from None
     empty = [number for number, ids in enumerate(tokens, start=1) if not ids]
     if empty:
         raise UserError(f"{source}: prompt {empty[0]} has no tokens; remove it.")

@@ -18,6 +18,7 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.generate.settings import RESTORE_KEY
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import (
@@ -29,9 +30,9 @@ from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.servers.control_group import ControlGroup
 
-# Classes, by a part of their names, whose weights hold a head in place of the output layer.
 # Models of Hugging Face have long contexts; a cache for half of them would not fit.
 LONGEST_BY_DEFAULT = 1024
+# Classes, by a part of their names, whose weights hold a head in place of the output layer.
 WITH_HEADS = ("RewardModel", "Critic")
 
 
@@ -43,6 +44,7 @@ class Policy:
         path: of its weights.
         params: how it generates; with log-probs.
         add_bos: plain prompts begin with the bos token.
+        encoder: from prompts to tokens, in the form of `model.data` if they are conversations.
         responses_per_prompt, micro_batch_size, seed: as in `conf/generate.yaml`.
         group: joins all ranks of the job.
     """
@@ -52,6 +54,7 @@ class Policy:
     generator: MegatronGenerator
     params: GenerationParams
     add_bos: bool
+    encoder: RecordEncoder
     responses_per_prompt: int
     micro_batch_size: int
     seed: int
@@ -75,7 +78,9 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     cfg = cfg.copy()
     path = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
     refuse_heads(path)
+    data = cfg.model.data
     cfg.model = model_config(path, cfg.model)
+    cfg.model.data = data  # not that of the training
     if cfg.length_params.max_length is None:
         longest = max(cfg.model.encoder_seq_length // 2, 1)
         cfg.length_params.max_length = min(longest, LONGEST_BY_DEFAULT)
@@ -89,6 +94,9 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     assert isinstance(model, MegatronGPTModel)
     model.set_eval()
     params = GenerationParams.from_config(cfg.length_params, cfg.sampling_params)
+    add_bos = begins_with_bos(
+        model.tokenizer, cfg.sampling_params.add_BOS, "sampling_params.add_BOS"
+    )
     return Policy(
         path=path,
         tokenizer=model.tokenizer,
@@ -96,9 +104,8 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
             model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length
         ),
         params=params,
-        add_bos=begins_with_bos(
-            model.tokenizer, cfg.sampling_params.add_BOS, "sampling_params.add_BOS"
-        ),
+        add_bos=add_bos,
+        encoder=RecordEncoder(model.tokenizer, {**data, "add_bos": add_bos}),
         responses_per_prompt=cfg.responses_per_prompt,
         micro_batch_size=cfg.micro_batch_size,
         seed=model.cfg.seed,

@@ -1,21 +1,21 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a prompt is a message of a conversation."""
+"""Whether a text is a message of a conversation."""
 
 from dataclasses import dataclass
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
+from nemo_aligner.data.nlp.chat_records import Message, holds_conversation
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
+from nemo_aligner.data.nlp.json_lines import Record
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """Whether a prompt is a user's message in a chat template.
+    """Whether a text is a user's message in the form of conversations (`data/nlp/chat.py`).
 
     Attributes:
-        chat: True: yes; False: a prompt is continued as it is; None: yes if there is a template.
+        chat: True: yes; False: a text is continued as it is; None: yes if there is a form.
         system: system message, or None.
     """
 
@@ -25,32 +25,45 @@ class ChatForm:
     @classmethod
     def of_options(cls, chat: bool, plain: bool, system: str | None, terminal: bool) -> "ChatForm":
         """What the command line asks for; without an option a terminal takes the template if there
-        is one, and prompts of a file, which mostly have a form of their own, are left as they are.
+        is one, and texts of a file, which mostly have a form of their own, are left as they are.
         """
         if chat or plain:
             return cls(chat, system)
         return cls(None if terminal or system else False, system)
 
-    def resolve(self, tokenizer: Tokenizer) -> bool:
-        """Whether to use the template.
+    def resolve(self, form: ConversationForm | None) -> bool:
+        """Whether texts are written in `form`.
 
         Raises:
-            UserError: it is asked for and the tokenizer has none.
+            UserError: it is asked for and there is none.
         """
-        has_template = own_chat_template(tokenizer) is not None
         wanted = self.chat or (self.chat is None and self.system is not None)
-        if wanted and not has_template:
+        if wanted and form is None:
             raise UserError(
                 "the tokenizer has no chat template of Hugging Face, so there is no form for a "
                 "message; leave --chat and --system out, and write prompts in the form that the "
-                "policy was trained with."
+                "policy was trained with, or give model.data.chat_template=FILE."
             )
-        return has_template if self.chat is None else self.chat
+        return form is not None if self.chat is None else self.chat
 
-    def end_strings(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """What ends a response besides the eos token: the template's end-of-turn token."""
-        return ChatTemplate(tokenizer).end_strings if self.resolve(tokenizer) else ()
+    def record(self, prompt: Record, form: ConversationForm | None) -> Record:
+        """The record of a prompt that is written: messages where a text is one, and after the
+        system message of the command line.
+        """
+        text = prompt_text(prompt)
+        if text is not None and self.resolve(form):
+            return {"messages": [*self.opening(), {"role": "user", "content": text}]}
+        if text is None and self.system is not None:
+            return {**prompt, "system": self.system}
+        return prompt
 
     def opening(self) -> list[Message]:
         """The messages that a conversation starts with."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def prompt_text(prompt: Record) -> str | None:
+    """The text of a prompt's record; None for a conversation."""
+    if holds_conversation(prompt):
+        return None
+    return str(prompt["text"] if "text" in prompt else prompt["prompt"])

@@ -5,9 +5,10 @@
 A file of responses has one JSON object per line, in the order of the prompts; several responses to
 one prompt follow each other:
 
-    {"prompt": ..., "response": ..., "length": tokens of the response with its end token,
-     "is_end": it ended by itself, "logprob_sum": of its tokens, at the sampling temperature,
-     "prompt_tokens": [...], "response_tokens": [...], "tokenizer": fingerprint}
+    {"prompt": a text, of a conversation what its tokens say, "response": ...,
+     "length": tokens of the response with its end token, "is_end": it ended by itself,
+     "logprob_sum": of its tokens, at the sampling temperature, "prompt_tokens": [...],
+     "response_tokens": [...], "tokenizer": fingerprint}
 
 Of lines written by others, "prompt" and "response" are needed.
 """
@@ -17,11 +18,14 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from nemo_aligner.core.errors import UserError
+
+if TYPE_CHECKING:
+    from nemo_aligner.data.nlp.json_lines import Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +42,22 @@ class Response:
     tokenizer: str | None = None
 
 
-def read_prompts(path: str | Path) -> list[str]:
-    """The prompts of a file with lines `{"text": prompt}`.
+def read_prompts(path: str | Path) -> "Sequence[Record]":
+    """The prompts of a file, as PPO reads them: texts and conversations (docs/data.md).
 
     Raises:
         UserError: no such file, no line, or a line without a prompt.
     """
-    return [str(record["text"]) for record in _records(path, ("text",))]
+    from nemo_aligner.data.nlp.chat_records import holds_conversation, prompt_messages
+    from nemo_aligner.data.nlp.records import Records, check_text
+
+    def check(record: "Record") -> int:
+        if holds_conversation(record):
+            return len(prompt_messages(record))
+        check_text(record, "text" if "text" in record or "prompt" not in record else "prompt")
+        return 0
+
+    return Records([str(path)], (), check)
 
 
 def read_responses(path: str | Path) -> list[Response]:
@@ -53,6 +66,8 @@ def read_responses(path: str | Path) -> list[Response]:
     Raises:
         UserError: no such file, no line, or a line that is no response.
     """
+    from nemo_aligner.data.nlp.records import Records
+
     kinds: dict[str, type | tuple[type, ...]] = {
         "length": int,
         "is_end": bool,
@@ -62,7 +77,8 @@ def read_responses(path: str | Path) -> list[Response]:
         "tokenizer": str,
     }
     responses = []
-    for number, record in enumerate(_records(path, ("prompt", "response"), blank=True), start=1):
+    records = Records([str(path)], ("prompt", "response"), lambda record: 0, allow_blank=True)
+    for number, record in enumerate(records, start=1):
         for name, kind in kinds.items():
             if record.get(name) is not None and not isinstance(record[name], kind):
                 raise UserError(
@@ -72,14 +88,6 @@ def read_responses(path: str | Path) -> list[Response]:
         fields = {name: record.get(name) for name in kinds}
         responses.append(Response(record["prompt"], record["response"], **fields))
     return responses
-
-
-def _records(
-    path: str | Path, fields: tuple[str, ...], blank: bool = False
-) -> Iterable[Mapping[str, Any]]:
-    from nemo_aligner.data.nlp.records import Records
-
-    return Records([str(path)], fields, inspect=lambda record: 0, allow_blank=blank)
 
 
 def write_responses(path: str | Path, responses: Iterable[Response]) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
-from nemo_aligner.core.tokenizer import response_text, text_tokens
-from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.generate.policy import Policy
 from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generation.streaming import TextStream
@@ -33,8 +32,10 @@ def converse(policy: Policy, form: ChatForm) -> None:
     without, each line is a prompt of its own. After a prompt that cannot be used a message says
     why, and the conversation goes on.
     """
-    chat = form.resolve(policy.tokenizer)
-    policy = policy.with_end_strings(form.end_strings(policy.tokenizer))
+    conversation = policy.encoder.form
+    chat = form.resolve(conversation)
+    if chat and conversation is not None:
+        policy = policy.with_end_strings(conversation.end_strings)
     first = parallel_state.get_rank() == 0
     if first:
         _greet(policy, chat)
@@ -52,7 +53,8 @@ def converse(policy: Policy, form: ChatForm) -> None:
             continue
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            response = _respond(policy, asked if chat else line, turn, first)
+            prompt = {"messages": asked} if chat else {"text": line}
+            response = _respond(policy, prompt, turn, first)
         except UserError as error:
             if first:
                 print(f"({error})", file=sys.stderr, flush=True)
@@ -65,7 +67,7 @@ def converse(policy: Policy, form: ChatForm) -> None:
 
 
 def _greet(policy: Policy, chat: bool) -> None:
-    kind = "in the tokenizer's chat template" if chat else "each line is a prompt of its own"
+    kind = "in the chat template" if chat else "each line is a prompt of its own"
     commands = f"{NEW} starts a new conversation, {EXIT} ends it" if chat else f"{EXIT} ends it"
     print(f"{policy.path}: {kind}; {commands}.", file=sys.stderr, flush=True)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -82,24 +84,20 @@ def _read_line() -> str | None:
         return None
 
 
-def _respond(policy: Policy, asked: str | list[Message], turn: int, show: bool) -> str:
+def _respond(policy: Policy, asked: Record, turn: int, show: bool) -> str:
     """Generate one response, printed as it comes if `show`; all ranks call it.
 
     Args:
-        asked: a prompt, or the messages of a conversation.
+        asked: the record of the prompt, a text or the messages of a conversation.
         turn: number of the response: the same question may get another one later.
 
     Raises:
         UserError: the prompt has no tokens, or leaves no room; on all ranks.
     """
     tokenizer, room = policy.tokenizer, policy.generator.max_sequence_length
-    if isinstance(asked, str):
-        tokens = text_tokens(tokenizer, asked, policy.add_bos)
-        remedy = "shorten it"
-    else:
-        tokens = ChatTemplate(tokenizer).prompt_tokens(asked)
-        remedy = f"start a new conversation with {NEW}"
+    tokens = policy.encoder.prompt(asked)
     if not 0 < len(tokens) < room:
+        remedy = "shorten it" if "text" in asked else f"start a new conversation with {NEW}"
         raise UserError(
             f"the prompt has {len(tokens)} tokens; the model has {room} positions for prompt and "
             f"response: {remedy}"

@@ -38,7 +38,7 @@ def evaluate(
     cfg.pretrained_checkpoint.restore_from_path = f"{folder}/{policy_name}.nemo"
     check_config(cfg, "evaluate", env={"WORLD_SIZE": str(ranks)})
     policy = load_policy(cfg, None)
-    responses = respond(policy, PROMPTS, ChatForm(False), "prompts")
+    responses = respond(policy, [{"text": text} for text in PROMPTS], ChatForm(False), "prompts")
     if policy_name == "experts":
         return responses, []
     rm_cfg = reward_model_settings(f"{folder}/rm.nemo", cfg)

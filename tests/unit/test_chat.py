@@ -22,7 +22,6 @@ from nemo_aligner.data.nlp.datasets import (
     RewardModelDataset,
     RLHFDataset,
 )
-from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generation.end_conditions import EndConditions
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
@@ -584,10 +583,8 @@ def test_a_template_needs_a_tokenizer_that_has_one(tiny_tokenizer, tiny_sentence
 
 @every_family
 def test_generated_conversations_end_with_the_turn(name, tokenizers):
-    """`python -m nemo_aligner.generate --chat`, and not for texts that stay as they are."""
     end = (FAMILIES[name].end_of_turn,)
-    assert ChatForm(chat=True).end_strings(tokenizers[name]) == end
-    assert ChatForm(chat=False).end_strings(tokenizers[name]) == ()
+    assert ChatTemplate(tokenizers[name]).end_strings == end
     params = GenerationParams(max_length=4, end_strings=("x",)).with_end_strings(end)
     assert params.end_strings == ("x", *end)
     assert params.with_end_strings(end) == params

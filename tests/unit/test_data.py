@@ -14,7 +14,6 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.tokenizer import begins_with_bos
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_sft_dataset,
@@ -33,10 +32,10 @@ from nemo_aligner.data.nlp.datasets import (
     RLHFDataset,
     SFTDataset,
 )
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.batch import tokenize
-from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generate.responses import Response
 from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
@@ -739,11 +738,11 @@ def test_bos_is_where_the_tokenizer_itself_puts_it(tmp_path, bos_tokenizer_dir, 
     assert tokens_of(cut, tokenizer) == own
     policy = SimpleNamespace(
         tokenizer=tokenizer,
-        add_bos=begins_with_bos(tokenizer, None),
+        encoder=RecordEncoder(tokenizer),
         params=SimpleNamespace(max_length=4),
         generator=SimpleNamespace(max_sequence_length=24),
     )
-    assert tokenize(policy, [text], ChatForm(False), "prompts") == [own]
+    assert tokenize(policy, [{"text": text}], "prompts") == [own]
 
 
 def test_bos_is_put_where_it_is_asked_for(

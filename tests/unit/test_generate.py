@@ -22,8 +22,11 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.generate.__main__ import main
+from nemo_aligner.generate.policy import Policy
 from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generate.responses import Response, read_responses, replaced, write_responses
 from nemo_aligner.generate.settings import compose_settings, is_setting
@@ -164,6 +167,54 @@ def test_chat_puts_prompts_into_the_template(model, nemo, prompts, tmp_path):
         wanted = f"<s>be;<u>{text};<a>"
         assert record["prompt"] == text
         assert model.tokenizer.ids_to_text(record["prompt_tokens"]) == wanted
+
+
+CONVERSATIONS = [
+    {"messages": [{"role": "user", "content": "the film"}], "answer": "bad"},
+    {"prompt": [{"role": "user", "content": "a"}], "system": "be", "answer": "good"},
+    {"conversations": [{"from": "human", "value": "a dull"}]},
+]
+TEXTS = [{"text": "the film"}, {"prompt": "a dull"}]
+
+
+def test_prompts_are_read_as_ppo_reads_them(model, nemo, tmp_path, monkeypatch, capsys):
+    """`RLHFDataset` is the oracle."""
+    path, out, file = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "t.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    ends = []
+    real = Policy.with_end_strings
+    monkeypatch.setattr(Policy, "with_end_strings", lambda *a: ends.append(a[1]) or real(*a))
+    eos = model.tokenizer.ids_to_tokens([model.tokenizer.eos_id])
+    nemo_chat = {"chat": True, "chat_prompt_tokens": {"turn_start": "[", "end_of_turn": "]"}}
+    for records, data, ended in (
+        (CONVERSATIONS + TEXTS, {}, {()}),
+        (TEXTS, {}, set()),
+        (CONVERSATIONS + TEXTS[1:], {"chat_template": str(file)}, {tuple(eos)}),
+        (CONVERSATIONS[:2], nemo_chat, {("[",)}),
+    ):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        flat = [f"model.data.{k}={v}" for k, v in data.items() if k != "chat_prompt_tokens"]
+        tokens = data.get("chat_prompt_tokens", {})
+        flat += [f"model.data.chat_prompt_tokens.{k}='{v}'" for k, v in tokens.items()]
+        data = OmegaConf.merge(compose_settings("generate", []).model.data, data)
+        wanted = [item["text"].tolist() for item in RLHFDataset([path], model.tokenizer, 48, data)]
+        ends.clear()
+        main([nemo, "--prompts", str(path), "--out", str(out), *SHORT, *flat])
+        assert [line["prompt_tokens"] for line in lines(out)] == wanted
+        assert set(ends) == ended
+        decoded = list(map(model.tokenizer.ids_to_text, wanted))
+        texts = [record.get("text", record.get("prompt")) for record in records]
+        texts = [text if isinstance(text, str) else said for text, said in zip(texts, decoded)]
+        assert [line["prompt"] for line in lines(out)] == texts
+    path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
+    message = error_of(capsys, nemo, "--prompts", path, "--out", out, "trainer.devices=9")
+    assert f"{path}, line 1: message 1, the last, is the assistant's" in message
+    path.write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}]}))
+    message = error_of(capsys, nemo, "--prompts", path, "--out", out, *SHORT)
+    assert f"{path}, prompt 1: the chat template refuses the conversation: no tools" in message
 
 
 def test_a_job_generates_with_its_newest_checkpoint(tiny_tokenizer_dir, prompts, tmp_path, capsys):
@@ -309,7 +360,7 @@ def test_mistakes_are_one_message_each(nemo, prompts, tmp_path, capsys):
     long.write_text('{"text": "a"}\n{"text": "' + "x" * 50 + '"}\n')
     empty.write_text("\n")
     broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"text": "a"}\n{"prompt": "b"}\n')
+    broken.write_text('{"text": "a"}\n{"response": "b"}\n')
     for words, message in (
         ((), "name the policy: nemo-aligner generate MODEL"),
         ((nemo, prompts), "one model is needed, not 2"),
@@ -364,15 +415,16 @@ def test_a_folder_that_cannot_be_written(nemo, prompts, tmp_path, capsys):
 
 
 def test_a_chat_needs_a_template(tiny_tokenizer, chat_tokenizer_dir):
-    with_template = AutoTokenizer(chat_tokenizer_dir)
+    template = ChatTemplate(AutoTokenizer(chat_tokenizer_dir))
+    assert chat_form({}, tiny_tokenizer) is None
     for form in (ChatForm(True), ChatForm(None, system="x")):
-        assert form.resolve(with_template)
+        assert form.resolve(template)
         with pytest.raises(UserError, match="the tokenizer has no chat template"):
-            form.resolve(tiny_tokenizer)
-    assert ChatForm(None).resolve(with_template) and not ChatForm(None).resolve(tiny_tokenizer)
-    assert not ChatForm(False).resolve(with_template)
+            form.resolve(None)
+    assert ChatForm(None).resolve(template) and not ChatForm(None).resolve(None)
+    assert not ChatForm(False).resolve(template)
     with pytest.raises(UserError, match="chat template refuses the conversation: no tools"):
-        ChatTemplate(with_template).prompt_tokens([{"role": "tool", "content": "x"}])
+        template.prompt_tokens([{"role": "tool", "content": "x"}])
 
 
 def test_words_of_the_command_line(tmp_path, monkeypatch):
