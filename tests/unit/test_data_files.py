@@ -126,7 +126,6 @@ def write(kind, folder, rows):
 def no_small_files(monkeypatch, tmp_path):
     """Every file counts as large; nothing is written outside the test's folder."""
     monkeypatch.setattr(index_files, "SMALL", 0)
-    monkeypatch.setattr(index_files, "SAMPLE_BYTES", 16)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
 
 
@@ -501,6 +500,15 @@ def test_bad_rows_are_named_with_file_and_row(tmp_path, tiny_tokenizer):
             path = function(tmp_path / f"{name}-{function.__name__}", rows)
             with pytest.raises(UserError, match=f"{path.name}, {message}"):
                 RLHFDataset([path], tiny_tokenizer, 30, {"columns": columns})
+
+
+@pytest.mark.parametrize("name", ["trian", "absent.jsonl"])
+def test_a_path_that_does_not_exist_is_refused_at_once(name, tmp_path, monkeypatch):
+    """Without reading the folders beside it, which may be many."""
+    monkeypatch.setattr(datasets.data_files, "get_data_patterns", lambda _base: pytest.fail())
+    write_splits(tmp_path / "splits", [{"text": "a"}] * 2)
+    with pytest.raises(UserError, match=f"data file .*splits/{name} does not exist"):
+        records(tmp_path / "splits" / name)
 
 
 def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):

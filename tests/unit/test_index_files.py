@@ -30,7 +30,6 @@ from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 def no_small_files(monkeypatch, tmp_path):
     """Every file counts as large; nothing is written outside the test's folder."""
     monkeypatch.setattr(index_files, "SMALL", 0)
-    monkeypatch.setattr(index_files, "SAMPLE_BYTES", 4)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
 
 
@@ -229,7 +228,7 @@ def test_many_that_start_at_once_make_one_index(tmp_path):
     def make():
         made.append(threading.get_ident())
         time.sleep(0.3)
-        return Index(np.arange(2), np.array([5, 6]), np.array([0.5, 0.25]))
+        return Index(np.arange(2), np.array([5, 6]), np.array([0.5, 0.25]), np.zeros(0))
 
     def start():
         try:

@@ -91,8 +91,8 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
         if not found:
             raise UserError(f"no data file matches {path}.")
         return [source for each in found for source in open_sources(each, data_impl, index_dir)]
-    if path.parent.is_dir():
-        splits = _splits(path.parent) if _has_data_files(path.parent) else {}
+    if _may_be_split(path):
+        splits = _splits(path.parent)
         if path.name in splits:
             return [_open_file(file, index_dir) for file in splits[path.name]]
     raise UserError(f"data file {path} does not exist.")
@@ -138,9 +138,13 @@ def _ending(path: Path) -> str:
     return last if last in JSONL_ENDINGS + TABLE_ENDINGS else ""
 
 
-def _has_data_files(folder: Path) -> bool:
-    """Whether a data file lies in `folder` or one folder below: looking is cheap there."""
-    return any(_ending(path) for pattern in ("*", "*/*") for path in folder.glob(pattern))
+def _may_be_split(path: Path) -> bool:
+    """Whether `<folder>/<split>` can be one: `datasets` reads all folders below, which takes long
+    for a wrong path in a large folder.
+    """
+    if path.name not in ("train", "validation", "test"):
+        return any(path.parent.glob(f"data/{glob.escape(path.name)}-*-of-*"))
+    return any(_ending(each) for pattern in ("*", "*/*") for each in path.parent.glob(pattern))
 
 
 def _splits(folder: Path) -> dict[str, list[Path]]:
