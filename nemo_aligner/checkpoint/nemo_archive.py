@@ -55,6 +55,7 @@ from nemo_aligner.checkpoint.file_references import (
     read_yaml,
     refuse_resolvers,
 )
+from nemo_aligner.checkpoint.folders import newest_checkpoint
 from nemo_aligner.checkpoint.forms import (
     CHECKPOINT_WEIGHTS,
     CONFIG_FILE,
@@ -102,6 +103,12 @@ def check_restore_path(
         if not _is_foreign(path) and not (path / CONFIG_FILE).is_file():
             if (path / forms.BACKEND_FILE).is_file() or (path / MARKER).is_file():
                 raise forms.refusal("training", f"{key}={path}")
+            newest = newest_checkpoint(path)
+            if newest is not None:
+                files = " or ".join(map(str, [*sorted(newest.parent.glob("*.nemo")), newest]))
+                raise UserError(
+                    f"{key}={path} is the folder of a job; name what it has written: {files}."
+                )
             raise UserError(
                 f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo. "
                 f"Forms that load: {forms.loadable_forms()}."

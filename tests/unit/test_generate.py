@@ -19,6 +19,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.nemo_archive import check_restore_path
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import response_text
@@ -243,6 +244,11 @@ def test_a_job_generates_with_its_newest_checkpoint(tiny_tokenizer_dir, prompts,
         found[name] = [record["response_tokens"] for record in lines(out)]
     assert found["nemo"] == found["job"] == found["checkpoints"] == found["newest"]
     assert found["older"] != found["newest"]
+    trained.save_to(str(tmp_path / "job/checkpoints/x.nemo"))
+    for folder in (tmp_path / "job", tmp_path / "job/checkpoints"):  # of which jobs start from
+        with pytest.raises(UserError, match="=.* is the folder of a job; name what") as refused:
+            check_restore_path(folder)
+        assert f": {newest.parent / 'x.nemo'} or {newest}." in str(refused.value)
     (older / "model_config.yaml").unlink()  # as older versions wrote them
     message = error_of(capsys, older, "--prompts", prompts, "--out", tmp_path / "x", *SHORT)
     assert "checkpoint of a training run without a model configuration" in message
