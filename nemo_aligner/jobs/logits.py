@@ -50,7 +50,7 @@ def compute(cfg: DictConfig) -> None:
     cfg.model = complete_model_config(teacher, cfg.model, CONFIG_NAME)
     check_values(cfg, CONFIG_NAME, complete=True)
     trainer = resolve_and_create_trainer(cfg)
-    log_config(cfg)
+    log_config(cfg, CONFIG_NAME)
     launch_processes(trainer)
     fix_chat_date(cfg.data, None)
     model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)

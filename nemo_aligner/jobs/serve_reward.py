@@ -67,7 +67,7 @@ def serve_model(cfg: DictConfig) -> None:
         check_scores_of_tokens(cfg.model)
         cfg.model.output_sequence = True
     trainer = resolve_and_create_trainer(cfg)
-    log_config(cfg)
+    log_config(cfg, CONFIG_NAME)
     init_distributed(trainer)
 
     model = load_reward_model(cfg.model, trainer, restore_path, "rm_model_file")
@@ -106,7 +106,7 @@ def serve_function(cfg: DictConfig) -> None:
 
     tokenizer = build_tokenizer(tokenizer_config(cfg))
     OmegaConf.resolve(cfg)
-    log_config(cfg)
+    log_config(cfg, CONFIG_NAME)
     watch(cfg.trainer.hang_timeout_s)
     options = cfg.inference
     with RewardFunction(

@@ -47,7 +47,7 @@ def serve(cfg: DictConfig) -> None:
     base = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
     trainer = resolve_and_create_trainer(cfg)
-    log_config(cfg)
+    log_config(cfg, CONFIG_NAME)
     init_distributed(trainer)
 
     model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=base)

@@ -26,6 +26,8 @@ from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.config.access import shown_config, shown_url
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
+from nemo_aligner.config.rules import config_name_of
+from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
@@ -54,6 +56,10 @@ CHECKPOINT_OPTIONS = (
 )
 # What the log of a job begins with: the keys whose values it names.
 OVERVIEW = {
+    "job": (
+        "trainer.ppo.advantage_estimator",
+        *(f"trainer.{section}.reward_fn" for section in ("ppo", "rs", "reinforce")),
+    ),
     "from": (
         "pretrained_checkpoint.restore_from_path",
         "model.restore_from_path",
@@ -106,11 +112,13 @@ def start_job(cfg: DictConfig, section: str) -> Job:
         section: see `Job`.
     """
     trainer = resolve_and_create_trainer(cfg, section)
-    log_config(cfg)
+    log_config(cfg, config_name_of(cfg))
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
     init_distributed(trainer)
     fix_chat_date(cfg.model.get("data"), log_dir)
+    if log_dir is not None and is_rank_zero():
+        _write_config(cfg, log_dir)  # again, with that date
     return Job(section, trainer, log_dir, logger)
 
 
@@ -133,26 +141,29 @@ def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
     data.chat_date = box[0]
 
 
-def log_config(cfg: DictConfig) -> None:
+def log_config(cfg: DictConfig, config_name: str | None) -> None:
     """Say what is trained or served, from what, on what data and devices; where everything is
-    shown (`launch/remarks.py`), the whole configuration.
+    shown (`launch/remarks.py`), the whole configuration. `config_name` is of the job's YAML file.
     """
+    shown = shown_config(plain_dict(cfg))
     if is_verbose():
-        shown = OmegaConf.to_yaml(shown_config(plain_dict(cfg)))
-        logging.info(f"\n\n*** configuration ***\n{shown}")
-    for name, text in overview(OmegaConf.create(shown_config(plain_dict(cfg)))).items():
+        logging.info(f"\n\n*** configuration ***\n{OmegaConf.to_yaml(shown)}")
+    for name, text in overview(OmegaConf.create(shown), config_name).items():
         logging.info(f"{name}: {text}")
 
 
-def overview(cfg: DictConfig) -> dict[str, str]:
-    """What a job's log begins with, by name."""
-    rows = {"from": "random weights"}
+def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
+    """What a job's log begins with, by name: of keys that the job reads itself, as `cfg.model`
+    holds those of the training that it starts from, too.
+    """
+    rows = {"job": config_name or "of a script", "from": "random weights"}
     for name, keys in OVERVIEW.items():
-        values = {key: OmegaConf.select(cfg, key) for key in keys}
+        own = [key for key in keys if config_name is None or key in LIVE[config_name]]
+        values = {key: OmegaConf.select(cfg, key) for key in own}
         unset = (None, 1) if name == "split" else (None,)
         found = [f"{key}={value}" for key, value in values.items() if value not in unset]
-        if found and not (name == "data" and "server" in cfg):  # its model's training had some
-            rows[name] = ", ".join(found)
+        if found:
+            rows[name] = ", ".join([rows["job"]] * (name == "job") + found)
     if "WORLD_SIZE" in os.environ:
         rows["devices"] += f", processes of the launcher: {os.environ['WORLD_SIZE']}"
     rows["CPU threads of each rank"] = f"{torch.get_num_threads()} (OMP_NUM_THREADS)"
@@ -197,13 +208,17 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     if is_rank_zero():
         command = log_dir / "cmd-args.log"  # by NeMo
         command.write_text(shown_url(command.read_text()))
-        shown = OmegaConf.create(shown_config(plain_dict(cfg)))
-        OmegaConf.save(shown, log_dir / "config.yaml")
+        _write_config(cfg, log_dir)
         remarks.write_to(log_dir)
         logging.info(f"results: {log_dir.absolute()}, with the configuration in config.yaml")
         _keep_json_lines(log_dir)
     keep_ending_in(log_dir, is_rank_zero())
     return log_dir
+
+
+def _write_config(cfg: DictConfig, log_dir: Path) -> None:
+    shown = OmegaConf.create(shown_config(plain_dict(cfg)))
+    OmegaConf.save(shown, log_dir / "config.yaml")
 
 
 def _keep_json_lines(log_dir: Path) -> None:

@@ -252,7 +252,6 @@ class HTTPCommunicator:
 
     def close(self) -> None:
         """End all connections; requests in flight get a few seconds."""
-        logging.info("Cleaning up communicator")
         while self._attached:
             self._attached.pop().close()
         for connection in set(self.connections.values()):

@@ -75,14 +75,6 @@ def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
     )
 
 
-def test_closing_says_so(monkeypatch):
-    lines = []
-    monkeypatch.setattr(http_communicator.logging, "info", lines.append)
-    with HTTPCommunicator():
-        pass
-    assert any("Cleaning up communicator" in line for line in lines)
-
-
 # ---- the order of requests ----
 
 

@@ -15,6 +15,7 @@ from nemo_aligner.launch.experiment import (
     build_checkpoint_callback,
     build_logger,
     load_trainer_state,
+    overview,
     run_timer,
     setup_experiment,
 )
@@ -27,6 +28,28 @@ def test_a_trainer_from_two_keys():
     cfg = OmegaConf.create({"trainer": {"devices": 1, "ppo": {"max_epochs": 3}}})
     trainer = resolve_and_create_trainer(cfg, "ppo")
     assert trainer.world_size == 1 and trainer.precision == "bf16-true"
+
+
+def test_the_overview_names_the_job_and_no_key_of_its_base():
+    """`cfg.model` holds what the base was trained from, too."""
+    base = {"restore_from_path": "hf", "data": {"train_ds": {"file_path": "c.jsonl"}}}
+    ppo = {"advantage_estimator": "grpo", "reward_fn": "r.py:f"}
+    cfg = {"trainer": {"ppo": ppo}, "pretrained_checkpoint": {"restore_from_path": "sft.nemo"}}
+    base["data"]["data_prefix"] = "p.jsonl"
+    rows = overview(
+        OmegaConf.create(cfg | {"model": base, "remote_critic_rm": {}}), "gpt_ppo_actor"
+    )
+    shown = [rows[name].replace("trainer.ppo.", "") for name in ("job", "from", "data")]
+    assert shown == [
+        "gpt_ppo_actor, advantage_estimator=grpo, reward_fn=r.py:f",
+        "pretrained_checkpoint.restore_from_path=sft.nemo",
+        "model.data.data_prefix=p.jsonl",
+    ]
+    rows = overview(OmegaConf.create(cfg | {"model": base}), "gpt_ppo_critic")
+    assert rows["job"] == "gpt_ppo_critic" and "data" not in rows
+    rows = overview(OmegaConf.create({"trainer": {"sft": {}}, "model": base}), "gpt_sft")
+    assert rows["from"] == "model.restore_from_path=hf"
+    assert rows["data"] == "model.data.train_ds.file_path=c.jsonl"
 
 
 @pytest.mark.parametrize(
