@@ -1366,6 +1366,22 @@ MUTANTS = [
         _unit("test_slices.py", "test_large_requests"),
     ),
     Mutant(
+        "the end of a turn does not end what a conversation is answered with",
+        "generate/batch.py",
+        "        policy = policy.with_end_strings(used.end_strings)\n",
+        "        pass\n",
+        _unit("test_generate.py", "test_prompts_are_read_as_ppo_reads_them"),
+    ),
+    Mutant(
+        "the overview of a job names what its base was trained on",
+        "launch/experiment.py",
+        "        own = [key for key in keys if config_name is None or key in LIVE[config_name]]\n",
+        "        own = list(keys)\n",
+        _unit(
+            "test_launch_experiment.py", "test_the_overview_names_the_job_and_no_key_of_its_base"
+        ),
+    ),
+    Mutant(
         "only the metrics of the last run are kept",
         "launch/experiment.py",
         '    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_"))):\n',
