@@ -482,7 +482,11 @@ FLAGS = (
     | dotted("trainer", "rs.run_init_validation rm.train_random_sampler rm.val_random_sampler")
     | {"remote_critic_rm.combine_rm_and_critic_server"}
     | dotted("sampling_params", "use_greedy add_BOS")
-    | dotted("data", "chat data.add_eos data.add_sep data.add_bos data.pad_to_max_length")
+    | dotted(
+        "data",
+        """chat one_turn_per_sample data.add_eos data.add_sep data.add_bos
+        data.pad_to_max_length""",
+    )
     | dotted(
         "exp_manager",
         """use_datetime_version resume_if_exists resume_past_end resume_ignore_no_checkpoint
@@ -515,7 +519,10 @@ FLAGS = (
         reinforce.trt_llm.enable reinforce.trt_llm.reshard spin.preference_average_log_probs
         spin.offload_adam_states spin.sampling_params.use_greedy""",
     )
-    | dotted("model.data", "validation_drop_last apply_ftfy add_bos append_eod chat")
+    | dotted(
+        "model.data",
+        "validation_drop_last apply_ftfy add_bos append_eod chat one_turn_per_sample",
+    )
     | {
         f"model.data.{split}.{key}"
         for split in ("train_ds", "validation_ds", "test_ds")
