@@ -4,7 +4,6 @@
 tokenizer of a model.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +20,10 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp.chat import sft_chat_options
 from nemo_aligner.data.nlp.chat_records import ASSISTANT
+from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset
-from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.packing import PackedDataset
+from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch.model_loading import OTHER_POLICIES, load_and_override_model_config
@@ -155,48 +155,32 @@ def _guess(file: str) -> tuple[str, list[str]]:
     Raises:
         UserError: it is for none, or for more than one.
     """
-    record = _first_record(Path(file))
-    if record is not None:
-        if "prompt_turns" in record and "responses" in record:
-            return STEERLM2, []
-        if "label" in record:
-            return RM, [f"{REWARD_MODEL_TYPE}=regression"]
-        if "preference" in record:
-            return KTO, []
-        if "topk_logits" in record:
-            return DISTILLATION, []
-        if "prompt" in record and "response" in record:
-            # Whatever the share is: the data are the same.
-            return DISTILLATION, [f"{ON_POLICY}=1.0"]
-        if "chosen_response" in record:  # NeMo-Aligner's name, in data of DPO alone
-            return DPO, []
-        if "chosen" in record or "rejected" in record:
-            return RM, []
-        if "output" in record:
-            return SFT, []
-        messages = record.get("messages") or record.get("conversations")
-        if isinstance(messages, list) and isinstance(messages[-1], dict):
-            role = str(messages[-1].get("role") or messages[-1].get("from")).lower()
-            return (SFT if role in (ASSISTANT, "gpt") else PPO), []
-        if "prompt" in record:
-            return PPO, []
+    record = first_record(DataFile.of(file, "the command line"))
+    if "prompt_turns" in record and "responses" in record:
+        return STEERLM2, []
+    if "label" in record:
+        return RM, [f"{REWARD_MODEL_TYPE}=regression"]
+    if "preference" in record:
+        return KTO, []
+    if "topk_logits" in record:
+        return DISTILLATION, []
+    if "prompt" in record and "response" in record:
+        # Whatever the share is: the data are the same.
+        return DISTILLATION, [f"{ON_POLICY}=1.0"]
+    if "chosen_response" in record:  # NeMo-Aligner's name, in data of DPO alone
+        return DPO, []
+    if "chosen" in record or "rejected" in record:
+        return RM, []
+    if "output" in record:
+        return SFT, []
+    messages = record.get("messages") or record.get("conversations")
+    if isinstance(messages, list) and isinstance(messages[-1], dict):
+        role = str(messages[-1].get("role") or messages[-1].get("from")).lower()
+        return (SFT if role in (ASSISTANT, "gpt") else PPO), []
+    if "prompt" in record:
+        return PPO, []
     raise UserError(
         f"the first record of {file} does not show which job it is for (a text may be a prompt, "
         f"or one of a pair): add --job {SFT}, {PPO}, gpt_rs_actor, "
         f"gpt_reinforce_actor, {DPO}, {KTO}, {SPIN}, {DISTILLATION}, {STEERLM2} or {RM}."
     )
-
-
-def _first_record(path: Path) -> Record | None:
-    """The first JSON object of a file; None if it begins otherwise."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    return None
-                return record if isinstance(record, dict) else None
-    return None

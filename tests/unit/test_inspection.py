@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from nemo.utils import logging
 from omegaconf import OmegaConf
@@ -128,6 +130,9 @@ def test_counts_of_trained_tokens_are_those_of_the_batch(model, write):
         trained = batch["labels"][row][batch["loss_mask"][row] > 0].tolist()
         assert [token for token, marked in zip(part.tokens, part.marked) if marked] == trained
         assert "".join(piece.text for piece in pieces(job.tokenizer, part)).endswith("<|im_end|>")
+    table = Path(path).with_suffix(".parquet")
+    pq.write_table(pa.Table.from_pylist([job.dataset.lines[0]]), table)
+    assert open_job([str(table)], model, None, [TEMPLATE]).name == "gpt_sft"
 
 
 def test_prompts_and_what_replaces_them(model, write, capsys):

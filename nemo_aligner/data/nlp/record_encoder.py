@@ -175,13 +175,11 @@ class RecordEncoder:
         fix = self.encode_text.fix_text
 
         def fixed(value: Any) -> Any:
-            if isinstance(value, str):
-                return fix(value) if fix else value
             if isinstance(value, list):
                 return [fixed(item) for item in value]
             if isinstance(value, dict):
                 return {key: fixed(item) for key, item in value.items()}
-            return value
+            return fix(value) if fix and isinstance(value, str) else value
 
         return record if fix is None else fixed(record)
 

@@ -227,13 +227,13 @@ def check_text(record: Record, field: str, allow_blank: bool = False, unit: str 
         raise UserError(f"field '{field}' is empty.")
 
 
-def first_record(entry: DataFile, columns: Any, index_dir: str | None) -> Record:
-    """The first record of a data file; empty if its columns are not there, which the check of all
-    records says with its place.
+def first_record(entry: DataFile, columns: Any = None, index_dir: str | None = None) -> Record:
+    """The first record of a data file; empty if none can be read, which the check of all records
+    says with its place.
     """
-    source = open_sources(Path(entry.path), "jsonl", index_dir)[0]
-    _number, row = next(source.scan(), (0, {}))
     try:
+        source = open_sources(Path(entry.path), "jsonl", index_dir)[0]
+        _number, row = next(source.scan(), (0, {}))
         return Columns(columns if entry.columns is None else entry.columns)(row)
     except UserError:
         return {}
