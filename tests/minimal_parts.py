@@ -101,6 +101,23 @@ class Model(AlignableGenerativeInterface):
         return float(loss), {}
 
 
+class Optimizer(torch.optim.SGD):
+    """Says of a step what Megatron's says; it need not clip."""
+
+    config = types.SimpleNamespace(clip_grad=0.0)
+
+    def step(self):
+        super().step()
+        return True, None, None
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """Of the library's own interface: NeMo-Aligner's scripts get it from the model."""
+
+    def step(self, increment=1):
+        super().step()
+
+
 class Future:
     def __init__(self, result):
         self.result = result
@@ -194,8 +211,8 @@ def run(section, steps=9, client=None, checkpoints=None):
 
     model, logger, checkpoints = Model(section), Logger(), checkpoints or Checkpoints()
     client = client or CriticClient()
-    optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer = Optimizer([model.weight], lr=0.1)
+    scheduler = Schedule(optimizer, lambda step: 1 / (1 + step))
     cfg = {"val_check_interval": 2, "save_interval": 2, "model_gbs": 4, "model_mbs": 2}
     cfg |= {"num_rollouts_per_prompt": 2} if section == "reinforce" else {}
     cfg = OmegaConf.create(cfg | {"max_epochs": 1, "max_steps": -1})

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.parts import complete_parts
+from nemo_aligner.algorithms.parts import complete_outputs
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
@@ -121,9 +121,8 @@ class CriticServerTrainer:
     ):
         cfg = self.cfg = complete(cfg, "gpt_ppo_critic", "trainer.ppo")
         self.model = model
-        self.optimizer, self.scheduler, self.logger, self.ckpt_callback = complete_parts(
-            optimizer, scheduler, logger, ckpt_callback
-        )
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.gbs = gbs
 
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server

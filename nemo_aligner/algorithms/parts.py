@@ -7,7 +7,6 @@ handed through these functions; a complete part comes back as it is.
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +17,7 @@ from nemo.utils import logging
 from torch import Tensor
 
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
-from nemo_aligner.core.interfaces import Critic, Logger, Optimizer, PendingScores, Scheduler
+from nemo_aligner.core.interfaces import CheckpointWriter, Critic, Logger, PendingScores
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.servers.source_rank import OtherFuture, await_on_source, wait_for_all
 
@@ -33,9 +32,8 @@ class _Completed:
         return self._added[name] if name in self._added else getattr(self._part, name)
 
 
-def _lacks(part: Any, method: str, argument: str) -> bool:
-    function = getattr(part, method, None)
-    return function is not None and argument not in inspect.signature(function).parameters
+def _takes(function: Callable, argument: str) -> bool:
+    return argument in inspect.signature(function).parameters
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -61,10 +59,9 @@ def scores_of(infer: Callable[[Rollout], Any]) -> Callable[[Rollout], PendingSco
 
     def ask(rollout: Rollout) -> PendingScores:
         future: Any = infer(rollout)
-        has_scores = hasattr(future, "scores")
-        return (
-            future if has_scores else OtherFuture(future, lambda got: _read_scores(got, rollout))
-        )
+        if hasattr(future, "scores"):
+            return cast(PendingScores, future)
+        return OtherFuture(future, lambda got: _read_scores(got, rollout))
 
     return ask
 
@@ -112,23 +109,16 @@ def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -
     """`get_inference_log_probs` or `get_init_policy_logprobs` of a model, which need not take the
     lengths.
     """
-    takes_lengths = "response_lengths" in inspect.signature(compute).parameters
-    return compute(tokens, **({"response_lengths": lengths} if takes_lengths else {}))
+    if _takes(compute, "response_lengths"):
+        return compute(tokens, response_lengths=lengths)
+    return compute(tokens)
 
 
-def complete_parts(
-    optimizer: Any, scheduler: Any, logger: Any, callback: Any
-) -> tuple[Optimizer, Scheduler, Logger, Any]:
-    """What every trainer is handed. Enough are: optimizer and schedule of PyTorch; a logger
-    without `log_samples`; a `CheckpointWriter` with `custom_save(monitor_candidates,
-    is_train_end)` alone, whose checkpoints are complete when that returns, and are not known
-    afterwards.
+def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, CheckpointWriter]:
+    """What every trainer writes with. Enough are a logger without `log_samples`, and a
+    `CheckpointWriter` with `custom_save(monitor_candidates, is_train_end)` alone, whose
+    checkpoints are complete when that returns, and are not known afterwards.
     """
-    if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "config"):
-        optimizer = _TorchOptimizer(optimizer)
-    if _lacks(scheduler, "step", "increment"):
-        advance = scheduler.step
-        scheduler = _Completed(scheduler, {"step": lambda increment: advance()})
     if not hasattr(logger, "log_samples"):
         logger = _Completed(logger, {"log_samples": _nothing})
     optional: dict[str, Any] = {
@@ -136,9 +126,9 @@ def complete_parts(
     }
     optional |= {"is_saving": False, "saved_at": lambda counter: {}}
     added = {name: value for name, value in optional.items() if not hasattr(callback, name)}
-    if _lacks(callback, "custom_save", "trainer_state"):
+    if callback is not None and not _takes(callback.custom_save, "trainer_state"):
         added["custom_save"] = functools.partial(_save, callback)
-    return optimizer, scheduler, logger, _Completed(callback, added) if added else callback
+    return logger, cast(CheckpointWriter, _Completed(callback, added) if added else callback)
 
 
 def _save(
@@ -158,22 +148,3 @@ def _save(
         wait_for_all(failed)
     except ServerRequestError as error:
         raise SaveError(f"{type(callback).__name__}.custom_save: {error}") from None
-
-
-class _TorchOptimizer:
-    """An optimizer of PyTorch, which clips the gradients to `config.clip_grad` unless that is 0,
-    and makes no update of gradients that are not finite.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-        self.config, self.zero_grad = SimpleNamespace(clip_grad=0.0), optimizer.zero_grad
-
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """As `Optimizer.step`."""
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        limit = self.config.clip_grad or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(weights, limit))
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return math.isfinite(norm), norm, None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.algorithms import rollout_log
 from nemo_aligner.algorithms.alarms import Alarms, check_rewards
-from nemo_aligner.algorithms.parts import complete_parts, scores_of
+from nemo_aligner.algorithms.parts import complete_outputs, scores_of
 from nemo_aligner.algorithms.rollout_state import check_all_ranks_agree, check_rollout_size
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
@@ -134,9 +134,8 @@ class RolloutTrainer(ABC):
         """
         self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
         self.model = model
-        self.optimizer, self.scheduler, self.logger, self.ckpt_callback = complete_parts(
-            optimizer, scheduler, logger, ckpt_callback
-        )
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.run_timer = run_timer
         self.score = scores_of(score)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.parts import complete_parts
+from nemo_aligner.algorithms.parts import complete_outputs
 from nemo_aligner.algorithms.rollout_log import progress_bar, show_progress
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
@@ -111,9 +111,8 @@ class SupervisedTrainer:
             name: loader for name, loader in val_dataloader.items() if loader is not None
         }
         self.test_dataloader = test_dataloader
-        self.optimizer, self.scheduler, self.logger, self.ckpt_callback = complete_parts(
-            optimizer, scheduler, logger, ckpt_callback
-        )
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
         self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
