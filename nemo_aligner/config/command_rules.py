@@ -4,7 +4,7 @@
 
 from nemo_aligner.config.data_rules import check_chat, plain_columns
 from nemo_aligner.config.rollout_rules import check_generation, check_responses_differ
-from nemo_aligner.config.server_rules import check_reward_function_options
+from nemo_aligner.config.server_rules import check_workers
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
@@ -23,11 +23,7 @@ def check_evaluation(v: Values) -> None:
     v.whole("bootstrap.resamples", 1)
     v.whole("bootstrap.seed", 0)
     v.number("bootstrap.confidence", 0, 1, above=True)
-    check_reward_function_options(
-        v.get("inference.reward_fn_workers"),
-        v.get("inference.reward_fn_timeout_s"),
-        v.get("inference.reward_fn_fallback"),
-    )
+    check_workers(v, "inference.reward_fn_")
 
 
 def check_topk_logits(v: Values, times: dict[str, int]) -> None:

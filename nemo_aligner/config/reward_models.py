@@ -9,12 +9,12 @@ fleet: `ip`, `port` or both are then lists. Nothing here talks to a server (see 
 """
 
 import math
+import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE, shown_url
+from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE, client_tls, read_token, shown_url
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
 
@@ -82,17 +82,43 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
     return specs
 
 
-def reward_urls(reward_fn: Any, setting: str) -> list[str]:
-    """The addresses of web servers that `reward_fn`, the key called `setting`, names; [] if it
-    names a Python function.
+@dataclass(frozen=True)
+class RewardServersSpec:
+    """Web servers that give the same rewards.
+
+    Attributes:
+        setting: the key that names them, for error messages.
+        token: that they ask for, or None.
+        tls: how to verify their certificates; None: by the certificates of this system.
+    """
+
+    setting: str
+    urls: list[str]
+    token: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return f"the reward server {', '.join(map(shown_url, self.urls))}"
+
+
+def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | None:
+    """The web servers that `reward_fn` of `options`, the section called `section`, names; None if
+    it is null or a Python function.
 
     Raises:
-        ConfigError: it names neither.
+        ConfigError: it is nothing of these, or the token or certificates cannot be used.
     """
+    setting, reward_fn = f"{section}.reward_fn", options["reward_fn"]
     given = _as_list(reward_fn)
     urls = [value for value in given if str(value).startswith(("http://", "https://"))]
     if not urls and len(given) == 1:
-        return []
+        for key in ("reward_token_file", "reward_tls_ca_file"):
+            if options[key] is not None:
+                raise ConfigError(
+                    f"{section}.{key}={options[key]} is for an address in {setting}, which has "
+                    "none; leave it null."
+                )
+        return None
     if not urls or len(urls) < len(given) or len(set(urls)) < len(urls):
         raise ConfigError(
             f"{setting}={shown_url(str(reward_fn))} must be path/to/file.py:function, an address "
@@ -105,7 +131,10 @@ def reward_urls(reward_fn: Any, setting: str) -> list[str]:
                 f"{setting}={shown_url(url)} must name a host and hold no user or password; a "
                 f"token comes from {REWARD_TOKEN_VARIABLE} or reward_token_file."
             )
-    return urls
+    key = "reward_token_file"
+    token = read_token(options[key], section, key, REWARD_TOKEN_VARIABLE)
+    key = "reward_tls_ca_file"
+    return RewardServersSpec(setting, urls, token, client_tls(options[key], section, key))
 
 
 def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:

@@ -8,15 +8,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.access import (
-    REWARD_TOKEN_VARIABLE,
-    client_tls,
-    read_token,
-    shown_url,
-)
+from nemo_aligner.config.access import client_tls, read_token, shown_url
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.reward_models import read_reward_models, read_teacher, reward_urls
-from nemo_aligner.config.server_rules import check_kind_of_rewards
+from nemo_aligner.config.reward_models import (
+    read_reward_models,
+    read_reward_servers,
+    read_teacher,
+)
+from nemo_aligner.config.server_rules import check_kind_of_rewards, check_workers
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
@@ -107,16 +106,16 @@ def _check_remote(v: Values, remote: str) -> None:
 def _check_environment(v: Values, kind: str, remote: str) -> None:
     """Check `model.<kind>.environment`, if there is one."""
     section = f"model.{kind}.environment"
-    settings = v.get(section)
-    if settings["path"] is None:
+    v.whole(f"{section}.max_turns", 1)
+    check_workers(v, f"{section}.")
+    path = v.get(f"{section}.path")
+    if path is None:
         return
-    options = (settings[key] for key in ("max_turns", "workers", "timeout_s", "fallback"))
-    check_environment_options(section, *options)
-    _check_alone(v, remote, f"{section}.path={settings['path']} gives the rewards")
+    _check_alone(v, remote, f"{section}.path={path} gives the rewards")
     if v.get(f"trainer.{kind}.overlong_buffer_len", 0):
         raise ConfigError(
             f"trainer.{kind}.overlong_buffer_len={v.get(f'trainer.{kind}.overlong_buffer_len')} "
-            f"is for single responses, but {section}.path={settings['path']} makes samples of "
+            f"is for single responses, but {section}.path={path} makes samples of "
             "several; set it to 0, and let the environment judge lengths."
         )
 
@@ -135,21 +134,10 @@ def _check_alone(v: Values, remote: str, gives: str) -> None:
 def _check_reward_fn(v: Values, kind: str, remote: str) -> None:
     """Check `trainer.<kind>.reward_fn` and what belongs to it."""
     section = f"trainer.{kind}"
-    v.whole(f"{section}.reward_fn_workers", 1)
-    v.number(f"{section}.reward_fn_timeout_s", 0, above=True)
-    v.number(f"{section}.reward_fn_fallback")
-    check_kind_of_rewards(v.get(f"{section}.rewards_per"), v.get(f"{section}.step_end"), section)
-    reward_fn, files = v.get(f"{section}.reward_fn"), ("reward_token_file", "reward_tls_ca_file")
-    urls = [] if reward_fn is None else reward_urls(reward_fn, f"{section}.reward_fn")
-    if urls:
-        read_token(v.get(f"{section}.{files[0]}"), section, files[0], REWARD_TOKEN_VARIABLE)
-        client_tls(v.get(f"{section}.{files[1]}"), section, files[1])
-    for key in () if urls else files:
-        if v.get(f"{section}.{key}") is not None:
-            raise ConfigError(
-                f"{section}.{key}={v.get(f'{section}.{key}')} is for an address in "
-                f"{section}.reward_fn, which has none; leave it null."
-            )
+    check_workers(v, f"{section}.reward_fn_")
+    check_kind_of_rewards(v, section)
+    reward_fn = v.get(f"{section}.reward_fn")
+    read_reward_servers(v.get(section), section)
     if reward_fn is None:
         return
     gives = f"{section}.reward_fn={shown_url(str(reward_fn))} gives the rewards"
@@ -159,27 +147,6 @@ def _check_reward_fn(v: Values, kind: str, remote: str) -> None:
         raise ConfigError(
             f"{gives}, and so does model.{kind}.environment.path={environment}; set one to null."
         )
-
-
-def check_environment_options(
-    section: str, max_turns: int, workers: int, timeout_s: float, fallback: float | None
-) -> None:
-    """Raise `ConfigError` unless an environment can run with these options.
-
-    Args:
-        section: of the configuration that has them.
-    """
-    for key, value in (("max_turns", max_turns), ("workers", workers)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{section}.{key}={value} must be a whole number, 1 or more.")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        raise ConfigError(f"{section}.timeout_s={timeout_s} must be a number of seconds above 0.")
-    if fallback is not None and (
-        isinstance(fallback, bool)
-        or not isinstance(fallback, int | float)
-        or not math.isfinite(fallback)
-    ):
-        raise ConfigError(f"{section}.fallback={fallback} must be null or a finite number.")
 
 
 def asked_reshard(settings: Any) -> Any:

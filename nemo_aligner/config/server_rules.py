@@ -3,7 +3,6 @@
 """Rules for the servers: critic, reward model, reward function."""
 
 import importlib.util
-import math
 import ssl
 from collections.abc import Mapping
 
@@ -35,10 +34,8 @@ def check_reward_server(values: Values, ranks: int) -> None:
     v = values
     _check_serving(v, "inference")
     check_reward_standardization(v.get("model"))
-    workers = v.whole("inference.reward_fn_workers", 1)
-    v.number("inference.reward_fn_timeout_s", 0, above=True)
-    v.number("inference.reward_fn_fallback")
-    check_kind_of_rewards(v.get("inference.rewards_per"), v.get("inference.step_end"))
+    check_workers(v, "inference.reward_fn_")
+    check_kind_of_rewards(v, "inference")
     function = v.get("inference.reward_fn")
     if function is None:
         return
@@ -49,9 +46,8 @@ def check_reward_server(values: Values, ranks: int) -> None:
         )
     if ranks > 1:
         raise ConfigError(
-            f"inference.reward_fn={function} is served by one process with "
-            f"inference.reward_fn_workers={workers} workers, but the job has {ranks} ranks; set "
-            "trainer.devices=1, and more workers if they are needed."
+            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
+            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
         )
 
 
@@ -89,30 +85,17 @@ def read_frontend(
     return server_tls(certificate, key)
 
 
-def check_reward_function_options(
-    workers: int, timeout_s: float, fallback: float | None, section: str = "inference"
-) -> None:
-    """Raise `ConfigError` unless a reward function can run with these options of `section`."""
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ConfigError(
-            f"{section}.reward_fn_workers={workers} must be a whole number, 1 or more."
-        )
-    if not timeout_s > 0:
-        raise ConfigError(
-            f"{section}.reward_fn_timeout_s={timeout_s} must be a number of seconds above 0."
-        )
-    if fallback is not None and not math.isfinite(fallback):
-        raise ConfigError(
-            f"{section}.reward_fn_fallback={fallback} must be null or a finite number."
-        )
+def check_workers(v: Values, prefix: str) -> None:
+    """Check how the workers that run a user's code do so: keys that begin with `prefix`."""
+    v.whole(f"{prefix}workers", 1)
+    v.number(f"{prefix}timeout_s", 0, above=True)
+    v.number(f"{prefix}fallback")
 
 
-def check_kind_of_rewards(per: str, step_end: str | None, section: str = "inference") -> None:
-    """Raise `ConfigError` unless rewards can be given per response, step or token like this."""
-    if per not in REWARDS_PER:
-        raise ConfigError(
-            f"{section}.rewards_per={per!r} must be one of {', '.join(REWARDS_PER)}."
-        )
+def check_kind_of_rewards(v: Values, section: str) -> None:
+    """Check whether rewards are given per response, step or token."""
+    v.choice(f"{section}.rewards_per", REWARDS_PER)
+    per, step_end = v.get(f"{section}.rewards_per"), v.get(f"{section}.step_end")
     if (per == "step") != bool(step_end):
         raise ConfigError(
             f"{section}.rewards_per={per} and {section}.step_end={step_end!r} do not go together: "

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint.dist_ckpt import gathered
-from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE, client_tls, read_token
-from nemo_aligner.config.reward_models import reward_urls
+from nemo_aligner.config.reward_models import read_reward_servers
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
 from nemo_aligner.parallel import parallel_state
@@ -38,7 +37,6 @@ def start_score_source(
         prompts: data sets whose records have columns that the reward may ask for.
 
     Raises:
-        ConfigError: a value that cannot work.
         UserError: the code cannot be used; on all ranks.
     """
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
@@ -90,16 +88,11 @@ def _function(
     """The function, or servers, of `options` on the source rank of each model-parallel group."""
     if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
         return None
-    urls, spec = reward_urls(options.reward_fn, f"{section}.reward_fn"), options.reward_fn
-    if urls:
-        files = "reward_token_file", "reward_tls_ca_file"
-        token = read_token(options[files[0]], section, files[0], REWARD_TOKEN_VARIABLE)
-        tls = client_tls(options[files[1]], section, files[1])
-        spec = RewardServers(urls, token, tls, init_timeout_s, section)
+    servers = read_reward_servers(options, section)
     return RewardFunction(
-        spec,
+        RewardServers(servers, init_timeout_s) if servers else options.reward_fn,
         policy.tokenizer,
-        workers=options.reward_fn_workers * max(len(urls), 1),
+        workers=options.reward_fn_workers * (len(servers.urls) if servers else 1),
         timeout_s=options.reward_fn_timeout_s,
         fallback=options.reward_fn_fallback,
         per=options.rewards_per,

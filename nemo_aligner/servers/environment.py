@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo.utils import logging
 
-from nemo_aligner.config.rollout_rules import check_environment_options
 from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
@@ -76,7 +75,7 @@ class PythonEnvironment:
         starts_workers: False on a rank that does not ask for replies.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: `spec` is not of that form.
         UserError: no such file or class, it cannot be imported or constructed, or lacks a method.
     """
 
@@ -91,7 +90,6 @@ class PythonEnvironment:
         section: str = "environment",
         starts_workers: bool = True,
     ):
-        check_environment_options(section, max_turns, workers, timeout_s, fallback)
         self.spec, self.tokenizer, self.section = spec, tokenizer, section
         self.max_turns, self.timeout_s, self.fallback = max_turns, timeout_s, fallback
         path, name = split_spec(

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.config.server_rules import check_kind_of_rewards, check_reward_function_options
 from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
@@ -76,7 +75,7 @@ class RewardFunction:
         columns: those that the function asks for (`reward_worker.py:columns_of`).
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: `spec` is not of that form.
         UserError: no such file or function, it cannot be imported, does not take three arguments,
             or asks for columns that it is not given.
     """
@@ -94,20 +93,19 @@ class RewardFunction:
         gives_columns: bool = False,
     ):
         self.tokenizer, self.section = tokenizer, section
-        key, setting = f"{section}.reward_fn", f"{section}.reward_fn={spec}"
+        key = f"{section}.reward_fn"
+        setting = f"{key}={spec}"
         self._processes: Any  # Workers, or what takes their place
         if isinstance(spec, RewardServers):
-            self.title, self._processes = str(spec), spec
+            self.title, self._processes = str(spec.spec), spec
         else:
             self.title = f"the reward function {spec}"
             path, name = split_spec(
                 spec, key, "function", "examples/rewards/arithmetic.py:exact_answer"
             )
             self._processes = Workers(path, name, reward_worker.__file__, setting)
-        check_kind_of_rewards(per, step_end, section)
         self.per, self.step_end = per, step_end
-        check_reward_function_options(workers, timeout_s, fallback, section)
-        self.workers, self.timeout_s, self.fallback = int(workers), float(timeout_s), fallback
+        self.workers, self.timeout_s, self.fallback = workers, timeout_s, fallback
         self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False

@@ -7,16 +7,15 @@ when that does not reply.
 
 import itertools
 import json
-import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from nemo.utils import logging
 
-from nemo_aligner.config.access import shown_url
+from nemo_aligner.config.reward_models import RewardServersSpec
 from nemo_aligner.core.errors import LostPeerError, one_line
 from nemo_aligner.core.progress import progress
 from nemo_aligner.servers.reward_worker import (
@@ -38,35 +37,19 @@ class RewardServers:
     """Web servers that give the same scores, in place of `Workers` (`user_code.py`).
 
     Args:
-        urls: "http://..." or "https://...".
-        token: that they ask for, or None.
-        tls: how to verify their certificates; None: by the certificates of this system.
         init_timeout_s: how long samples may wait while no server replies.
-        section: of the configuration, for messages.
     """
 
     described = (ALL_COLUMNS,)
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        token: str | None = None,
-        tls: ssl.SSLContext | None = None,
-        init_timeout_s: float = 600.0,
-        section: str = "trainer.ppo",
-    ):
-        self.urls, self.token, self.tls = urls, token, tls
-        self.init_timeout_s, self.section = init_timeout_s, section
+    def __init__(self, spec: RewardServersSpec, init_timeout_s: float):
+        self.spec, self.init_timeout_s = spec, init_timeout_s
         self.closed = threading.Event()
-        self._numbers = itertools.count()
-
-    def __str__(self) -> str:
-        return f"the reward server {', '.join(map(shown_url, self.urls))}"
+        self._firsts = itertools.cycle(range(len(spec.urls)))
 
     def start(self) -> "UrlWorker":
         """A worker that begins with the next address."""
-        first = next(self._numbers) % len(self.urls)
-        return UrlWorker(self, itertools.cycle([*self.urls[first:], *self.urls[:first]]))
+        return UrlWorker(self, next(self._firsts))
 
     def end(self, worker: Any) -> None:
         """Nothing to do."""
@@ -79,9 +62,8 @@ class RewardServers:
 class UrlWorker:
     """Has samples scored by a server; a `WorkerProcess` for `RewardFunction`."""
 
-    def __init__(self, servers: RewardServers, urls: Iterator[str]):
-        self._servers, self._urls = servers, urls
-        self._url = next(urls)
+    def __init__(self, servers: RewardServers, first: int):
+        self._servers, self._place = servers, first
         self._outcomes: deque[Outcome] = deque()
 
     def is_alive(self) -> bool:
@@ -109,11 +91,11 @@ class UrlWorker:
 
     def _reply(self, samples: Sequence[Sample], limit_s: float) -> bytes:
         """The reply of the first server that gives one."""
-        servers, lost, pause = self._servers, 0, FIRST_PAUSE_S
+        servers, spec, lost, pause = self._servers, self._servers.spec, 0, FIRST_PAUSE_S
         fields, begin = _fields(samples), time.monotonic()
         for tries in itertools.count(1):
             try:
-                return post_json(self._url, fields, servers.token, limit_s, servers.tls)
+                return post_json(spec.urls[self._place], fields, spec.token, limit_s, spec.tls)
             except NoReplyError as error:
                 lost += error.was_sent
                 if not error.may_pass or lost == MAX_LOST:
@@ -121,14 +103,14 @@ class UrlWorker:
                 waited = time.monotonic() - begin
                 if waited > servers.init_timeout_s or servers.closed.is_set():
                     raise LostPeerError(
-                        f"{servers} did not reply for {waited:.0f} s: {error} Check "
-                        f"{servers.section}.reward_fn, or start it again, and then this job."
+                        f"{spec} did not reply for {waited:.0f} s: {error} Check "
+                        f"{spec.setting}, or start it again, and then this job."
                     ) from None
                 if tries == 1:
                     logging.warning(f"{error} Its samples are sent again.")
             progress.made()
-            self._url = next(self._urls)
-            if tries % len(servers.urls) == 0:
+            self._place = (self._place + 1) % len(spec.urls)
+            if tries % len(spec.urls) == 0:
                 servers.closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise AssertionError("the loop does not end")

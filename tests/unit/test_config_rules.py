@@ -9,10 +9,11 @@ from nemo_aligner.config.parallel_rules import check_expert_parallel
 from nemo_aligner.config.rollout_rules import check_shared_queue, check_top_n
 from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
-    check_reward_function_options,
     check_reward_standardization,
     check_source_of_rewards,
+    check_workers,
 )
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
@@ -50,18 +51,20 @@ def test_top_n():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("key", "value"),
     [
-        ((0, 1.0, None), "reward_fn_workers=0"),
-        ((True, 1.0, None), "reward_fn_workers=True"),
-        ((1, 0.0, None), "reward_fn_timeout_s=0.0"),
-        ((1, 1.0, float("nan")), "reward_fn_fallback=nan"),
+        ("workers", 0),
+        ("workers", True),
+        ("workers", 1.5),
+        ("timeout_s", 0.0),
+        ("timeout_s", -1),
+        ("fallback", float("nan")),
     ],
 )
-def test_reward_function_options(options, message):
-    check_reward_function_options(2, 0.5, -1)
-    with pytest.raises(ConfigError, match=message):
-        check_reward_function_options(*options)
+def test_options_of_workers(key, value):
+    check_workers(Values({"a": {"b_workers": 2, "b_timeout_s": 0.5, "b_fallback": -1}}), "a.b_")
+    with pytest.raises(ConfigError, match=f"a.b_{key}={value} must be"):
+        check_workers(Values({"a": {f"b_{key}": value}}), "a.b_")
 
 
 def test_source_of_rewards():

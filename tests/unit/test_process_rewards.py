@@ -14,6 +14,7 @@ import torch
 
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.config.server_rules import check_kind_of_rewards
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.rewards import add_token_rewards, reward_at_last_token, sums_of_steps
 from nemo_aligner.servers.reward_client import RMFutureResult
@@ -143,11 +144,14 @@ def test_a_models_scores_are_read_at_its_step_tokens_alone():
 
 
 def test_kinds_that_do_not_exist_or_do_not_go_together():
-    with pytest.raises(ConfigError, match="rewards_per='word' must be one of response, step"):
-        check_kind_of_rewards("word", None)
+    def check(per, step_end):
+        check_kind_of_rewards(Values({"x": {"rewards_per": per, "step_end": step_end}}), "x")
+
+    with pytest.raises(ConfigError, match="x.rewards_per='word' must be one of response, step"):
+        check("word", None)
     for per, step_end in (("step", None), ("step", ""), ("response", "\n"), ("token", "\n")):
-        with pytest.raises(ConfigError, match="inference.step_end=.*do not go together"):
-            check_kind_of_rewards(per, step_end)
+        with pytest.raises(ConfigError, match="x.step_end=.*do not go together"):
+            check(per, step_end)
 
 
 # -------------------------------------------------------------------------------- from a function

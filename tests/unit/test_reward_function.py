@@ -179,21 +179,6 @@ def test_a_file_that_never_ends_loading(tmp_path, monkeypatch):
     assert family() <= before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"workers": 0},
-        {"workers": 1.5},
-        {"timeout_s": 0},
-        {"timeout_s": -1},
-        {"fallback": float("nan")},
-    ],
-)
-def test_options_that_cannot_work(tmp_path, options):
-    with pytest.raises(ConfigError, match=f"inference.reward_fn_{next(iter(options))}="):
-        RewardFunction(write(tmp_path, "def score(p, r, l): return [1]"), None, **options)
-
-
 def test_siblings_relative_paths_defaults_and_callable_objects(tmp_path, monkeypatch):
     """A file called like a module of ours or of the standard library is the user's own all the
     same.

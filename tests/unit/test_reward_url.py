@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.access import shown_config, shown_url
-from nemo_aligner.config.reward_models import reward_urls
+from nemo_aligner.config.reward_models import RewardServersSpec, read_reward_servers
 from nemo_aligner.core.errors import ConfigError, LostPeerError
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.reward_url import RewardServers
@@ -22,7 +22,9 @@ TEXTS = ["p", "q", "p"], ["x", "yy", "zzz"], [1, 2, 4]
 
 
 def rewards(*urls, fallback=None, token=TOKEN, per="response", timeout_s=2.0, init_timeout_s=60.0):
-    servers = RewardServers(urls, token, init_timeout_s=init_timeout_s)
+    servers = RewardServers(
+        RewardServersSpec("trainer.ppo.reward_fn", urls, token), init_timeout_s
+    )
     return RewardFunction(
         servers,
         None,
@@ -173,10 +175,14 @@ def test_closing_ends_a_wait():
     ],
 )
 def test_addresses_that_are_refused(spec, words):
+    def read(reward_fn):
+        options = {"reward_token_file": None, "reward_tls_ca_file": None, "reward_fn": reward_fn}
+        return read_reward_servers(options, "trainer.rs")
+
     with pytest.raises(ConfigError, match=words) as caught:
-        reward_urls(spec, "trainer.rs.reward_fn")
+        read(spec)
     assert "trainer.rs.reward_fn" in str(caught.value) and "hidden" not in str(caught.value)
-    assert reward_urls("f.py:g", "") == [] and reward_urls("https://a:1/x?k=v", "")
+    assert read("f.py:g") is None and read("https://a:1/x?k=v").urls == ["https://a:1/x?k=v"]
 
 
 def test_configurations_are_shown_without_secrets():
