@@ -117,9 +117,10 @@ _PEFT = dotted(
     lora_tuning.weight_tying lora_tuning.position_embedding_strategy lora_tuning.variant""",
 )
 _GENERATES = {"model.peft.merge_for_generation"}  # of jobs with a policy
-_SAMPLING = "sampling_params." + " sampling_params.".join(
-    "use_greedy temperature top_k top_p repetition_penalty end_strings".split()
+_SAMPLED = "sampling_params." + " sampling_params.".join(
+    "use_greedy temperature top_k top_p repetition_penalty".split()
 )
+_SAMPLING = f"{_SAMPLED} sampling_params.end_strings"
 _CHAT = dotted("model.data", "chat_template chat_template_kwargs chat_date chat") | dotted(
     "model.data.chat_prompt_tokens",
     "system_turn_start turn_start label_start end_of_turn end_of_name",
@@ -540,34 +541,32 @@ NULLABLE_FLAGS = {"model.use_cpu_initialization"} | _BOS
 
 # Keys that must not be null: null would not mean "off" or "as in the checkpoint" there. Flags need
 # no line here.
-_REQUIRED_TRAINING = dotted("trainer", "num_nodes devices accelerator") | dotted(
+_REQUIRED_DEVICES = dotted("trainer", "num_nodes devices accelerator")
+_REQUIRED_TRAINING = _REQUIRED_DEVICES | dotted(
     "model",
     """micro_batch_size global_batch_size encoder_seq_length seed optim.name optim.lr
     optim.weight_decay optim.betas optim.eps""",
 )
-_REQUIRED_POLICY = """rollout_micro_batch_size num_rollout_samples
+_REQUIRED_LINES = _REQUIRED_TRAINING | dotted("model.data", "num_workers seq_length")
+_REQUIRED_STEPS = "max_steps val_check_interval save_interval"
+_REQUIRED_SAMPLING = f"{_SAMPLED} length_params.min_length"
+_REQUIRED_POLICY = f"""rollout_micro_batch_size num_rollout_samples
     forward_micro_batch_size val_rollout_micro_batch_size num_val_samples loss_reduction
-    sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
-    sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
-    length_params.min_length generation.reshard environment.max_turns environment.workers
-    environment.timeout_s"""
-_REQUIRED_GENERATE = dotted("trainer", "num_nodes devices accelerator") | set(
-    """responses_per_prompt micro_batch_size model.seed sampling_params.use_greedy
-    sampling_params.temperature sampling_params.top_k sampling_params.top_p
-    sampling_params.repetition_penalty length_params.min_length""".split()
+    {_REQUIRED_SAMPLING} length_params.max_length generation.reshard environment.max_turns
+    environment.workers environment.timeout_s"""
+_REQUIRED_GENERATE = _REQUIRED_DEVICES | set(
+    f"responses_per_prompt micro_batch_size model.seed {_REQUIRED_SAMPLING}".split()
 )
 _REQUIRED_REWARD_FN = "reward_fn_workers reward_fn_timeout_s rewards_per"
-_REQUIRED_LOOP = f"""max_epochs max_steps val_check_interval save_interval model_gbs
-    {_REQUIRED_REWARD_FN}"""
+_REQUIRED_LOOP = f"max_epochs {_REQUIRED_STEPS} model_gbs {_REQUIRED_REWARD_FN}"
 REQUIRED = {
-    "gpt_ppo_actor": _REQUIRED_TRAINING
+    "gpt_ppo_actor": _REQUIRED_LINES
     | dotted(
         "trainer.ppo",
         f"""{_REQUIRED_LOOP} ppo_epochs advantage_estimator discount_factor gae_lambda
         initial_policy_kl_penalty overlong_buffer_len overlong_penalty_factor
         critic_warmup_steps""",
     )
-    | dotted("model", "data.num_workers data.seq_length")
     | dotted(
         "model.ppo",
         f"""{_REQUIRED_POLICY} num_rollouts_per_prompt kl_loss_coef kl_loss_estimator ratio_eps
@@ -578,56 +577,51 @@ REQUIRED = {
         "trainer.ppo",
         "host port max_steps max_queue_delay_microseconds inference_micro_batch_size",
     ),
-    "gpt_rs_actor": _REQUIRED_TRAINING
+    "gpt_rs_actor": _REQUIRED_LINES
     | dotted("trainer.rs", _REQUIRED_LOOP)
-    | dotted("model", "data.num_workers data.seq_length")
     | dotted("model.rs", f"{_REQUIRED_POLICY} num_rollouts_per_prompt top_n_rollouts"),
-    "gpt_reinforce_actor": _REQUIRED_TRAINING
+    "gpt_reinforce_actor": _REQUIRED_LINES
     | dotted(
         "trainer.reinforce",
         f"{_REQUIRED_LOOP} initial_policy_kl_penalty num_rollouts_per_prompt",
     )
-    | dotted("model", "data.num_workers data.seq_length")
     | dotted("model.reinforce", _REQUIRED_POLICY),
-    "training_rm": _REQUIRED_TRAINING
-    | dotted("trainer.rm", "max_steps val_check_interval save_interval")
-    | dotted("model", "data.num_workers data.seq_length"),
-    "inference_rm": dotted("trainer", "num_nodes devices accelerator")
+    "training_rm": _REQUIRED_LINES | dotted("trainer.rm", _REQUIRED_STEPS),
+    "inference_rm": _REQUIRED_DEVICES
     | dotted(
         "inference",
         f"""host port model_name max_queue_delay_microseconds inference_micro_batch_size
         {_REQUIRED_REWARD_FN}""",
     ),
     "gpt_sft": _REQUIRED_TRAINING
-    | dotted("trainer.sft", "max_steps val_check_interval save_interval")
+    | dotted("trainer.sft", _REQUIRED_STEPS)
     | dotted(
         "model", "data.num_workers data.train_ds.max_seq_length data.validation_ds.max_seq_length"
     )
     | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")
     | dotted("model.data.validation_ds", "micro_batch_size global_batch_size"),
-    "gpt_dpo": _REQUIRED_TRAINING
-    | dotted("trainer.dpo", "max_steps val_check_interval save_interval")
-    | dotted("model", "data.num_workers data.seq_length")
+    "gpt_dpo": _REQUIRED_LINES
+    | dotted("trainer.dpo", _REQUIRED_STEPS)
     | dotted(
         "model.dpo",
         """preference_loss ref_policy_kl_penalty label_smoothing gt_reward_scale
         preference_loss_weight sft_loss_weight log_prob_forward_micro_batch_size""",
     ),
-    "gpt_knowledge_distillation": _REQUIRED_TRAINING
-    | dotted("trainer.knowledge_distillation", "max_steps val_check_interval save_interval")
-    | dotted("model", "data.num_workers data.seq_length loss_reduction")
+    "gpt_knowledge_distillation": _REQUIRED_LINES
+    | dotted("trainer.knowledge_distillation", _REQUIRED_STEPS)
+    | {"model.loss_reduction"}
     | dotted(
         "model.knowledge_distillation",
         """target_logits_scale logits_scale kd_loss_weight sft_loss_weight kd_loss jsd_beta
-        outside_top_k on_policy.sampling_params.use_greedy on_policy.sampling_params.temperature
-        on_policy.sampling_params.top_k on_policy.sampling_params.top_p
-        on_policy.sampling_params.repetition_penalty on_policy.length_params.max_length
-        on_policy.length_params.min_length""",
+        outside_top_k""",
+    )
+    | dotted(
+        "model.knowledge_distillation.on_policy",
+        f"{_REQUIRED_SAMPLING} length_params.max_length",
     )
     | dotted("remote_teacher", "init_timeout_s inference_timeout_s name host port"),
-    "gpt_kto": _REQUIRED_TRAINING
-    | dotted("trainer.kto", "max_steps val_check_interval save_interval")
-    | dotted("model", "data.num_workers data.seq_length")
+    "gpt_kto": _REQUIRED_LINES
+    | dotted("trainer.kto", _REQUIRED_STEPS)
     | dotted(
         "model.kto",
         """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight
@@ -644,19 +638,17 @@ REQUIRED = {
     )
     | dotted(
         "model.spin",
-        """ref_policy_kl_penalty log_prob_forward_micro_batch_size rollout_micro_batch_size
-        sampling_params.use_greedy sampling_params.temperature sampling_params.top_k
-        sampling_params.top_p sampling_params.repetition_penalty length_params.max_length
-        length_params.min_length generation.reshard""",
+        f"""ref_policy_kl_penalty log_prob_forward_micro_batch_size rollout_micro_batch_size
+        {_REQUIRED_SAMPLING} length_params.max_length generation.reshard""",
     ),
     "generate": _REQUIRED_GENERATE,
     "evaluate": _REQUIRED_GENERATE
     | dotted("bootstrap", "resamples confidence seed")
     | dotted("inference", "reward_fn_workers reward_fn_timeout_s"),
-    "compute_topk_logits": dotted("trainer", "num_nodes devices accelerator")
+    "compute_topk_logits": _REQUIRED_DEVICES
     | dotted("model", "micro_batch_size global_batch_size seed")
     | {"top_k", "output_path"},
-    "inference_teacher": dotted("trainer", "num_nodes devices accelerator")
+    "inference_teacher": _REQUIRED_DEVICES
     | dotted("model", "micro_batch_size seed")
     | dotted(
         "inference",

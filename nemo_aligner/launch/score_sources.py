@@ -5,22 +5,19 @@ servers.
 """
 
 import atexit
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.checkpoint.dist_ckpt import gathered
+from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
 from nemo_aligner.config.reward_models import read_reward_servers
-from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.reward_client import RewardsInJob, ScoreSource
 from nemo_aligner.servers.reward_function import RewardFunction
 from nemo_aligner.servers.reward_url import RewardServers
-
-T = TypeVar("T")
 
 
 def start_score_source(
@@ -41,32 +38,20 @@ def start_score_source(
     """
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
     if options.path is not None:
-        policy.environment = _on_all_ranks(lambda: _environment(options, section, policy))
+        with failing_together():
+            policy.environment = _environment(options, section, policy)
+            atexit.register(policy.environment.close)
         return policy.environment
     options, section = cfg.trainer[kind], f"trainer.{kind}"
     if options.reward_fn is None:
         return None
-    init_timeout_s = cfg[remote].init_timeout_s
-    function = _on_all_ranks(lambda: _function(options, section, policy, init_timeout_s))
+    function = None
+    with failing_together():
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            function = _function(options, section, policy, cfg[remote].init_timeout_s)
+            atexit.register(function.close)
     asked = next(filter(None, gathered(function and function.columns)), None)
     return RewardsInJob(function, PromptColumns(prompts, asked) if asked else None)
-
-
-def _on_all_ranks(start: Callable[[], T]) -> T:
-    """`start()`, whose error on any rank is raised on all."""
-    started: Any = None
-    failure = None
-    try:
-        started = start()
-        if started is not None:
-            atexit.register(started.close)
-    except UserError as error:
-        failure = str(error)
-    messages = [message for message in gathered(failure) if message is not None]
-    if messages:
-        raise UserError(messages[0])
-    result: T = started
-    return result
 
 
 def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnvironment:
@@ -84,10 +69,7 @@ def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnviro
 
 def _function(
     options: DictConfig, section: str, policy: Any, init_timeout_s: float
-) -> RewardFunction | None:
-    """The function, or servers, of `options` on the source rank of each model-parallel group."""
-    if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
-        return None
+) -> RewardFunction:
     servers = read_reward_servers(options, section)
     return RewardFunction(
         RewardServers(servers, init_timeout_s) if servers else options.reward_fn,
