@@ -32,7 +32,7 @@ class _Completed:
         return self._added[name] if name in self._added else getattr(self._part, name)
 
 
-def _takes(function: Callable, argument: str) -> bool:
+def _takes(function: Callable[..., Any], argument: str) -> bool:
     return argument in inspect.signature(function).parameters
 
 

@@ -23,8 +23,7 @@ from nemo_aligner.servers.reward_worker import (
     BadScoreError,
     Outcome,
     Sample,
-    to_score,
-    to_scores,
+    read_score,
 )
 from nemo_aligner.servers.web import NoReplyError, error_text, post_json
 
@@ -155,6 +154,6 @@ def _outcome(score: Any, sample: Sample) -> Outcome:
     if count is None and isinstance(score, list) and len(score) == 1:
         (score,) = score
     try:
-        return "score", to_score([score]) if count is None else to_scores([score], count)
+        return "score", read_score([score], count)
     except BadScoreError as error:
         return "error", str(error)

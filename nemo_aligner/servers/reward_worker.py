@@ -202,89 +202,55 @@ def format_error(error: BaseException, path: str) -> str:
 # ---- scoring ----
 
 
-def score_samples(function: Callable[..., Any], path: str, samples: Any) -> Iterable[Outcome]:
-    """Yield the outcome of each sample, (prompt, response, length, count, columns)."""
-    for sample in samples:
-        yield score_sample(function, path, *sample)
-
-
 class BadScoreError(Exception):
     """The function did not return the numbers of a sample; the message shows what it returned."""
 
 
-def score_sample(
-    function: Callable[..., Any],
-    path: str,
-    prompt: str,
-    response: str,
-    length: int,
-    count: int | None = None,
-    columns: Mapping[str, Any] | None = None,
-) -> tuple[str, float | list[float] | str]:
-    """Return ("score", value) of one sample, or ("error", why there is none).
-
-    Args:
-        count: of the numbers that a sample needs; None: the value is one number.
-        columns: of the prompt's record, by name.
-    """
-    try:
-        others = {name: [value] for name, value in (columns or {}).items()}
-        returned = function([prompt], [response], [length], **others)
-        return "score", to_score(returned) if count is None else to_scores(returned, count)
-    except BadScoreError as error:
-        return "error", str(error)
-    except BaseException as error:  # sys.exit() in a function fails its sample
-        return "error", f"it raised:\n{format_error(error, path)}"
+def score_samples(function: Callable[..., Any], path: str, samples: Any) -> Iterable[Outcome]:
+    """Yield ("score", value) or ("error", why there is none) of each `Sample`."""
+    for prompt, response, length, count, columns in samples:
+        others = {name: [value] for name, value in columns.items()}
+        try:
+            returned = function([prompt], [response], [length], **others)
+            yield "score", read_score(returned, count)
+        except BadScoreError as error:
+            yield "error", str(error)
+        except BaseException as error:  # sys.exit() in a function fails its sample
+            yield "error", f"it raised:\n{format_error(error, path)}"
 
 
-def to_score(scores: Any) -> float:
-    """Return the score in a function's return value for one sample.
-
-    Args:
-        scores: any sequence of one real number.
+def read_score(returned: Any, count: int | None) -> float | list[float]:
+    """The score in what a function returned for one sample: any sequence of one real number; with
+    a `count`, for steps or tokens, of one sequence of so many.
 
     Raises:
         BadScoreError: it is something else, or not finite in float32.
     """
-    return finite_number(_only_item(scores, "one number"), scores)
-
-
-def to_scores(scores: Any, count: int) -> list[float]:
-    """Return the scores of steps or tokens in a function's return value for one sample.
-
-    Args:
-        scores: any sequence of one sequence of `count` real numbers.
-
-    Raises:
-        BadScoreError: it is something else, or one is not finite in float32.
-    """
-    values = _only_item(scores, f"a list of {count} numbers")
-    if not _is_sequence(values):
+    wanted = "one number" if count is None else f"a list of {count} numbers"
+    if not _is_sequence(returned):
+        raise BadScoreError(f"it returned {brief(returned)}, not a list with {wanted} per sample")
+    values = list(returned)
+    if len(values) != 1:
+        raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {brief(returned)}")
+    (score,) = values
+    if count is None:
+        return finite_number(score, returned)
+    if not _is_sequence(score):
         raise BadScoreError(
-            f"it returned {brief(scores)}, whose item is a {type(values).__name__}, not a list "
-            f"of {count} numbers (rewards_per)"
+            f"it returned {brief(returned)}, whose item is a {type(score).__name__}, not {wanted} "
+            "(rewards_per)"
         )
-    numbers = [finite_number(value, scores) for value in values]
+    numbers = [finite_number(value, returned) for value in score]
     if len(numbers) != count:
         raise BadScoreError(
             f"it returned {len(numbers)} rewards for a response of {count} "
-            f"(rewards_per): {brief(scores)}"
+            f"(rewards_per): {brief(returned)}"
         )
     return numbers
 
 
 def _is_sequence(value: Any) -> bool:
     return hasattr(value, "__iter__") and not isinstance(value, str | bytes | dict)
-
-
-def _only_item(scores: Any, wanted: str) -> Any:
-    """The item for the one sample in what a function returned."""
-    if not _is_sequence(scores):
-        raise BadScoreError(f"it returned {brief(scores)}, not a list with {wanted} per sample")
-    values = list(scores)
-    if len(values) != 1:
-        raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {brief(scores)}")
-    return values[0]
 
 
 def finite_number(value: Any, scores: Any) -> float:

@@ -20,7 +20,7 @@ class NoCriticFuture(FutureResult[None]):
         return None
 
 
-class RewardsInPlaceOfCritic:
+class RewardsInPlaceOfCritic(RemoteGPTRMClient):
     """A `Critic` for advantage estimators without a critic.
 
     Remote reward models give the rewards, there are no values, and nothing is trained or saved.
@@ -39,14 +39,12 @@ class RewardsInPlaceOfCritic:
         max_length: int | None = None,
         score_source: ScoreSource | None = None,
     ):
-        self.rm = RemoteGPTRMClient(
-            cfg, tokenizer, RemoteGPTRMCriticClient.SETTING, max_length, score_source
-        )
-        self.communicator = self.rm.communicator
+        setting = RemoteGPTRMCriticClient.SETTING
+        super().__init__(cfg, tokenizer, setting, max_length, score_source)
 
     def infer_rm_critic(self, rollout_batch: Rollout) -> FutureScores:
-        """As `RemoteGPTRMClient.infer_rm`: scores without values."""
-        return self.rm.infer_rm(rollout_batch)
+        """As `infer_rm`: scores without values."""
+        return self.infer_rm(rollout_batch)
 
     def train(self, rollout_batch: PPOTrainBatch) -> NoCriticFuture:
         """Do nothing: there is no critic to train."""
@@ -65,7 +63,3 @@ class RewardsInPlaceOfCritic:
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Do nothing: there is no critic that could be at another step."""
-
-    def close(self) -> None:
-        """End all connections."""
-        self.rm.close()

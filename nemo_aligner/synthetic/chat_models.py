@@ -137,34 +137,33 @@ class ServedChatModel:
         fields["seed"] = turn.seed % 2**31
         pause = FIRST_PAUSE_S
         for number in range(1, self.tries + 1):
-            found, may_pass = self._ask(fields)
-            if not may_pass or number == self.tries:
-                return found
+            try:
+                return self._ask(fields)
+            except NoReplyError as error:
+                if not error.may_pass or number == self.tries:
+                    return error
             time.sleep(pause)
             pause *= 2
         raise AssertionError("there is at least one try")
 
-    def _ask(self, fields: dict[str, Any]) -> tuple[str | Exception, bool]:
-        """(the response or the error of one request, whether another try may succeed)."""
-        try:
-            content = post_json(
-                self.url, fields, self._api_key, self.timeout_s, try_again=(*TRY_AGAIN, 500)
-            )
-        except NoReplyError as error:
-            return error, error.may_pass
+    def _ask(self, fields: dict[str, Any]) -> str:
+        """The response to one request.
+
+        Raises:
+            NoReplyError: there is none.
+        """
+        content = post_json(
+            self.url, fields, self._api_key, self.timeout_s, try_again=(*TRY_AGAIN, 500)
+        )
         try:
             text = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             shown = one_line(content[:200].decode("utf-8", "replace")) or "nothing"
-            return self._error(
-                f"replied with something else than a chat completion: {shown}"
-            ), True
+            what = f"replied with something else than a chat completion: {shown}"
+            raise NoReplyError(self.url, what) from None
         if text is not None and not isinstance(text, str):
-            return self._error(f"replied with a message that is no text: {text!r}"), True
-        return text or "", False
-
-    def _error(self, what: str) -> Exception:
-        return NoReplyError(self.url, what)
+            raise NoReplyError(self.url, f"replied with a message that is no text: {text!r}")
+        return text or ""
 
 
 def read_api_key(path: str | None, variable: str) -> str | None:
