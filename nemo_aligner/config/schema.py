@@ -121,10 +121,12 @@ _SAMPLED = "sampling_params." + " sampling_params.".join(
     "use_greedy temperature top_k top_p repetition_penalty".split()
 )
 _SAMPLING = f"{_SAMPLED} sampling_params.end_strings"
-_CHAT = dotted("model.data", "chat_template chat_template_kwargs chat_date chat") | dotted(
-    "model.data.chat_prompt_tokens",
-    "system_turn_start turn_start label_start end_of_turn end_of_name",
+_CHAT_KEYS = "chat_template chat_template_kwargs chat_date chat chat_prompt_tokens." + (
+    " chat_prompt_tokens.".join(
+        "system_turn_start turn_start label_start end_of_turn end_of_name".split()
+    )
 )
+_CHAT = dotted("model.data", _CHAT_KEYS)
 _DATA = (
     dotted(
         "model.data",
@@ -154,20 +156,21 @@ _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_s
     environment.timeout_s environment.fallback"""
 _REWARD_FN = """reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback rewards_per
     step_end"""
-_REWARD_IN_JOB = f"{_REWARD_FN} reward_token_file reward_tls_ca_file"
+_EPOCHS = """max_epochs max_steps val_check_interval save_interval gradient_clip_val
+    alarms.replica_check_interval"""
+_SUPERVISED = f"{_EPOCHS} limit_train_batches limit_val_batches"
+_ROLLOUTS = f"""{_EPOCHS} {_REWARD_FN} reward_token_file reward_tls_ca_file run_init_validation
+    rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction"""
 _ACTOR = (
     dotted(
         "trainer.ppo",
-        f"""{_REWARD_IN_JOB}
-        critic_warmup_steps max_epochs max_steps ppo_epochs run_init_validation
-        val_check_interval save_interval gradient_clip_val initial_policy_kl_penalty
-        use_absolute_kl discount_factor gae_lambda normalize_advantages ratio_eps entropy_bonus
-        rollout_batch_seq_length model_gbs model_mbs trt_llm.enable trt_llm.reshard
-        batch_iterator.use_flask advantage_estimator kl_estimator adaptive_kl.enable
-        adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda advantage_clip
-        reward_clip whiten_rewards process_rewards overlong_buffer_len overlong_penalty_factor
-        alarms.sampling_mismatch alarms.clip_fraction alarms.explained_variance
-        alarms.truncated_fraction alarms.replica_check_interval""",
+        f"""{_ROLLOUTS} critic_warmup_steps ppo_epochs initial_policy_kl_penalty use_absolute_kl
+        discount_factor gae_lambda normalize_advantages ratio_eps entropy_bonus trt_llm.enable
+        trt_llm.reshard batch_iterator.use_flask advantage_estimator kl_estimator
+        adaptive_kl.enable adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda
+        advantage_clip reward_clip whiten_rewards process_rewards overlong_buffer_len
+        overlong_penalty_factor alarms.sampling_mismatch alarms.clip_fraction
+        alarms.explained_variance""",
     )
     | dotted(
         "remote_critic_rm",
@@ -192,25 +195,15 @@ _REMOTE_RM = dotted(
     "tls_ca_file",
 ) | dotted("remote_rm.reward_model", _REWARD_ADDRESS)
 _RS = (
-    dotted(
-        "trainer.rs",
-        f"""{_REWARD_IN_JOB}
-        max_epochs max_steps run_init_validation val_check_interval save_interval
-        gradient_clip_val rollout_batch_seq_length model_gbs model_mbs alarms.truncated_fraction
-        alarms.replica_check_interval""",
-    )
+    dotted("trainer.rs", _ROLLOUTS)
     | _REMOTE_RM
     | dotted("model.rs", f"{_POLICY} num_rollouts_per_prompt top_n_rollouts")
 )
 _REINFORCE = (
     dotted(
         "trainer.reinforce",
-        f"""{_REWARD_IN_JOB}
-        max_epochs max_steps run_init_validation val_check_interval save_interval
-        gradient_clip_val rollout_batch_seq_length model_gbs model_mbs initial_policy_kl_penalty
-        use_absolute_kl num_rollouts_per_prompt trt_llm.enable trt_llm.reshard
-        batch_iterator.use_flask alarms.sampling_mismatch alarms.truncated_fraction
-        alarms.replica_check_interval""",
+        f"""{_ROLLOUTS} initial_policy_kl_penalty use_absolute_kl num_rollouts_per_prompt
+        trt_llm.enable trt_llm.reshard batch_iterator.use_flask alarms.sampling_mismatch""",
     )
     | _REMOTE_RM
     | dotted("model.reinforce", f"{_POLICY} trt_llm.enable trt_llm.reshard")
@@ -234,33 +227,24 @@ _CRITIC = (
     )
     | dotted("model", "loss_clip_val loss_reduction offload_adam_states")
 )
-_RM = dotted(
-    "trainer.rm",
-    """max_epochs max_steps val_check_interval save_interval train_random_sampler
-    val_random_sampler limit_train_batches limit_val_batches gradient_clip_val
-    alarms.replica_check_interval""",
-)
+_RM = dotted("trainer.rm", f"{_SUPERVISED} train_random_sampler val_random_sampler")
+_PREFERENCES = """ref_policy_kl_penalty preference_average_log_probs sft_average_log_probs
+    preference_loss_weight sft_loss_weight log_prob_forward_micro_batch_size ref_log_probs_dir"""
 _DPO = (
     dotted(
         "trainer.dpo",
-        """max_epochs max_steps val_check_interval save_interval limit_train_batches
-        limit_val_batches gradient_clip_val alarms.replica_check_interval
-        alarms.likelihood_fall alarms.accuracy alarms.margin""",
+        f"{_SUPERVISED} alarms.likelihood_fall alarms.accuracy alarms.margin",
     )
     | dotted(
         "model.dpo",
-        """preference_loss ref_policy_kl_penalty label_smoothing preference_average_log_probs
-        sft_average_log_probs gt_reward_scale preference_loss_weight sft_loss_weight
-        log_prob_forward_micro_batch_size ref_log_probs_dir""",
+        f"{_PREFERENCES} preference_loss label_smoothing gt_reward_scale",
     )
     | dotted("model.data", "default_chosen_reward default_rejected_reward")
 )
 _DISTILLATION = (
     dotted(
         "trainer.knowledge_distillation",
-        """max_epochs max_steps val_check_interval save_interval limit_train_batches
-        limit_val_batches gradient_clip_val alarms.replica_check_interval alarms.teacher_mass
-        alarms.truncated_fraction""",
+        f"{_SUPERVISED} alarms.teacher_mass alarms.truncated_fraction",
     )
     | dotted(
         "model.knowledge_distillation",
@@ -281,26 +265,17 @@ _DISTILLATION = (
 )
 _KTO = dotted(
     "trainer.kto",
-    """max_epochs max_steps val_check_interval save_interval limit_train_batches
-    limit_val_batches gradient_clip_val alarms.replica_check_interval
-    alarms.likelihood_fall alarms.margin""",
+    f"{_SUPERVISED} alarms.likelihood_fall alarms.margin",
 ) | dotted(
     "model.kto",
-    """ref_policy_kl_penalty desirable_loss_weight undesirable_loss_weight
-    preference_average_log_probs sft_average_log_probs preference_loss_weight sft_loss_weight
-    log_prob_forward_micro_batch_size ref_log_probs_dir""",
+    f"{_PREFERENCES} desirable_loss_weight undesirable_loss_weight",
 )
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
     pad_to_max_length columns index_mapping_dir packed_sequence"""
 _SFT = (
     {"name"}
-    | dotted(
-        "trainer.sft",
-        """max_epochs max_steps val_check_interval save_interval limit_train_batches
-        limit_val_batches gradient_clip_val alarms.replica_check_interval
-        alarms.effective_responses""",
-    )
+    | dotted("trainer.sft", f"{_SUPERVISED} alarms.effective_responses")
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
     | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")
     | dotted("model.data", "num_workers columns one_turn_per_sample")
@@ -319,10 +294,8 @@ _SPIN_SET = """file_path shuffle max_seq_length drop_last label_key add_eos add_
 _SPIN = (
     dotted(
         "trainer.spin",
-        """max_iterations max_epochs max_steps val_check_interval save_interval
-        limit_train_batches limit_val_batches gradient_clip_val alarms.replica_check_interval
-        alarms.truncated_fraction alarms.identical_fraction alarms.likelihood_fall
-        alarms.accuracy alarms.margin""",
+        f"""{_SUPERVISED} max_iterations alarms.truncated_fraction alarms.identical_fraction
+        alarms.likelihood_fall alarms.accuracy alarms.margin""",
     )
     | dotted(
         "model.spin",
@@ -359,11 +332,7 @@ _TOP_K = (
     | _MODEL
     | _CHECKPOINT
     | set("top_k output_path start_from_idx end_at_idx".split())
-    | dotted("data", "chat_template chat_template_kwargs chat_date one_turn_per_sample chat")
-    | dotted(
-        "data.chat_prompt_tokens",
-        "system_turn_start turn_start label_start end_of_turn end_of_name",
-    )
+    | dotted("data", f"{_CHAT_KEYS} one_turn_per_sample")
     | dotted(
         "data.data",
         """file_path max_seq_length label_key add_eos add_sep add_bos truncation_field

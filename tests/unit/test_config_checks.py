@@ -550,6 +550,11 @@ def test_accelerator():
             "give the host name or IP address alone",
         ),
         (
+            "gpt_rs_actor",
+            ["model.rs.environment.max_turns=0"],
+            "model.rs.environment.max_turns=0 must be at least 1",
+        ),
+        (
             "inference_rm",
             ["inference.reward_fn_fallback=.nan"],
             "reward_fn_fallback=nan must be a finite number",

@@ -57,13 +57,13 @@ def test_top_n():
         ("workers", True),
         ("workers", 1.5),
         ("timeout_s", 0.0),
-        ("timeout_s", -1),
+        ("timeout_s", "soon"),
         ("fallback", float("nan")),
     ],
 )
 def test_options_of_workers(key, value):
     check_workers(Values({"a": {"b_workers": 2, "b_timeout_s": 0.5, "b_fallback": -1}}), "a.b_")
-    with pytest.raises(ConfigError, match=f"a.b_{key}={value} must be"):
+    with pytest.raises(ConfigError, match=f"a.b_{key}={value!r} must be"):
         check_workers(Values({"a": {f"b_{key}": value}}), "a.b_")
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.turns import Reply
 from nemo_aligner.servers import user_code
 from nemo_aligner.servers.environment import EnvironmentFailedError, PythonEnvironment
@@ -278,24 +278,6 @@ def test_files_that_cannot_be_used(tmp_path, text, words):
 def test_paths_that_name_nothing(spec, words):
     with pytest.raises(UserError, match=words):
         PythonEnvironment(spec, Letters())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_turns": 0},
-        {"max_turns": True},
-        {"workers": 0},
-        {"timeout_s": 0},
-        {"timeout_s": "soon"},
-        {"fallback": float("inf")},
-        {"fallback": "none"},
-    ],
-)
-def test_options_that_cannot_work(options):
-    (key,) = options
-    with pytest.raises(ConfigError, match=f"environment.{key}={options[key]}"):
-        PythonEnvironment(f"{GUESSING}:GuessingGame", Letters(), **options)
 
 
 def test_a_rank_that_does_not_ask_starts_nothing():
