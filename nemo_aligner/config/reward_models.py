@@ -68,10 +68,8 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
             f"model, but {setting}.reward_models names {len(ensemble)}; give the addresses there "
             "and leave host and port null."
         )
-    for name, member in ensemble.items():
-        _check_member(f"{setting}.reward_models", name, member)
     specs = [
-        _read_one(member, f"{setting}.reward_models.{name}", name=str(name))
+        _read_member(member, f"{setting}.reward_models", str(name))
         for name, member in ensemble.items()
     ]
     if all(spec.weight == 0 for spec in specs):
@@ -146,19 +144,15 @@ def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSp
     return _read_one({"name": cfg["name"]}, setting, ip=cfg["host"], port=cfg["port"])
 
 
-def _check_member(setting: str, name: str, member: Mapping) -> None:
-    """Check a member's name and keys; a key that is misspelt would leave its default in force."""
-    if not str(name).isidentifier() or name == "with_kl":
+def _read_member(member: Mapping, setting: str, name: str) -> RewardModelSpec:
+    """One reward model of an ensemble; a key that is misspelt would leave its default in force."""
+    if not name.isidentifier() or name == "with_kl":
         raise ConfigError(
             f"{setting} has the name {name!r}, which becomes part of a metric's name, "
             "rewards_<name>: use letters, digits and underscores, and not with_kl, which is a "
             "metric already."
         )
-    if not isinstance(member, Mapping):
-        raise ConfigError(
-            f"{setting}.{name}={member!r} must be a section with ip, port and optionally name and "
-            "weight."
-        )
+    spec = _read_one(member, f"{setting}.{name}", name)
     for key in member:
         if key not in _MEMBER_KEYS:
             raise ConfigError(
@@ -171,6 +165,7 @@ def _check_member(setting: str, name: str, member: Mapping) -> None:
                 f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and "
                 "port."
             )
+    return spec
 
 
 def _read_one(
