@@ -17,7 +17,7 @@ from nemo.utils import logging
 from torch import Tensor
 
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
-from nemo_aligner.core.interfaces import CheckpointWriter, Critic, Logger, PendingScores
+from nemo_aligner.core.interfaces import Critic, Logger, PendingScores
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.servers.source_rank import OtherFuture, await_on_source, wait_for_all
 
@@ -114,7 +114,7 @@ def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -
     return compute(tokens)
 
 
-def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, CheckpointWriter]:
+def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, Any]:
     """What every trainer writes with. Enough are a logger without `log_samples`, and a
     `CheckpointWriter` with `custom_save(monitor_candidates, is_train_end)` alone, whose
     checkpoints are complete when that returns, and are not known afterwards.
@@ -128,7 +128,7 @@ def complete_outputs(logger: Any, callback: Any) -> tuple[Logger, CheckpointWrit
     added = {name: value for name, value in optional.items() if not hasattr(callback, name)}
     if callback is not None and not _takes(callback.custom_save, "trainer_state"):
         added["custom_save"] = functools.partial(_save, callback)
-    return logger, cast(CheckpointWriter, _Completed(callback, added) if added else callback)
+    return logger, _Completed(callback, added) if added else callback
 
 
 def _save(
