@@ -662,7 +662,7 @@ MUTANTS = [
     Mutant(
         "a request to a chat server is sent once",
         "synthetic/chat_models.py",
-        "if not may_pass or number == self.tries:",
+        "if not error.may_pass or number == self.tries:",
         "if number:",
         _unit("test_constitutional_ai.py", "test_an_unusable_reply_is_one_line"),
     ),
