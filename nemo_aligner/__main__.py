@@ -30,6 +30,10 @@ TOOLS = {
 GROUPS = ["train", "serve", "logits"]  # of jobs, as --help lists them
 HELP = {"-h", "--help"}
 JOB_HELP = """
+One process per device: with trainer.devices=N the command starts them itself; torchrun and srun
+work as well. The same command resumes a training from the last checkpoint in
+exp_manager.explicit_log_dir.
+
 KEY=VALUE sets a key, ++KEY=VALUE one that the YAML file does not list; `nemo-aligner config {}`
 prints all of them. -v shows the configuration and what libraries say. The other options are
 Hydra's: --config-dir, --config-name, --cfg job and so on (--hydra-help).

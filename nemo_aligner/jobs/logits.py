@@ -9,32 +9,19 @@ r"""Write a teacher's largest logits at each token of the responses of a data se
 
 The data are those of supervised fine-tuning, and so are the keys below `data` (docs/data.md).
 Stopped, the same command goes on where it ended; `start_from_idx` and `end_at_idx` share the
-examples out to several jobs, each with a file of its own. One process per device: with
-`trainer.devices=N` the command starts them itself; torchrun and srun work as well. Keys:
-`nemo-aligner config logits`, docs/distillation.md.
+examples out to several jobs, each with a file of its own. docs/distillation.md says more.
 """
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.rules import check_values
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports
 
 CONFIG_NAME = "compute_topk_logits"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices)
-    compute(cfg)
-
-
-def compute(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from pathlib import Path
 

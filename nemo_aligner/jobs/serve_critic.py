@@ -11,31 +11,17 @@ Both start from the reward model: one of pairs, or a regression reward model, wh
 merged. With `combine_rm_and_critic_server=False` the critic may also start from a language model,
 with a new head, or from a critic; rewards then come from elsewhere (`serve reward`). The
 server runs until SIGTERM or SIGINT; the actor (`train ppo`) has it trained and saved.
-One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
-srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config critic`, docs/config.md.
 """
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports
 
 CONFIG_NAME = "gpt_ppo_critic"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME, jobs=lambda cfg: 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices, 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3)
-    serve(cfg)
-
-
-def serve(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
         from nemo_aligner.launch.experiment import (

@@ -8,36 +8,30 @@ It is for rejection sampling and REINFORCE, and for PPO whose critic has a serve
     nemo-aligner serve reward rm_model_file=policy.nemo \
         inference.reward_fn=path/to/file.py:function
 
-The server runs until SIGTERM or SIGINT. One process per device: with `trainer.devices=N` the
-command starts them itself; torchrun and srun work as well. A regression model that does not merge
-its attributes gives all of them (docs/steerlm.md). A function, `(prompts, responses,
-lengths) -> scores`, is served by one process with `inference.reward_fn_workers` workers; the .nemo
-gives the tokenizer only. With `inference.rewards_per` step or token both give rewards of the steps
-or tokens of a response. Keys: `nemo-aligner config reward`, docs/config.md.
+The server runs until SIGTERM or SIGINT. A regression model that does not merge its attributes
+gives all of them (docs/steerlm.md). A function, `(prompts, responses, lengths) -> scores`, is
+served by one process with `inference.reward_fn_workers` workers; the .nemo gives the tokenizer
+only. With `inference.rewards_per` step or token both give rewards of the steps or tokens of a
+response.
 """
 
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete, complete_config
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
     check_scores_of_tokens,
     served_attributes,
 )
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports
 
 CONFIG_NAME = "inference_rm"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME, jobs=3)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices, 3)
     if cfg.inference.reward_fn is None:
         serve_model(cfg)
     else:
@@ -46,7 +40,6 @@ def main(cfg: DictConfig) -> None:
 
 def serve_model(cfg: DictConfig) -> None:
     """Serve the model of `rm_model_file` until the job is stopped; every rank calls it."""
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo_aligner.algorithms.reward_server import RewardModelServer
         from nemo_aligner.checkpoint.nemo_archive import check_restore_path

@@ -8,33 +8,20 @@ The student is `train distill` with `model.knowledge_distillation.on_policy.frac
         inference.port=5556 inference.top_k=100
 
 The server gives its largest logits behind each token of the samples that it is sent, until SIGTERM
-or SIGINT. One process per device: with `trainer.devices=N` the command starts them itself;
-torchrun and srun work as well. Keys: `nemo-aligner config teacher`, docs/distillation.md.
+or SIGINT. docs/distillation.md says more.
 """
 
 from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports
 
 CONFIG_NAME = "inference_teacher"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME, jobs=2)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices, 2)
-    serve(cfg)
-
-
-def serve(cfg: DictConfig) -> None:
-    """Serve the model until the job is stopped; every rank calls it."""
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo_aligner.algorithms.teacher_server import TeacherServer, no_sentences
         from nemo_aligner.core.errors import UserError

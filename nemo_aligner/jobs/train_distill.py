@@ -10,54 +10,34 @@ r"""Knowledge distillation: a student learns from a teacher's largest logits.
 
 The first command writes the logits (docs/distillation.md). With
 `model.knowledge_distillation.on_policy.fraction` they come from a served teacher
-(`serve teacher`) instead, also for responses that the student gives itself. One process per
-device: with `trainer.devices=N` the command starts them itself; torchrun and srun work as well.
-The same command resumes from the last checkpoint in `exp_manager.explicit_log_dir`. Keys:
-`nemo-aligner config distill`, docs/config.md.
+(`serve teacher`) instead, also for responses that the student gives itself.
 """
 
 from functools import partial
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports
 
 CONFIG_NAME = "gpt_knowledge_distillation"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo_aligner.data.nlp.builders import (
             build_train_valid_test_knowledge_distillation_datasets,
             build_train_valid_test_response_datasets,
         )
-        from nemo_aligner.launch.experiment import start_job
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             GPTKnowledgeDistillationModel,
         )
 
-    base = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(base, cfg.model, CONFIG_NAME)
-    job = start_job(cfg, "knowledge_distillation")
-
-    model = load_from_nemo(
-        GPTKnowledgeDistillationModel, cfg.model, job.trainer, restore_path=base
+    job, model = start_with_model(
+        cfg, CONFIG_NAME, "knowledge_distillation", GPTKnowledgeDistillationModel
     )
-    model.init_peft(cfg.model.peft)
 
     fraction = cfg.model.knowledge_distillation.on_policy.fraction
     build_datasets = partial(

@@ -15,47 +15,31 @@ With `trainer.ppo.advantage_estimator` grpo, rloo or reinforce_plus_plus there i
 
 With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards come
 from a Python class in processes of this job (docs/environments.md).
-
-One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
-srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config ppo`, docs/config.md.
 """
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports, reward_servers
 
 CONFIG_NAME = "gpt_ppo_actor"
 
 
-@user_errors_end_the_job
+def number_of_jobs(cfg: DictConfig) -> int:
+    """This one, and the servers of rewards and critic if they are on the same machine."""
+    if cfg.remote_critic_rm.combine_rm_and_critic_server:
+        return 2
+    needs_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
+    return 1 + int(needs_critic) + reward_servers(cfg, "ppo")
+
+
+@job_main(CONFIG_NAME, number_of_jobs)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices, 1 + number_of_servers(cfg))
-    train(cfg)
-
-
-def number_of_servers(cfg: DictConfig) -> int:
-    """Of rewards and critic, if they are on the same machine."""
-    has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
-    if cfg.model.ppo.environment.path or cfg.trainer.ppo.reward_fn:
-        return int(has_critic)
-    return 1 if cfg.remote_critic_rm.combine_rm_and_critic_server else 2
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo_aligner.algorithms.ppo import PPOTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.launch.experiment import run_timer, set_up_training, start_job
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.launch.experiment import run_timer, set_up_training, start_with_model
         from nemo_aligner.launch.pair import load_state_of_pair
         from nemo_aligner.launch.prompts import build_prompt_loaders
         from nemo_aligner.launch.score_sources import start_score_source
@@ -63,14 +47,7 @@ def train(cfg: DictConfig) -> None:
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
 
-    restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
-    job = start_job(cfg, "ppo")
-
-    model = load_from_nemo(
-        MegatronGPTActorModel, cfg.model, job.trainer, restore_path=restore_path
-    )
-    model.init_peft(cfg.model.peft)
+    job, model = start_with_model(cfg, CONFIG_NAME, "ppo", MegatronGPTActorModel)
     ppo = cfg.model.ppo
     if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.

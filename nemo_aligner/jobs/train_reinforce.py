@@ -8,33 +8,17 @@ That is `serve reward`.
         "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [b.jsonl]}" \
         trainer.reinforce.num_rollouts_per_prompt=4 \
         remote_rm.host=localhost remote_rm.port=5555
-
-One process per device: with `trainer.devices=N` the command starts them itself; torchrun and
-srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config reinforce`, docs/config.md.
 """
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports, reward_servers
 
 CONFIG_NAME = "gpt_reinforce_actor"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME, jobs=lambda cfg: 1 + reward_servers(cfg, "reinforce"))
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    in_job = cfg.model.reinforce.environment.path or cfg.trainer.reinforce.reward_fn
-    share_cores(cfg.trainer.devices, 1 if in_job else 2)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo_aligner.algorithms.reinforce import ReinforceTrainer
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
@@ -43,9 +27,8 @@ def train(cfg: DictConfig) -> None:
             load_trainer_state,
             run_timer,
             set_up_training,
-            start_job,
+            start_with_model,
         )
-        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.prompts import build_prompt_loaders
         from nemo_aligner.launch.score_sources import start_score_source
         from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
@@ -53,14 +36,7 @@ def train(cfg: DictConfig) -> None:
         )
         from nemo_aligner.servers.reward_client import RemoteGPTRMClient
 
-    restore_path = cfg.pretrained_checkpoint.restore_from_path
-    cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)
-    job = start_job(cfg, "reinforce")
-
-    model = load_from_nemo(
-        MegatronGPTReinforceActorModel, cfg.model, job.trainer, restore_path=restore_path
-    )
-    model.init_peft(cfg.model.peft)
+    job, model = start_with_model(cfg, CONFIG_NAME, "reinforce", MegatronGPTReinforceActorModel)
     settings, reinforce = cfg.trainer.reinforce, cfg.model.reinforce
     if settings.initial_policy_kl_penalty > 0:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.

@@ -16,20 +16,15 @@ The model starts from a language model with a new head, whose weights follow fro
 with `model.regression.load_rm_head_weights=True` from a reward model with its own head; without
 `pretrained_checkpoint.restore_from_path` from random weights, and then the architecture must be
 given. The job ends with the accuracy, or the correlation with the labels, on data that it was not
-trained on. One process per device: with `trainer.devices=N` the command starts them itself;
-torchrun and srun work as well. The same command resumes from the last checkpoint in
-`exp_manager.explicit_log_dir`. Keys: `nemo-aligner config rm`, docs/config.md.
+trained on.
 """
 
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.launch.start_up import long_imports, share_cores
+from nemo_aligner.launch.start_up import job_main, long_imports
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,16 +36,8 @@ if TYPE_CHECKING:
 CONFIG_NAME = "training_rm"
 
 
-@user_errors_end_the_job
+@job_main(CONFIG_NAME)
 def main(cfg: DictConfig) -> None:
-    cfg = complete_config(cfg, CONFIG_NAME)
-    check_config(cfg, CONFIG_NAME)
-    share_cores(cfg.trainer.devices)
-    train(cfg)
-
-
-def train(cfg: DictConfig) -> None:
-    # Here, not at the top: they take seconds, and --help and a wrong key need none of them.
     with long_imports():
         from nemo.utils import logging
 

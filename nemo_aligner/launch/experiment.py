@@ -26,11 +26,12 @@ from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.config.access import shown_config, shown_url
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
-from nemo_aligner.config.rules import config_name_of
+from nemo_aligner.config.rules import config_name_of, restore_key
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.model_loading import Model, complete_model_config, load_from_nemo
 from nemo_aligner.launch.processes import (
     init_distributed,
     no_checkpoint_error,
@@ -120,6 +121,27 @@ def start_job(cfg: DictConfig, section: str) -> Job:
     if log_dir is not None and is_rank_zero():
         _write_config(cfg, log_dir)  # again, with that date
     return Job(section, trainer, log_dir, logger)
+
+
+def start_with_model(
+    cfg: DictConfig, config_name: str, section: str, model_class: type[Model]
+) -> tuple[Job, Model]:
+    """`start_job`, with the model that it trains: from the checkpoint that `cfg` names, or of
+    random weights, with its adapters; every rank calls it. `cfg.model` becomes complete.
+
+    Args:
+        config_name: the YAML file of the job, without its ending.
+        section: see `Job`.
+    """
+    base = OmegaConf.select(cfg, restore_key(config_name))
+    cfg.model = complete_model_config(base, cfg.model, config_name)
+    job = start_job(cfg, section)
+    if base is None:
+        model = model_class(cfg.model, job.trainer)
+    else:
+        model = load_from_nemo(model_class, cfg.model, job.trainer, restore_path=base)
+    model.init_peft(cfg.model.peft)
+    return job, model
 
 
 def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:

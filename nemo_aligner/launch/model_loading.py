@@ -5,7 +5,7 @@
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
@@ -143,27 +143,6 @@ def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | N
     return load_checkpoint_model_config(restore_path) if is_2_0 else None
 
 
-@overload
-def load_from_nemo(
-    cls: type[Model],
-    model_cfg: DictConfig,
-    trainer: Trainer | None,
-    *,
-    restore_path: str | Path | None = None,
-    load_base_model_only: bool = False,
-) -> Model: ...
-
-
-@overload
-def load_from_nemo(
-    cls: type[Model],
-    model_cfg: DictConfig,
-    trainer: Trainer | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any: ...
-
-
 def load_from_nemo(
     cls: type[Model],
     model_cfg: DictConfig,
@@ -173,8 +152,8 @@ def load_from_nemo(
     restore_path: str | Path | None = None,
     load_base_model_only: bool = False,
     return_updated_cfg: bool = False,
-) -> Model | tuple[Model, DictConfig]:
-    """Build `cls` from `model_cfg` over the file's own configuration, with the weights of a
+) -> Any:
+    """A model, `cls`, of `model_cfg` over the file's own configuration, with the weights of a
     `.nemo`; all ranks call it.
 
     Args:

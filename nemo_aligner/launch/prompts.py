@@ -25,30 +25,13 @@ if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
 
-def build_prompt_datasets(
-    cfg: DictConfig, kind: str, remote: str, tokenizer: "TokenizerSpec"
-) -> tuple[RLHFDataset, RLHFDataset]:
-    """Prompts for training and for validation, from `model.data.data_prefix`.
-
-    Args:
-        cfg: the whole configuration.
-        kind: "ppo", "rs" or "reinforce".
-        remote: section of the servers that score the responses.
-    """
-    train_ds, validation_ds, _ = build_configured_datasets(
-        cfg, build_train_valid_test_rlhf_datasets, tokenizer
-    )
-    validation_ds = single_validation_set(validation_ds)
-    check_pad_to_length(cfg, remote, kind, [train_ds, validation_ds])
-    return train_ds, validation_ds
-
-
 @dataclass(frozen=True)
 class PromptLoaders:
-    """The prompts of a `PPOTrainer` or `ReinforceTrainer`.
+    """The prompts of a trainer whose policy generates.
 
     Attributes:
-        train_dataloader_builder, val_dataloader_builder, collate_fn: arguments of the trainer.
+        train_dataloader_builder, val_dataloader_builder, collate_fn: arguments of `PPOTrainer`;
+            the first two take `collate_fn` too.
         max_steps: rollouts of the whole job.
         datasets: of the prompts.
     """
@@ -63,9 +46,19 @@ class PromptLoaders:
 def build_prompt_loaders(
     cfg: DictConfig, kind: str, remote: str, tokenizer: "TokenizerSpec"
 ) -> PromptLoaders:
-    """Loaders of `build_prompt_datasets`, with the sizes of `model.<kind>`; arguments as there."""
+    """Loaders of the prompts of `model.data.data_prefix`, with the sizes of `model.<kind>`.
+
+    Args:
+        cfg: the whole configuration.
+        kind: "ppo", "rs" or "reinforce".
+        remote: section of the servers that score the responses.
+    """
     settings, section = cfg.model[kind], cfg.trainer[kind]
-    train_ds, validation_ds = build_prompt_datasets(cfg, kind, remote, tokenizer)
+    train_ds, validation_ds, _ = build_configured_datasets(
+        cfg, build_train_valid_test_rlhf_datasets, tokenizer
+    )
+    validation_ds = single_validation_set(validation_ds)
+    check_pad_to_length(cfg, remote, kind, [train_ds, validation_ds])
     train: Any = partial(
         build_dataloader,
         cfg,

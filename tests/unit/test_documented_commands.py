@@ -7,9 +7,7 @@ The commands are in documented_commands.txt. Of the YAML files the tests hold on
 from `conf/`.
 """
 
-import importlib
 import math
-import pkgutil
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -20,10 +18,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from nemo_aligner import jobs
 from nemo_aligner.config import checks
 from nemo_aligner.config.defaults import CONF
-from nemo_aligner.launch import experiment, processes
+from nemo_aligner.launch import experiment, processes, start_up
 
 SCRIPTS = Path(__file__).parents[2] / "examples/nlp/gpt"
 
@@ -105,8 +102,7 @@ def run(tmp_path, monkeypatch, capsys):
     plain_check = checks.check_config
     # Hydra closes all logging handlers; absl's would close the file that pytest captures into.
     monkeypatch.setattr("absl.logging.PythonHandler.close", lambda _handler: None)
-    for job in pkgutil.iter_modules(jobs.__path__, "nemo_aligner.jobs."):
-        monkeypatch.setattr(importlib.import_module(job.name), "check_config", check_config)
+    monkeypatch.setattr(start_up, "check_config", check_config)
     for module in (experiment, processes):
         monkeypatch.setattr(module, "resolve_and_create_trainer", start)
     monkeypatch.chdir(tmp_path)
