@@ -70,15 +70,6 @@ class PPOTrainer(PolicyGradientTrainer):
     """
 
     SECTION, NAME = "ppo", "PPO"
-    SHOWN = (
-        "train_rewards",
-        "train_init_policy_kl",
-        "train_generation_length",
-        "train_generated_tokens_per_s",
-        "train_actor_loss",
-        "train_critic_loss",
-        "val_rewards",
-    )
     WAIT_TIMER = "critic_wait"
 
     def __init__(

@@ -64,14 +64,6 @@ class ReinforceTrainer(PolicyGradientTrainer):
     """
 
     SECTION, NAME = "reinforce", "REINFORCE"
-    SHOWN = (
-        "train_rewards",
-        "train_init_policy_kl",
-        "train_generation_length",
-        "train_generated_tokens_per_s",
-        "train_loss",
-        "val_rewards",
-    )
     WAIT_TIMER = "rm_wait"
 
     def __init__(

@@ -26,6 +26,21 @@ TRAIN_TABLE_ROWS, VAL_TABLE_ROWS = 1, 5
 # cost more with every step. tables.jsonl has all of them.
 KEPT_ROWS = 200
 QUIET_S = 60.0  # between two states of the bar in a file
+SHOWN = (  # metrics beside the bar, those of them that a job has
+    "train_rewards",
+    "train_global_rewards",
+    "train_selected_rewards",
+    "train_init_policy_kl",
+    "train_generation_length",
+    "train_global_response_lengths_mean",
+    "train_generated_tokens_per_s",
+    "train_loss",
+    "train_critic_loss",
+    "val_rewards",
+    "val_global_rewards",
+    "val_loss",
+    "train_tokens_per_s",
+)
 
 
 def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
@@ -129,14 +144,13 @@ def show_progress(
     progress: tqdm,
     train_metrics: Mapping[str, Any],
     val_metrics: Mapping[str, Any],
-    shown_keys: tuple[str, ...],
 ) -> dict[str, float]:
     """Advance the bar by a step; returns all metrics of the step as `train_*` and `val_*`, to rank
     checkpoints by.
     """
     metrics = {f"train_{key}": float(value) for key, value in train_metrics.items()}
     metrics |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
-    shown = {key.removeprefix("train_"): key for key in shown_keys if key in metrics}
+    shown = {key.removeprefix("train_"): key for key in SHOWN if key in metrics}
     values = {name: f"{metrics[key]:.4g}" for name, key in shown.items()}
     progress.set_postfix(values, refresh=False)
     progress.update(1)

@@ -103,7 +103,6 @@ class RolloutTrainer(ABC):
 
     SECTION: ClassVar[str]  # name of the algorithm's sections: trainer.<name> and model.<name>
     NAME: ClassVar[str]  # of the algorithm, for messages
-    SHOWN: ClassVar[tuple[str, ...]]  # metrics beside the progress bar
     WAIT_TIMER: ClassVar[str]  # of the time spent waiting for scores
 
     def __init__(
@@ -250,9 +249,7 @@ class RolloutTrainer(ABC):
                     must_save=stop is not None,
                 )
                 val_metrics = self.validate() if run_val else {}
-                candidates = rollout_log.show_progress(
-                    progress, train_metrics, val_metrics, self.SHOWN
-                )
+                candidates = rollout_log.show_progress(progress, train_metrics, val_metrics)
                 if save_model:
                     self.save(candidates, is_train_end=is_train_end)
                     stop = stop or stop_requests.signalled()

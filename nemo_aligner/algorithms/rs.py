@@ -80,14 +80,6 @@ class RSTrainer(RolloutTrainer):
     """
 
     SECTION, NAME = "rs", "RS"
-    SHOWN = (
-        "train_global_rewards",
-        "train_selected_rewards",
-        "train_global_response_lengths_mean",
-        "train_generated_tokens_per_s",
-        "train_loss",
-        "val_global_rewards",
-    )
     WAIT_TIMER = "rm_wait"
 
     def __init__(

@@ -47,8 +47,6 @@ from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.token_counts import TRAIN, forget_token_counts, log_token_counts
 from nemo_aligner.training.update import train_on_batch
 
-SHOWN = ("train_loss", "val_loss", "train_tokens_per_s")  # beside the progress bar
-
 
 class SupervisedTrainer:
     """Runs the steps, validates, logs and saves.
@@ -219,7 +217,7 @@ class SupervisedTrainer:
                 if tokens:
                     speed = tokens["train_computed"] / max(train_metrics["step_time"], 1e-9)
                     train_metrics = train_metrics | {"tokens_per_s": speed}
-                candidates = show_progress(progress, train_metrics, val_metrics, SHOWN)
+                candidates = show_progress(progress, train_metrics, val_metrics)
                 if save_model:  # a validation of an earlier step would not be of these weights
                     self.save(
                         candidates if run_val else _prefixed("train_", train_metrics),

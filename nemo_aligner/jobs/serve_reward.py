@@ -15,6 +15,7 @@ only. With `inference.rewards_per` step or token both give rewards of the steps 
 response.
 """
 
+import dataclasses
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,6 +26,7 @@ from nemo_aligner.config.server_rules import (
     check_scores_of_tokens,
     served_attributes,
 )
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.start_up import job_main, long_imports
 
 CONFIG_NAME = "inference_rm"
@@ -144,18 +146,8 @@ def tokenizer_config(cfg: DictConfig) -> DictConfig:
 
 def endpoint_options(inference_cfg: DictConfig) -> dict[str, Any]:
     """The arguments of `RewardModelServer` that stand in `inference` of the configuration."""
-    names = (
-        "host",
-        "port",
-        "token_file",
-        "max_request_mb",
-        "model_name",
-        "max_queue_delay_microseconds",
-        "strip_sequence_length_to_multiple",
-    )
-    options = {name: inference_cfg[name] for name in names}
-    sizes = inference_cfg.inference_micro_batch_size
-    return {
-        **options,
-        "inference_micro_batch_size": sizes if isinstance(sizes, int) else list(sizes),
-    }
+    from nemo_aligner.algorithms.reward_server import RewardModelServer
+
+    names = {field.name for field in dataclasses.fields(RewardModelServer)}
+    options = plain_dict(inference_cfg, resolve=True)
+    return {name: value for name, value in options.items() if name in names}
