@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.settings import CommandParser, compose_settings, quiet_libraries
+from nemo_aligner.generate.settings import CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def main(argv: list[str] | None = None) -> None:
         )
     if args.system is not None and not args.chat:
         raise UserError("--system is a part of a chat: add --chat.")
-    quiet_libraries()
     cfg = compose_settings("evaluate", settings)
 
     from nemo_aligner.config.checks import check_config

@@ -5,12 +5,7 @@
 import sys
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.settings import (
-    RESTORE_KEY,
-    CommandParser,
-    compose_settings,
-    quiet_libraries,
-)
+from nemo_aligner.generate.settings import RESTORE_KEY, CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
 DESCRIPTION = """\
@@ -67,7 +62,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--prompts and --out belong together: give both, or none to chat.")
     if args.system is not None and args.plain:
         raise UserError("--system is a part of a chat; leave --plain out.")
-    quiet_libraries()
     cfg = compose_settings("generate", settings)
     if models:
         cfg.pretrained_checkpoint.restore_from_path = models[0]

@@ -7,7 +7,6 @@ it.
 import argparse
 import os
 import re
-import warnings
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -41,13 +40,6 @@ class CommandParser(argparse.ArgumentParser):
         args = self.parse_intermixed_args(argv)
         settings = [word for word in args.words if is_setting(word)]
         return args, [word for word in args.words if not is_setting(word)], settings
-
-
-def quiet_libraries() -> None:
-    """Hide the warnings that libraries give when they are imported: the terminal is for the
-    text.
-    """
-    warnings.simplefilter("ignore")
 
 
 def is_setting(word: str) -> bool:

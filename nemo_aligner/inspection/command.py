@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.settings import CommandParser, quiet_libraries
+from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
 
 DESCRIPTION = """\
@@ -67,7 +67,6 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--model is missing: name the model whose tokenizer the job will use.")
     if args.samples < 0 or args.limit < 0:
         raise UserError("--samples and --limit are numbers of samples, 0 or more.")
-    quiet_libraries()
     # They take seconds to import.
     from nemo_aligner.generate.policy import quiet_logs
     from nemo_aligner.inspection.findings import look
