@@ -10,7 +10,6 @@ heavy.
 import contextlib
 import logging
 import os
-import site
 import sys
 import sysconfig
 import warnings
@@ -22,16 +21,8 @@ VERBOSE = "NEMO_ALIGNER_VERBOSE"
 FILE = "libraries.log"
 KEPT = 100  # remarks of a process that has no file for them
 
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(folder) + os.sep
-        for folder in (
-            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-            *site.getsitepackages(),
-            *(path for path in sys.path if path.endswith("-packages")),
-        )
-    }
-)
+_PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+_INSTALLED = {"site-packages", "dist-packages"}  # where pip and distributions put packages
 _OWN = os.path.realpath(Path(__file__).parents[1]) + os.sep
 
 
@@ -100,7 +91,8 @@ class Remarks:
 def is_library(path: str) -> bool:
     """Whether a file is one of an installed package or of Python, and not of this package."""
     path = os.path.realpath(path)
-    return path.startswith(_LIBRARIES) and not path.startswith(_OWN)
+    is_theirs = path.startswith(_PYTHON) or not _INSTALLED.isdisjoint(path.split(os.sep))
+    return is_theirs and not path.startswith(_OWN)
 
 
 def _origin(record: logging.LogRecord) -> str:
