@@ -83,7 +83,8 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
     """All ranks enter it. A `UserError` inside, on any of them, is raised on all.
 
     Args:
-        written: path that is written inside; an `OSError` becomes a `SaveError` about it.
+        written: path that is written inside; an `OSError` becomes a `SaveError` about it. None:
+            it becomes a `UserError`.
     """
     failure: UserError | None = None
     try:
@@ -91,9 +92,7 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
     except UserError as error:
         failure = error
     except OSError as error:
-        if written is None:
-            raise
-        failure = save_error(written, error)
+        failure = UserError(str(error)) if written is None else save_error(written, error)
     for found in gathered(failure):
         if found is not None:
             raise found

@@ -36,13 +36,18 @@ Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents o
 
 
 def format_name(template: str, metrics: dict[str, float]) -> str:
-    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a missing metric reads `nan`."""
+    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a missing metric reads `nan`. A
+    format of whole numbers (`{step:05d}`) takes others, too.
+    """
 
     def fill(match: re.Match[str]) -> str:
         key, spec = match.group(1), match.group(2) or ""
         value = metrics.get(key, math.nan)
-        if not spec and float(value).is_integer():
+        for_whole = spec[-1:] in tuple("bdoxX")
+        if (for_whole or not spec) and float(value).is_integer():
             value = int(value)
+        elif for_whole:
+            spec = spec[:-1]
         return f"{key}={format(value, spec)}"
 
     return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, template)
@@ -59,9 +64,10 @@ def try_names(root: Path, template: str, others: list[str]) -> None:
         SaveError: a name or `root` cannot be written.
     """
     try:
-        # Long numbers that are no whole ones, as metrics may be.
-        metrics = dict.fromkeys(re.findall(r"\{([^{}:]+)", template), -1e9 + 0.5)
-        for name in (format_name(template, metrics), *others):
+        keys = re.findall(r"\{([^{}:]+)", template)
+        # Long numbers, whole ones as counters are, and others, as metrics may be.
+        names = [format_name(template, dict.fromkeys(keys, n)) for n in (-1e9, -1e9 + 0.5)]
+        for name in (*names, *others):
             if "/" in name:
                 raise ValueError(f"{name!r} contains /, and is no name")
             probe = root / (name + REMOVING_SUFFIX)

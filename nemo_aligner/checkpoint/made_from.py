@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checkpoints of a job were made from: stored in each, and compared when a job resumes.
 
-    {"base": {...}, "data": {...}, "objective": {...}, "settings": {...}, "facts": {...}}
+    {"base": {...}, "data": {...}, "objective": {...}, "settings": {...}}
 
 Each group has values by their names. What is known by its content, such as a base that may have
-moved, is `{"shown": text, "content": hash}`. "facts" has what a run decided once; it is not
-compared.
+moved, is `{"shown": text, "content": hash}`. Other settings are shown, all else is refused.
 """
 
+import contextlib
 import hashlib
 import json
 import tarfile
@@ -21,8 +21,11 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.checksums import MANIFEST
-from nemo_aligner.checkpoint.dist_ckpt import gathered
+from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
+from nemo_aligner.checkpoint.megatron import locate
+from nemo_aligner.config.access import shown_url
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.kl import name_kl_estimator
 from nemo_aligner.parallel.environment import is_rank_zero
 
 MadeFrom = dict[str, dict[str, Any]]
@@ -30,19 +33,34 @@ FIXED = ("base", "data", "objective")  # another one is refused
 # Data files above this size (bytes) are known by their size and these samples of their content.
 SMALL = 4 << 20
 SAMPLES, SAMPLE_BYTES = 64, 4096
-# Last names of the keys that say what is optimized.
-OBJECTIVE = frozenset(
-    """preference_loss ref_policy_kl_penalty label_smoothing preference_average_log_probs
-    sft_average_log_probs gt_reward_scale preference_loss_weight sft_loss_weight
-    desirable_loss_weight undesirable_loss_weight kd_loss jsd_beta outside_top_k
-    target_logits_scale logits_scale kd_loss_weight cross_tokenizer fraction advantage_estimator
-    initial_policy_kl_penalty use_absolute_kl kl_estimator target discount_factor gae_lambda
-    critic_gae_lambda normalize_advantages advantage_clip reward_clip process_rewards
-    whiten_rewards overlong_buffer_len overlong_penalty_factor entropy_bonus kl_loss_coef
-    kl_loss_estimator train_on_truncated top_n_rollouts loss_reduction answer_only_loss
-    reward_model_type loss_func num_attributes merge_attributes attribute_weights loss_mask_val
-    loss_clip_val enable mean std""".split()
+# Endings of what is read of a folder: configuration, weights and tokenizer.
+READ = tuple(
+    """.safetensors .bin .pt .distcp .json .yaml .model .jinja .tiktoken merges.txt vocab.txt
+    """.split()
 )
+# Keys that say what is optimized, with * for the job's own section. Numbers that tune it, such as
+# the weight of a KL penalty, are settings.
+OBJECTIVE = frozenset(
+    """model.*.preference_loss model.*.preference_average_log_probs model.*.sft_average_log_probs
+    model.*.loss_reduction model.loss_reduction model.answer_only_loss model.*.kd_loss
+    model.*.outside_top_k model.reward_model_type model.loss_func model.regression.loss_func
+    model.regression.num_attributes model.regression.merge_attributes
+    model.regression.attribute_weights model.regression.loss_mask_val
+    model.reward_standardization.enable model.reward_standardization.mean
+    model.reward_standardization.std model.*.kl_loss_estimator model.*.train_on_truncated
+    trainer.*.advantage_estimator trainer.*.kl_estimator trainer.*.use_absolute_kl
+    trainer.*.normalize_advantages trainer.*.whiten_rewards trainer.*.process_rewards
+    trainer.*.rewards_per""".split()
+)
+# Of these, what counts only where another key has a value.
+COUNTS_WITH = {
+    "model.*.sft_average_log_probs": "model.*.sft_loss_weight",
+    "model.*.kl_loss_estimator": "model.*.kl_loss_coef",
+    "model.reward_standardization.mean": "model.reward_standardization.enable",
+    "model.reward_standardization.std": "model.reward_standardization.enable",
+    "trainer.*.kl_estimator": "trainer.*.initial_policy_kl_penalty",
+    "trainer.*.rewards_per": "trainer.*.reward_fn",
+}
 
 
 def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
@@ -54,15 +72,15 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
         loader: of its training data, as a PyTorch data loader; None: it has none.
     """
     found: MadeFrom = {}
-    if is_rank_zero():
-        values = _settings(cfg, section)
-        objective = {key: value for key, value in values.items() if _last(key) in OBJECTIVE}
-        found = {
-            "base": _base(cfg),
-            "data": {} if loader is None else _data(loader) | {"model.seed": cfg.model.seed},
-            "objective": {"job": section} | objective,
-            "settings": {key: value for key, value in values.items() if key not in objective},
-        }
+    with failing_together():
+        if is_rank_zero():
+            objective, settings = _objective_and_settings(cfg, section)
+            found = {
+                "base": _base(cfg),
+                "data": {} if loader is None else _data(loader) | {"model.seed": cfg.model.seed},
+                "objective": objective,
+                "settings": settings,
+            }
     return gathered(json.loads(json.dumps(found)))[0]
 
 
@@ -78,11 +96,15 @@ def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
     """
     before = stored.get("made_from")
     if before is None:
+        objective = stored["trainer"].get("objective")  # PPO's
+        unknown = "base, data and objective are" if objective is None else "base and data are"
+        if objective is None and now["objective"].get("trainer.ppo.kl_estimator", "abs") != "abs":
+            unknown = f"trainer.ppo.use_absolute_kl, True by default then, {unknown}"
         logging.warning(
-            f"{folder} does not say what it was made from (an earlier version wrote it): base, "
-            "data and objective are not compared."
+            f"{folder} does not say what it was made from (an earlier version wrote it): "
+            f"{unknown} not compared."
         )
-        return
+        before = dict.fromkeys(("objective", "settings"), objective or {})
     rows, is_refused = [("", "checkpoint", "this job")], False
     for group in (*FIXED, "settings"):
         then = before.get(group, {})
@@ -120,23 +142,22 @@ def content_hash(path: Path) -> str:
     that has checksums, of these.
     """
     if path.is_dir():
-        files = [f for f in path.rglob("*") if f.is_file() and _is_read(f.relative_to(path))]
+        path = locate(path)
+        is_flat = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+        found = path.glob("*") if is_flat else path.rglob("*")  # of Hugging Face: no folders in it
+        files = [file for file in found if file.name.endswith(READ) and file.is_file()]
         if (path / MANIFEST).is_file():
             files = [path / MANIFEST]
         return _hash(*(f"{f.relative_to(path)} {content_hash(f)}" for f in sorted(files)))
-    if path.suffix == ".nemo" and tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
+    if path.suffix == ".nemo":
+        # A compressed file would have to be unpacked.
+        with contextlib.suppress(tarfile.ReadError), tarfile.open(path, "r:") as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isfile() else None
                 if content is not None and member.name.removeprefix("./") == MANIFEST:
                     inner = _hash(str(member.size), content.read())
                     return _hash(f"{MANIFEST} {inner}")
     return _hash(str(path.stat().st_size), content_samples(path))
-
-
-def _is_read(name: Path) -> bool:
-    """Whether a file of a folder may be of the model: not a page about it, nor of git."""
-    return name.suffix != ".md" and not any(part.startswith(".") for part in name.parts)
 
 
 def _hash(*parts: str | bytes) -> str:
@@ -171,19 +192,54 @@ def _data(loader: Any) -> dict[str, Any]:
     }
 
 
-def _settings(cfg: DictConfig, section: str) -> dict[str, Any]:
-    """The values of `OBJECTIVE` and the optimizer, and the numbers beside them, by dotted keys."""
+def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, Any], ...]:
+    """What is optimized, and the optimizer and the numbers beside that, by dotted keys."""
     own = (section, "regression", "reward_standardization", "optim")
     model = {key: cfg.model[key] for key in cfg.model if not OmegaConf.is_config(cfg.model[key])}
     model |= {key: cfg.model[key] for key in own if key in cfg.model}
     tree = OmegaConf.create({"trainer": {section: cfg.trainer[section]}, "model": model})
-    return {
-        key: value
+    values = {
+        key.replace(f".{section}.", ".*."): value
         for key, value in _leaves(OmegaConf.to_container(tree, resolve=True))
-        if isinstance(value, int | float)
-        or _last(key) in OBJECTIVE
-        or key.startswith("model.optim.")
     }
+    objective: dict[str, Any] = {"job": section}
+    if "trainer.*.use_absolute_kl" in values:
+        values["trainer.*.kl_estimator"] = name_kl_estimator(
+            values.pop("trainer.*.use_absolute_kl"), values.get("trainer.*.kl_estimator")
+        )
+    settings = {
+        key: value
+        for key, value in values.items()
+        if key not in OBJECTIVE
+        and (isinstance(value, int | float | None) or key.startswith("model.optim."))
+    }
+    objective |= {
+        key: values[key]
+        for key in sorted(OBJECTIVE & values.keys())
+        if key not in COUNTS_WITH or values.get(COUNTS_WITH[key])
+    }
+    if values.get("model.reward_model_type") == "binary_ranking":
+        objective = {key: objective[key] for key in objective if ".regression." not in key}
+    template = OmegaConf.select(cfg, "model.data.chat_template") or "tokenizer"
+    objective["chat template"] = _by_content(template, template)
+    if "trainer.*.reward_fn" in values:
+        given = values.get("model.*.environment.path") or values["trainer.*.reward_fn"]
+        source = str(given or "servers of this package")
+        file = source.rpartition(":")[0]
+        # A web server may come up elsewhere, and a file may move.
+        name = "web servers" if "://" in source else Path(source).name
+        objective["reward"] = {"shown": shown_url(source), "content": _hash(name)}
+        if given and "://" not in source:
+            settings["code of the reward"] = _by_content(source, file)
+    return tuple(
+        {key.replace(".*.", f".{section}."): value for key, value in group.items()}
+        for group in (objective, settings)
+    )
+
+
+def _by_content(shown: str, file: str) -> Any:
+    """A value that names a file, if it does."""
+    return {"shown": shown, "content": content_hash(Path(file))} if Path(file).is_file() else shown
 
 
 def _leaves(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -192,10 +248,6 @@ def _leaves(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
 
 
 def _content(value: Any) -> Any:

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
+from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.config.access import shown_config, shown_url
 from nemo_aligner.config.defaults import complete
@@ -39,7 +40,6 @@ from nemo_aligner.launch.processes import (
 )
 from nemo_aligner.launch.remarks import is_verbose, remarks
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
@@ -146,21 +146,21 @@ def start_with_model(
 
 def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
     """Set the day that chat templates take for today, `chat_date` of the section `model.data`, to
-    that of the run's first start, which its folder keeps: it does not change at midnight, on a
-    resume or between ranks, all of which call this.
+    that of the run's first start, or the one given last, which its folder keeps: it does not
+    change at midnight, on a resume or between ranks, all of which call this.
     """
     if data is None or "chat_date" not in data:
         return
-    box = [data.chat_date]
-    if is_rank_zero():
-        # `exp_manager` moves files of former runs to `run_<n>`.
-        folders = [] if log_dir is None else [log_dir, *log_dir.glob("run_*")]
-        kept = next((f for f in (folder / CHAT_DATE for folder in folders) if f.exists()), None)
-        box = [str(data.chat_date or (kept.read_text() if kept else datetime.date.today()))]
-        if log_dir is not None and kept is None:
-            write_durably(log_dir / CHAT_DATE, box[0].encode())
-    torch.distributed.broadcast_object_list(box, src=0, device=get_device())
-    data.chat_date = box[0]
+    date = data.chat_date
+    with failing_together(log_dir and log_dir / CHAT_DATE):
+        if is_rank_zero():
+            folders = [] if log_dir is None else [log_dir, *reversed(_former_runs(log_dir))]
+            files = [folder / CHAT_DATE for folder in folders]
+            kept = next((file.read_text() for file in files if file.exists()), None)
+            date = str(date or kept or datetime.date.today())
+            if files and date != kept:
+                write_durably(files[0], date.encode())
+    data.chat_date = gathered(date)[0]
 
 
 def log_config(cfg: DictConfig, config_name: str | None) -> None:
@@ -243,13 +243,18 @@ def _write_config(cfg: DictConfig, log_dir: Path) -> None:
     OmegaConf.save(shown, log_dir / "config.yaml")
 
 
+def _former_runs(log_dir: Path) -> list[Path]:
+    """The folders `run_<n>`, to which `exp_manager` moves files of former runs, oldest first."""
+    runs = [run for run in log_dir.glob("run_*") if run.name.removeprefix("run_").isdigit()]
+    return sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))
+
+
 def _keep_json_lines(log_dir: Path) -> None:
     """Put the JSON lines of former runs, which `exp_manager` has moved to `run_<n>`, back: a
     resumed job continues them. A run that died before it did so has left more than one part.
     """
-    runs = [run for run in log_dir.glob("run_*") if run.name.removeprefix("run_").isdigit()]
     parts: dict[str, list[Path]] = {}
-    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_"))):
+    for run in _former_runs(log_dir):
         for file in sorted(run.glob("*.jsonl")):
             parts.setdefault(file.name, []).append(file)
     for name, files in parts.items():

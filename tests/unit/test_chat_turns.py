@@ -391,6 +391,13 @@ def test_a_run_keeps_its_date(process_group, tmp_path):
         data.chat_date = given
         fix_chat_date(data, tmp_path)
         assert data.chat_date == expected
+    (tmp_path / "run_10").mkdir()
+    (tmp_path / CHAT_DATE).rename(tmp_path / "run_10" / CHAT_DATE)
+    data.chat_date = None
+    fix_chat_date(data, tmp_path)
+    assert data.chat_date == "2023-01-01"  # given last
+    with pytest.raises(UserError, match="No such file"):
+        fix_chat_date(data, tmp_path / "gone")
     data.chat_date = None
     fix_chat_date(data, None)
     assert data.chat_date == today

@@ -4,6 +4,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import tarfile
 from types import SimpleNamespace
@@ -32,20 +33,39 @@ def test_content_does_not_depend_on_the_place(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SMALL", 1000)
     folder = tmp_path / "base"
     (folder / ".git").mkdir(parents=True)
-    (folder / "weights").write_bytes(bytes(range(256)) * 4000)
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 4000)
     (folder / "config.json").write_text("{}")
     shutil.copytree(folder, tmp_path / "moved")
     before = content_hash(folder)
     assert content_hash(tmp_path / "moved") == before
     (folder / "README.md").write_text("a page")
     (folder / ".git/index").write_text("x")
+    (folder / "train.log").write_text("a log")
+    (folder / "checkpoint-5").mkdir()
+    (folder / "checkpoint-5/config.json").write_text("{}")
     assert content_hash(folder) == before
-    (folder / "weights").write_bytes(bytes(range(1, 256)) * 4000 + bytes(4000))
+    (folder / "model.safetensors").write_bytes(bytes(range(1, 256)) * 4000 + bytes(4000))
     assert content_hash(folder) != before
     (folder / MANIFEST).write_text("checksums")
     with tarfile.open(tmp_path / "base.nemo", "w") as tar:
         tar.add(folder, ".")
     assert content_hash(tmp_path / "base.nemo") == content_hash(folder) != before
+    with tarfile.open(tmp_path / "zip.nemo", "w:gz") as tar:
+        tar.add(folder, ".")
+    monkeypatch.setattr(
+        tarfile.TarFile, "extractfile", lambda *_arguments: pytest.fail("unpacked")
+    )
+    assert content_hash(tmp_path / "zip.nemo") != content_hash(folder)
+
+
+def test_of_a_megatron_root_the_newest_checkpoint_counts(tmp_path):
+    for name in ("iter_0000001", "iter_0000002"):
+        (tmp_path / name / "mp_rank_00").mkdir(parents=True)
+        (tmp_path / name / "mp_rank_00/model_optim_rng.pt").write_text(name)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    before = content_hash(tmp_path)
+    shutil.rmtree(tmp_path / "iter_0000001")
+    assert content_hash(tmp_path) == content_hash(tmp_path / "iter_0000002") == before
 
 
 def dpo(base, **changes):
@@ -59,10 +79,10 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
     base = tmp_path / "a.nemo"
     base.write_bytes(b"a")
     first = made_from(dpo(base), "dpo")
-    stored = {"made_from": json.loads(json.dumps({**first, "facts": {"date": "1 May"}}))}
+    stored = {"made_from": json.loads(json.dumps(first))}
     (tmp_path / "moved").mkdir()
     again = made_from(dpo(shutil.copy(base, tmp_path / "moved")), "dpo")
-    compare({**again, "facts": {"date": "2 May"}}, stored, "run")
+    compare(again, stored, "run")
     assert warned == []
     compare(made_from(dpo(base, model__optim__lr=0.5), "dpo"), stored, "run")
     assert "other settings:\n" in warned[0] and warned[0].split()[-3:] == [
@@ -71,16 +91,16 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
         "0.5",
     ]
     base.write_bytes(b"b")
-    other = dpo(base, model__dpo__ref_policy_kl_penalty=0.5, model__optim__lr=0.5)
+    other = dpo(base, model__dpo__preference_loss="ipo", model__dpo__ref_policy_kl_penalty=0.5)
     with pytest.raises(UserError) as refusal:
         compare(made_from(other, "dpo"), stored, "run")
     lines = [line.split() for line in str(refusal.value).splitlines()[2:5]]
     assert [line[0] for line in lines] == [
         "base",
+        "model.dpo.preference_loss",
         "model.dpo.ref_policy_kl_penalty",
-        "model.optim.lr",
     ]
-    assert lines[1][1:] == ["0.2", "0.5"]
+    assert lines[2][1:] == ["0.2", "0.5"]
     assert "explicit_log_dir" in str(refusal.value) and "resume_if_exists=False" in str(
         refusal.value
     )
@@ -94,8 +114,66 @@ def test_each_key_that_is_compared_is_one_of_a_job():
     keys = set()
     for file in CONF.glob("*.yaml"):
         tree = OmegaConf.to_container(OmegaConf.load(file))
-        keys |= {key.rpartition(".")[2] for key, _ in module._leaves(tree)}
-    assert keys >= module.OBJECTIVE
+        found = [key for key, _ in module._leaves(tree)]
+        keys |= {*found, *(re.sub(r"^(trainer|model)\.\w+\.", r"\1.*.", key) for key in found)}
+    assert keys >= module.OBJECTIVE | module.COUNTS_WITH.keys() | {*module.COUNTS_WITH.values()}
+
+
+PPO = "trainer.ppo."
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused"),
+    [
+        ({}, {PPO + "trt_llm.enable": True, PPO + "initial_policy_kl_penalty": 0.5}, None),
+        ({PPO + "use_absolute_kl": True}, {PPO + "kl_estimator": "abs"}, None),
+        ({}, {PPO + "kl_estimator": "k3"}, "ppo.kl_estimator +k1 +k3"),
+        (
+            {PPO + "initial_policy_kl_penalty": 0.0},
+            {PPO + "initial_policy_kl_penalty": 0.0, PPO + "kl_estimator": "k3"},
+            None,
+        ),
+        ({}, {PPO + "rewards_per": "token"}, None),
+        ({}, {PPO + "advantage_clip": 2.0, "model.ppo.entropy_bonus": 0.1}, None),
+        ({}, {PPO + "reward_fn": "r.py:f"}, "reward +servers of this package"),
+        ({PPO + "reward_fn": "r.py:f"}, {PPO + "reward_fn": "moved/r.py:f"}, None),
+        ({PPO + "reward_fn": "r.py:f"}, {PPO + "reward_fn": "r.py:g"}, "reward +r.py:f"),
+        ({PPO + "reward_fn": "http://a/x"}, {PPO + "reward_fn": ["http://b", "http://c"]}, None),
+        ({}, {"model.ppo.environment.path": "e.py:E"}, "reward +servers"),
+        ({}, {"model.data.chat_template": "t.jinja"}, "chat template +tokenizer"),
+    ],
+)
+def test_what_decides_the_objective_is_compared_as_it_counts(
+    before, now, refused, warned, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jinja").touch()
+
+    def objective(changes):
+        cfg = complete_config(
+            {"pretrained_checkpoint": {"restore_from_path": ""}}, "gpt_ppo_actor"
+        )
+        for key, value in changes.items():
+            OmegaConf.update(cfg, key, value)
+        return made_from(cfg, "ppo")
+
+    stored = {"made_from": objective(before)}
+    with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
+        compare(objective(now), stored, "run")
+    if PPO + "advantage_clip" in now:
+        rows = [line.split() for line in warned[0].splitlines()[2:]]
+        assert ["trainer.ppo.advantage_clip", "None", "2.0"] in rows
+    if refused and "k3" in refused:  # of the version before
+        older = {"trainer": {"objective": {PPO + "kl_estimator": "abs"}}}
+        with pytest.raises(UserError, match="kl_estimator +abs +k3"):
+            compare(objective(now), older, "run")
+        compare(objective(now), {"trainer": {}}, "run")
+        assert "use_absolute_kl, True by default then" in warned[-1]
+
+
+def test_a_base_that_cannot_be_read_is_an_error_of_all_ranks(tmp_path):
+    with pytest.raises(UserError, match="No such file.*gone.nemo"):
+        made_from(dpo(tmp_path / "gone.nemo"), "dpo")
 
 
 def test_data_are_known_by_content_order_and_choice(tmp_path, tiny_tokenizer):
@@ -139,7 +217,9 @@ LONG = "n" * 300
         ({"name": LONG, "save_nemo_on_train_end": False}, None),
         ({"filename": LONG}, "File name too long"),
         ({"filename": "{epoch}/{step}"}, "contains /"),
-        ({"filename": "{val_loss:d}"}, "Unknown format code 'd'"),
+        ({"filename": "{step:05d}-{val_loss:.2f}-{val_loss:d}"}, None),
+        ({"filename": "{val_loss:q}"}, "Unknown format code 'q'"),
+        ({"filename": "{step:.2d}"}, "Precision not allowed"),
         ({"log_dir": "/proc/1/job"}, "No such file"),
         ({"log_dir": "file"}, "Not a directory"),
         ({"log_dir": "/proc/1/job", "enabled": False}, None),

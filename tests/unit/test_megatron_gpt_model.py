@@ -301,11 +301,12 @@ def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path
 
 
 def test_checkpoint_names():
-    template = "gpt-{step}-{val_rewards:.3f}-{missing}"
-    assert (
-        format_name(template, {"step": 10.0, "val_rewards": 0.81249})
-        == "gpt-step=10-val_rewards=0.812-missing=nan"
-    )
+    metrics = {"step": 10.0, "val_rewards": 0.81249}
+    for template, name in (
+        ("gpt-{step}-{val_rewards:.3f}-{missing}", "gpt-step=10-val_rewards=0.812-missing=nan"),
+        ("{step:05d}-{val_rewards:d}-{missing:d}", "step=00010-val_rewards=0.81249-missing=nan"),
+    ):
+        assert format_name(template, metrics) == name
 
 
 @pytest.mark.parametrize("as_directory", [False, True])
