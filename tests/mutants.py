@@ -494,6 +494,13 @@ MUTANTS = [
         _unit("test_chat_turns.py", "test_a_response_that_the_template_cuts_is_refused"),
     ),
     Mutant(
+        "responses to plain prompts end at the end of a turn of a template that nobody asked for",
+        "data/nlp/chat.py",
+        "        return ()\n    return form.end_strings",
+        "        return form.end_strings if form else ()\n    return form.end_strings",
+        _unit("test_chat.py", "test_a_policy_of_plain_prompts_ends_them_as_without_a_template"),
+    ),
+    Mutant(
         "the end-of-turn token behind a mark of a chat template is not trained on",
         "data/nlp/chat_masks.py",
         "end = found.end()",

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.core.tokenizer import decode_with_special_tokens, special_ids
-from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.data.nlp.chat_records import (
     conversation_field,
     conversation_messages,
@@ -195,7 +194,8 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
     """Whether a sample has a response without text."""
     dataset, tokenizer = job.dataset, job.tokenizer
     special = special_ids(tokenizer)
-    ends = chat_end_strings(job.cfg.data, tokenizer)
+    form = form_of(dataset, dataset.lines[0])
+    ends = () if form is None else form.end_strings
 
     def blank(tokens: list[int]) -> bool:
         own = [token for token in tokens if token not in special]

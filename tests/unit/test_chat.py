@@ -244,7 +244,52 @@ def test_a_response_ends_with_the_templates_end_of_turn(name, tokenizers):
     ended = [bool(ends.ended(tokens, torch.tensor([last]))) for last in range(len(tokens[0]))]
     responses = [place for place, counts in enumerate(encoded.is_response) if counts]
     assert [place for place in responses if ended[place]] == [len(encoded.tokens) - 1]
-    assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == strings
+    assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == ()
+
+
+TALK = {"messages": [{"role": "user", "content": "hello"}]}
+PLAIN = {"text": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "ends"),
+    [
+        ([PLAIN, PLAIN], ()),
+        ([{"prompt": "hello"}], ()),
+        ([{**PLAIN, **TALK}], ()),
+        ([TALK], ("<|im_end|>",)),
+        ([{"prompt": TALK["messages"]}], ("<|im_end|>",)),
+    ],
+)
+def test_the_default_form_ends_responses_to_conversations_alone(lines, ends, tokenizers, write):
+    path, plain = write(*lines), write(PLAIN, name="plain.jsonl")
+    for files in (path, [path], {"train": [plain, path]}, {"train": [0.5, path, 0.5, plain]}):
+        assert chat_end_strings({"data_prefix": files}, tokenizers["chatml"]) == ends
+    assert chat_end_strings({"data_prefix": path} | TEMPLATE, tokenizers["chatml"])
+    renamed = {"data_prefix": write({"row": TALK}), "columns": {"prompt": "row.messages"}}
+    assert chat_end_strings(renamed, tokenizers["chatml"])
+
+
+def test_the_default_form_ends_responses_of_self_play(tokenizers, write):
+    section = {"label_key": "output"}
+    for record, ends in (
+        ({"input": "hello", "output": "a"}, ()),
+        ({"input": "hello", "output": "a", **TALK}, ()),
+        (TALK, ("<|im_end|>",)),
+    ):
+        data = {"train_ds": section | {"file_path": [write(record)]}}
+        assert chat_end_strings(data, tokenizers["chatml"]) == ends
+
+
+def test_a_policy_of_plain_prompts_ends_them_as_without_a_template(tmp_path, write):
+    """Nor is a template asked that would refuse."""
+    template = "{{ raise_exception('of no use') }}"
+    folder = write_tokenizer(tmp_path / "refuses", FAMILIES["chatml"], template)
+    data = {"chat_template": None, "data_prefix": {"train": [write(PLAIN)]}}
+    actor = MegatronGPTActorModel(tiny_config(folder, ppo=PPO, data=data))
+    assert actor.generation_params.end_strings == ()
+    with pytest.raises(UserError, match="of no use"):
+        chat_end_strings({"data_prefix": write(TALK)}, actor.tokenizer)
 
 
 def test_a_policy_ends_its_responses_there(folders):

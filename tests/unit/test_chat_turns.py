@@ -19,6 +19,7 @@ from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp import records as records_module
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat_masks import check_written
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
@@ -116,6 +117,23 @@ def test_thoughts_and_calls_are_written_too(name, more, missing, tokenizers):
         chat_form({"chat": True}, tokenizers[name]).conversation({"messages": [PROMPT, reply]})
     with pytest.raises(UserError, match=f"leaves out '{missing}' of message 2"):
         chat_form(TEMPLATE, tokenizers[name]).conversation({"messages": [PROMPT, reply]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"city": None, "n": 3}, '{"city": null, "n": 3}'),
+        ({"city": None, "now": True}, "{'city': None, 'now': True}"),
+        ({"lines": "a\n\n\nb"}, "lines: a\nb"),
+    ],
+)
+def test_a_call_and_a_content_may_be_written_otherwise(arguments, text):
+    call = {"function": {"name": "add", "arguments": arguments}}
+    reply = {"role": "assistant", "content": "one\n\n\ntwo", "tool_calls": [call]}
+    check_written(2, reply, f"one\n\ntwo add {text}<|im_end|>")
+    for other in (f"onetwo add {text}", "one two add {}"):
+        with pytest.raises(UserError, match="leaves out"):
+            check_written(2, reply, other)
 
 
 def test_a_prompt_is_written_in_full(tokenizers, tmp_path):
@@ -231,7 +249,11 @@ def test_calls_are_the_same_from_json_text_and_from_tables(tokenizers, tmp_path,
         for number, arguments in enumerate(calls):
             assert f'"arguments": {json.dumps(arguments)}}}' in trained(dataset, number)
             assert "null" not in json.dumps(dataset.lines[number].get("tools") or [])
-    for bad in ([1], "[1]", "{", ""):
+    for none in ("", " "):
+        empty = sft(write(record(none, tools=none), name="empty.jsonl"), tokenizers["qwen3"])
+        assert '"arguments": {}}' in trained(empty)
+        assert chat_form(TEMPLATE, tokenizers["qwen3"])._inputs({"tools": none})["tools"] is None
+    for bad in ([1], "[1]", "{"):
         path = write(rows[0], record(bad))
         with pytest.raises(
             UserError, match="(?s)line 2: 'arguments' of a call in 'tool_calls' of"
@@ -405,14 +427,24 @@ def test_a_run_keeps_its_date(process_group, tmp_path):
 
 def test_a_template_gets_the_date_of_the_run(tokenizers, tmp_path):
     file = tmp_path / "dated.jinja"
-    file.write_text(
-        "\n{% set now = '%-d.' %}{{ strftime_now(now) }}{{ strftime_now('%d %b %Y') }}"
-        + FAMILIES["chatml"].template
-    )
+    dated = "\n{% set now = '%-d.' %}{{ strftime_now(now) }}{{ strftime_now('%d %b %Y') }}"
+    file.write_text(dated + FAMILIES["chatml"].template)
     data = {"chat_template": str(file), "chat_date": "2024-02-05"}
     form = chat_form(data, tokenizers["chatml"])
     (text,) = [tokenizers["chatml"].tokenizer.decode(form.prompt({"prompt": "hello"}))]
     assert text.startswith("\n5.05 Feb 2024<|im_start|>user")
+    for asked, written in (
+        ("%%d %d%% %%%d", "%d 05% %05"),
+        ("%A %a %B %b %p %x %c", "Monday Mon February Feb AM 02/05/24 Mon Feb  5 00:00:00 2024"),
+    ):
+        file.write_text(f"{{{{ strftime_now('{asked}') }}}}{{{{ messages[0].content }}}}")
+        assert chat_form(data, tokenizers["chatml"]).render(chat(("user", "!")), True) == (
+            f"{written}!"
+        )
+    file.write_text("{{ strftime_now('%d %Q') }}{{ messages[0].content }}")
+    with pytest.raises(UserError, match="strftime_now has no directive %Q"):
+        chat_form(data, tokenizers["chatml"]).prompt({"prompt": "hello"})
+    file.write_text(dated + FAMILIES["chatml"].template)
     today = chat_form({"chat_template": str(file)}, tokenizers["chatml"])
     assert today.date == str(datetime.date.today())
     assert today.state != form.state  # the index of a file is of one date

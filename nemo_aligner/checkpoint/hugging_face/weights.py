@@ -24,7 +24,7 @@ from nemo_aligner.core.errors import UserError
 PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
 HEAD = "rm_head."
-WITHEXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
+WITH_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
 WITH_MLP = ("mlp.linear_",)
 _COMPARED_ROWS = 512  # of a tied output layer that is stored all the same
 KINDS = ("weight", "bias")
@@ -180,7 +180,7 @@ class FolderWeights:
         places = [(name, Place(self.layout.outside[name], "weight")) for name in needed]
         experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
         for layer in range(self.layout.layers):
-            left_out = WITH_MLP if experts[layer] else WITHEXPERTS
+            left_out = WITH_MLP if experts[layer] else WITH_EXPERTS
             for name, rule in self.layout.names.layer.items():
                 if not name.startswith(left_out) and not self._does_not_apply(name, layer):
                     expert = 0 if "{expert}" in rule.names[0] else None

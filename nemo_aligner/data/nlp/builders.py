@@ -3,7 +3,6 @@
 """From the configuration to datasets and data loaders, at NeMo-Aligner's module path."""
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -25,10 +24,9 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat import chat_form, say_default
-from nemo_aligner.data.nlp.chat_records import conversation_field
+from nemo_aligner.data.nlp.chat import begins_with_conversation, chat_form, say_default
 from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
-from nemo_aligner.data.nlp.data_files import DataFile
+from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
@@ -46,7 +44,6 @@ from nemo_aligner.data.nlp.prompts import (
     identity_collate,
     single_validation_set,
 )
-from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.data.nlp.samplers import (
     BatchSampler,
@@ -84,7 +81,6 @@ __all__ = [
 ]
 
 PARTS = ("train", "validation", "test")
-CHUNK_ID = "CHUNK_ID"  # in the name of a file: a number
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
 
@@ -240,7 +236,7 @@ def _split_common_files(
     limits: Mapping[str, int],
 ) -> Datasets:
     """Divide the documents of one list of files among training, validation and test."""
-    paths, weights = _paths(files, "model.data.data_prefix")
+    paths, weights = data_paths(files, "model.data.data_prefix")
     if splits_string is None:
         raise ConfigError(
             f"model.data.data_prefix={files} names files for all of training, validation and "
@@ -291,7 +287,7 @@ def _separate_files(
     built = {}
     for key, paths in files.items():
         if paths is not None and len(paths):
-            names, weights = _paths(paths, f"model.data.data_prefix.{key}")
+            names, weights = data_paths(paths, f"model.data.data_prefix.{key}")
             dataset = make(paths=names, name=key)
             limit = limits[key if key in limits else "validation"]
             built[key] = _blended(dataset, weights, limit)
@@ -433,7 +429,7 @@ def build_sft_dataset(
     """
     section = {key: data_cfg.get(key) for key in data_cfg}
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
-    paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
     chat = {
         "chat": is_chat,
@@ -445,11 +441,10 @@ def build_sft_dataset(
     }
     form = chat_form(chat, tokenizer)
     if form is not None and form.is_default:
-        first = first_record(paths[0], data_cfg.columns, data_cfg.index_mapping_dir)
-        if conversation_field(first) is None or data_cfg.label_key in first:
-            form = None
-        else:
+        if begins_with_conversation(paths[0], data_cfg):
             say_default()
+        else:
+            form = None
     if form is not None:
         conversations = SFTChatDataset(
             paths,
@@ -503,7 +498,7 @@ def build_steerlm2_dataset(
         ConfigError: no files.
         UserError: a broken line; names the file and the line.
     """
-    paths, weights = _paths(data_cfg.get("file_path"), "file_path in the SFT data section")
+    paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
     dataset = SteerLM2Dataset(
         paths,
@@ -516,34 +511,6 @@ def build_steerlm2_dataset(
     )
     built: SteerLM2Dataset = _blended(dataset, weights, num_samples)
     return built
-
-
-def _paths(value: Any, key: str) -> tuple[list[DataFile], list[float] | None]:
-    """Files from one entry (see `DataFile.of`) or a list of them; from a list of weights and
-    entries in turn, as in NeMo, also the weights.
-    """
-    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    items = [value] if isinstance(value, str | Mapping) else list(value or [])
-    if not items:
-        raise ConfigError(f"{key} is not set: give a data file or a list of them.")
-    numbers = [_number(item) for item in items]
-    if all(number is None for number in numbers):
-        return [DataFile.of(item, key) for item in items], None
-    weights = [number for number in numbers[::2] if number is not None]
-    in_turn = 2 * len(weights) == len(items) and all(number is None for number in numbers[1::2])
-    if not in_turn or not all(0 < weight < math.inf for weight in weights):
-        raise ConfigError(
-            f"{key}={items}: a blend is a list of weights above 0 and files in turn, for example "
-            "[0.3, a.jsonl, 0.7, b.jsonl]; without weights the files are used one after the other."
-        )
-    return [DataFile.of(item, key) for item in items[1::2]], weights
-
-
-def _number(item: Any) -> float | None:
-    try:
-        return float(item)
-    except (TypeError, ValueError):
-        return None
 
 
 def _blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | None) -> Any:

@@ -10,11 +10,14 @@ from typing import Any
 
 from nemo.utils import logging
 
-from nemo_aligner.config.data_rules import FROM_TOKENIZER, check_chat
+from nemo_aligner.config.data_rules import FROM_TOKENIZER, check_chat, holds_tokens
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import conversation_field, holds_conversation
 from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
+from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
 from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
+from nemo_aligner.data.nlp.records import first_record
 
 # Keys of `model.data` for conversations of supervised fine-tuning, beside those of NeMo's format.
 SFT_KEYS = ("chat_template", "chat_template_kwargs", "chat_date", "one_turn_per_sample")
@@ -65,6 +68,35 @@ def say_default() -> None:
 
 
 def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What ends a response in the form of `model.data`, besides the eos token."""
+    """What ends a response in the form of `model.data`, besides the eos token. The form that
+    nobody has asked for ends none where no training file begins with a conversation.
+    """
     form = chat_form(data_cfg, tokenizer)
-    return () if form is None else form.end_strings
+    if form is None or form.is_default and not _trains_on_conversations(data_cfg or {}):
+        return ()
+    return form.end_strings
+
+
+def begins_with_conversation(file: DataFile, section: Mapping[str, Any]) -> bool:
+    """Whether the first record of a data file of `section` (of `model.data`, or of a part of it
+    for supervised fine-tuning) is written in the form for conversations.
+    """
+    first = first_record(file, section.get("columns"), section.get("index_mapping_dir"))
+    label_key = section.get("label_key")
+    if label_key is None:
+        return holds_conversation(first)
+    return conversation_field(first) is not None and label_key not in first
+
+
+def _trains_on_conversations(data_cfg: Mapping[str, Any]) -> bool:
+    files, section = data_cfg.get("data_prefix"), data_cfg
+    if isinstance(files, Mapping):
+        files = files.get("train")
+    if data_cfg.get("train_ds"):
+        section = data_cfg["train_ds"]
+        files = section.get("file_path")
+    if not files or holds_tokens(str(data_cfg.get("data_impl"))):
+        return False
+    paths, _weights = data_paths(files, "model.data")
+    first = (file._replace(path=file.path.replace(CHUNK_ID, "0")) for file in paths)
+    return any(begins_with_conversation(file, section) for file in first)

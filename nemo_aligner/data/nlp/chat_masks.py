@@ -137,16 +137,18 @@ def marked_turns(
 
 def check_written(number: int, message: Message, text: str) -> None:
     """Raise `UserError` unless `text`, which a template wrote for a message, holds all of it."""
+    written = without_layout(text)
     parts = _THINK.split(message["content"])
     parts += [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
-    missing = [part.strip() for part in parts if part.strip() not in text]
+    missing = [part.strip() for part in parts if without_layout(part) not in written]
     for call in [*message.get("tool_calls", []), message.get("function_call") or {}]:
         function = call.get("function", call)
         said = [function[key] for key in ("name", "arguments") if function.get(key)]
-        for leaf in map(str, _leaves(said)):
-            forms = {leaf.strip(), json.dumps(leaf)[1:-1], json.dumps(leaf, ensure_ascii=False)}
-            if not any(form.strip('"').lower() in text.lower() for form in forms):
-                missing.append(leaf)
+        for leaf in _leaves(said):
+            forms = {str(leaf), json.dumps(leaf), json.dumps(leaf, ensure_ascii=False)}
+            said_so = (without_layout(form.strip('"')).lower() for form in forms)
+            if not any(form in written.lower() for form in said_so):
+                missing.append(str(leaf))
     if missing:
         raise UserError(
             f"the form of conversations leaves out {missing[0][:60]!r} of message {number}, a "
@@ -154,6 +156,11 @@ def check_written(number: int, message: Message, text: str) -> None:
             "or take it out of the data; for a turn before the last one set its 'weight' to 0, or "
             "model.data.one_turn_per_sample=True (SFT)."
         )
+
+
+def without_layout(text: str) -> str:
+    """`text` with one space in place of blanks and newlines, which templates may tidy."""
+    return " ".join(text.split())
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -165,8 +165,10 @@ def check_response(messages: list[Message], field: str) -> None:
 
 def record_tools(record: Record) -> list[Any] | None:
     """The tools that a template is told of, a list; None without."""
-    tools: list[Any] | None = _from_json(record.get("tools") or None, list, "field 'tools'")
-    return tools or None
+    tools = record.get("tools")
+    if isinstance(tools, str) and not tools.strip():
+        return None
+    return _from_json(tools, list, "field 'tools'") or None
 
 
 def template_options(record: Record) -> dict[str, Any]:
@@ -258,9 +260,12 @@ def _call(call: Any, what: str) -> Any:
         raise UserError(f"{what} must be an object, not {type(call).__name__}: {call!r}.")
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"], what)}
-    if call.get("arguments") is None:
+    given = call.get("arguments")
+    if given is None:
         return call
-    return call | {"arguments": _from_json(call["arguments"], dict, f"'arguments' of {what}")}
+    if isinstance(given, str) and not given.strip():
+        given = {}
+    return call | {"arguments": _from_json(given, dict, f"'arguments' of {what}")}
 
 
 def _prompt(record: Record) -> list[Message]:

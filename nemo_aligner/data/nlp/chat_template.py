@@ -24,6 +24,7 @@ from nemo_aligner.data.nlp.chat_masks import (
     encode_turns,
     find_turns,
     marked_turns,
+    without_layout,
 )
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
@@ -39,6 +40,9 @@ from nemo_aligner.data.nlp.json_lines import Record
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = f"{{%- macro marked_turn() %}}{MARK_START}{{{{ caller() }}}}{MARK_END}{{%- endmacro +%}}"
 _DATE, _LETTERS = "strftime_now", "aAbBcdDeFHIjmMpSTuUwWxXyYZ"
+_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_MONTHS = """January February March April May June July August September October November
+    December""".split()
 _PROBE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"})
 
 
@@ -199,20 +203,37 @@ def _prepared(template: str, date: str) -> str:
     )
     macros = "" if calls == template else _MARKS
     if _DATE in template:
-        today = datetime.datetime.fromisoformat(date)
-        directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in _LETTERS]
-        filters = (f"replace({each!r}, {today.strftime(each)!r})" for each in directives)
-        written = " | ".join(["format", *filters])  # transformers hands no function to a template
-        macros += f"{{%- macro {_DATE}(format) %}}{{{{ {written} }}}}{{%- endmacro +%}}"
+        # transformers hands no function to a template
+        values = _date_values(datetime.datetime.fromisoformat(date)).items()
+        text = " | ".join(["part", *(f"replace({each!r}, {value!r})" for each, value in values)])
+        macros += (
+            f"{{%- macro {_DATE}(format) %}}{{%- for part in format.split('%%') %}}"
+            f"{{%- set text = {text} %}}{{%- if '%' in text %}}{{{{ raise_exception('{_DATE} has "
+            "no directive %' ~ text.split('%')[1][:2]) }}{%- endif %}{{ text }}"
+            "{{ '' if loop.last else '%' }}{%- endfor %}{%- endmacro +%}"
+        )
     return macros + calls
+
+
+def _date_values(day: datetime.datetime) -> dict[str, str]:
+    """What the directives of `strftime` stand for, in English on every machine."""
+    name, month = _DAYS[day.weekday()], _MONTHS[day.month - 1]
+    english = {"A": name, "a": name[:3], "B": month, "b": month[:3], "p": "AM"}
+    english |= {"c": f"{name[:3]} {month[:3]} %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S"}
+    return {
+        f"%{flag}{letter}": day.strftime(english.get(letter, f"%{flag}{letter}"))
+        for flag in ("-", "")
+        for letter in _LETTERS
+    }
 
 
 def _check_contents(text: str, messages: Sequence[Message]) -> None:
     """Raise `UserError` if the template left out what a message says, but for earlier thoughts."""
+    written = without_layout(text)
     for number, message in enumerate(messages, start=1):
         role, content = message["role"], message["content"]
         said = content.split("</think>")[-1] if role == ASSISTANT else content
-        if role != "tool" and said.strip() not in text:
+        if role != "tool" and without_layout(said) not in written:
             raise UserError(
                 f"the chat template leaves out what message {number} (role {role!r}) says."
             )

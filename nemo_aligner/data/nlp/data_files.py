@@ -16,12 +16,14 @@ With `data_impl` mmap or packed_jsonl a path names a file of tokens instead (`to
 
 import glob
 import gzip
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from nemo.utils import logging
+from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
@@ -30,6 +32,7 @@ from nemo_aligner.data.nlp.json_lines import JsonLinesFile, RecordSource
 JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
 TABLE_ENDINGS = (".parquet", ".arrow")
 COMPRESSED_ENDINGS = (".gz", ".zst")
+CHUNK_ID = "CHUNK_ID"  # in the name of a file: a number
 # First bytes of a file, which tell a file without its ending.
 _MAGIC = {b"PAR1": ".parquet", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
@@ -65,6 +68,34 @@ class DataFile(NamedTuple):
 
     def __str__(self) -> str:
         return self.path
+
+
+def data_paths(value: Any, key: str) -> tuple[list[DataFile], list[float] | None]:
+    """Files from one entry (see `DataFile.of`) or a list of them; from a list of weights and
+    entries in turn, as in NeMo, also the weights.
+    """
+    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    items = [value] if isinstance(value, str | Mapping) else list(value or [])
+    if not items:
+        raise ConfigError(f"{key} is not set: give a data file or a list of them.")
+    numbers = [_number(item) for item in items]
+    if all(number is None for number in numbers):
+        return [DataFile.of(item, key) for item in items], None
+    weights = [number for number in numbers[::2] if number is not None]
+    in_turn = 2 * len(weights) == len(items) and all(number is None for number in numbers[1::2])
+    if not in_turn or not all(0 < weight < math.inf for weight in weights):
+        raise ConfigError(
+            f"{key}={items}: a blend is a list of weights above 0 and files in turn, for example "
+            "[0.3, a.jsonl, 0.7, b.jsonl]; without weights the files are used one after the other."
+        )
+    return [DataFile.of(item, key) for item in items[1::2]], weights
+
+
+def _number(item: Any) -> float | None:
+    try:
+        return float(item)
+    except (TypeError, ValueError):
+        return None
 
 
 def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:

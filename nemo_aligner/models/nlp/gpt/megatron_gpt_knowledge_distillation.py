@@ -54,7 +54,10 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         own = distillation.on_policy
         self.generation_params = GenerationParams.from_config(
             own.length_params, own.sampling_params
-        ).with_end_strings(chat_end_strings(self.cfg.get("data"), self.tokenizer))
+        )
+        if own.fraction is not None:
+            ends = chat_end_strings(self.cfg.get("data"), self.tokenizer)
+            self.generation_params = self.generation_params.with_end_strings(ends)
         self.rollout_micro_batch_size: int | None = own.rollout_micro_batch_size
         self.logits_scale: float = distillation.logits_scale
         self.outside_top_k: str = distillation.outside_top_k
