@@ -220,7 +220,10 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
     }
     if values.get("model.reward_model_type") == "binary_ranking":
         objective = {key: objective[key] for key in objective if ".regression." not in key}
-    template = OmegaConf.select(cfg, "model.data.chat_template") or "tokenizer"
+    # null and tokenizer: the same for conversations, but not for plain texts.
+    given = OmegaConf.select(cfg, "model.data.chat_template")
+    template = given or "tokenizer"
+    settings["model.data.chat_template"] = str(given)
     objective["chat template"] = _by_content(template, template)
     if "trainer.*.reward_fn" in values:
         given = values.get("model.*.environment.path") or values["trainer.*.reward_fn"]

@@ -141,6 +141,7 @@ PPO = "trainer.ppo."
         ({PPO + "reward_fn": "http://a/x"}, {PPO + "reward_fn": ["http://b", "http://c"]}, None),
         ({}, {"model.ppo.environment.path": "e.py:E"}, "reward +servers"),
         ({}, {"model.data.chat_template": "t.jinja"}, "chat template +tokenizer"),
+        ({}, {"model.data.chat_template": "tokenizer"}, None),
     ],
 )
 def test_what_decides_the_objective_is_compared_as_it_counts(
@@ -160,9 +161,10 @@ def test_what_decides_the_objective_is_compared_as_it_counts(
     stored = {"made_from": objective(before)}
     with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
         compare(objective(now), stored, "run")
-    if PPO + "advantage_clip" in now:
-        rows = [line.split() for line in warned[0].splitlines()[2:]]
-        assert ["trainer.ppo.advantage_clip", "None", "2.0"] in rows
+    for key in ("trainer.ppo.advantage_clip", "model.data.chat_template"):
+        if key in now and not refused:
+            rows = [line.split() for line in warned[0].splitlines()[2:]]
+            assert [key, "None", str(now[key])] in rows
     if refused and "k3" in refused:  # of the version before
         older = {"trainer": {"objective": {PPO + "kl_estimator": "abs"}}}
         with pytest.raises(UserError, match="kl_estimator +abs +k3"):
