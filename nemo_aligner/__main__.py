@@ -81,8 +81,13 @@ def show_config(words: list[str], modules: Mapping[str, str]) -> int | None:
 
     names = {name.split()[-1]: module for name, module in modules.items()}
     kinds = [*names, "generate", "evaluate"]
+    if not HELP.isdisjoint(words):
+        print(f"usage: nemo-aligner config NAME   (one of {', '.join(kinds)})")
+        return None
     if len(words) != 1 or words[0] not in kinds:
-        print(f"ERROR: name one of {', '.join(kinds)}.", file=sys.stderr)
+        near = difflib.get_close_matches(words[0], kinds) if words else []
+        advice = f" Did you mean {near[0]}?" if near else ""
+        print(f"ERROR: name one of {', '.join(kinds)}.{advice}", file=sys.stderr)
         return ExitCode.USER_ERROR
     name = words[0]
     if name in names:

@@ -930,6 +930,13 @@ MUTANTS = [
         _unit("test_reward_url.py", "test_what_is_no_score_is_one_error_or_the_fallback"),
     ),
     Mutant(
+        "half a reply of a web server is taken for all of it",
+        "servers/web.py",
+        "if not piece and length is not None:",
+        "if False:",
+        _unit("test_reward_url.py", "test_a_reply_that_is_slow_or_not_whole"),
+    ),
+    Mutant(
         "the query of an address is logged",
         "config/access.py",
         r'_QUERY_OF_URL.sub(r"\1***", ',

@@ -19,6 +19,7 @@ from torch import Tensor
 from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, cause_of
 from nemo_aligner.core.interfaces import Critic, Logger, PendingScores
 from nemo_aligner.core.types import Rollout, Scores
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.source_rank import OtherFuture, await_on_source, wait_for_all
 
 
@@ -33,7 +34,8 @@ class _Completed:
 
 
 def _takes(function: Callable[..., Any], argument: str) -> bool:
-    return argument in inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
+    return argument in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -70,13 +72,14 @@ def _read_scores(got: Any, rollout: Rollout) -> Scores:
     """Scores from rewards `[b]` or `[b, 1]`, or from these and values `[b, S-1]`."""
     is_pair = isinstance(got, (tuple, list)) and hasattr(got[0], "shape")
     rewards, values = got if is_pair else (got, None)
-    rewards = torch.as_tensor(rewards).float().flatten()
+    rewards = torch.as_tensor(rewards, device=get_device()).float().flatten()
     samples, width = rollout["response_tokens"].shape
     if len(rewards) != samples:
         raise UserError(f"the client gave {len(rewards)} rewards for {samples} responses.")
-    return Scores(
-        rewards, None if values is None else torch.as_tensor(values).float()[:, : width - 1]
-    )
+    if values is not None:  # of the responses' own width, or of a wider batch
+        values = torch.as_tensor(values, device=get_device()).float()[:, : width - 1]
+        values = torch.nn.functional.pad(values, (0, width - 1 - values.shape[1]))
+    return Scores(rewards, values)
 
 
 def complete_critic(client: Any) -> Critic:

@@ -15,12 +15,13 @@ import ssl
 import stat
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from nemo_aligner.core.errors import ConfigError
 
 TOKEN_VARIABLE = "NEMO_ALIGNER_TOKEN"
 REWARD_TOKEN_VARIABLE = "NEMO_ALIGNER_REWARD_TOKEN"  # for web servers, which may be of others
-_TOKEN = re.compile(r"[!-~]{16,512}")  # printable ASCII without spaces, as HTTP headers take it
+_TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces, as HTTP headers take it
 MAKE_A_TOKEN = f"export {TOKEN_VARIABLE}=$(python -c 'import secrets; print(secrets.token_hex())')"
 
 
@@ -51,7 +52,7 @@ def read_token(
         try:
             with open(token_file) as file:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-                token = file.read(1024).strip()
+                token = file.read(8193).strip()
         except (OSError, ValueError) as error:  # a ValueError: no UTF-8, or a path with a null
             raise ConfigError(f"{source} cannot be read: {error}") from error
         if mode & 0o077:
@@ -59,10 +60,13 @@ def read_token(
                 f"{source} has mode {mode:04o}, so that other users can read or change it; run "
                 f"chmod 600 {token_file}, and use a new token."
             )
-    if not _TOKEN.fullmatch(token):
+    is_own = variable == TOKEN_VARIABLE  # others choose the tokens of their servers
+    least, most = (16, 512) if is_own else (1, 8192)
+    if not _TOKEN.fullmatch(token) or not least <= len(token) <= most:
         raise ConfigError(
-            f"{source} holds {len(token)} characters that are no token: give 16 to 512 printable "
-            f"ones without spaces, for example with {MAKE_A_TOKEN}"
+            f"{source} holds {len(token)} characters that are no token: give {least} to {most} "
+            "printable ones without spaces"
+            + (f", for example with {MAKE_A_TOKEN}" if is_own else ".")
         )
     return token
 
@@ -141,7 +145,11 @@ def client_tls(
 
 
 _USER_OF_URL = re.compile(r"(?<=://)[^/?#\s'\"@]*@")
-_SECRET = re.compile(r"(?i)(^|_)(api_?key|access_key|password|secret|(api_|access_|auth_)?token)$")
+_SECRET = re.compile(
+    r"(?i)(^|[_.-])((api|access|secret|private)[_-]?key|passw(or)?d|secret|auth|authorization|"
+    r"(?<!eos.)(?<!bos.)(?<!pad.)(?<!unk.)(?<!sep.)(?<!cls.)(?<!mask.)token)$"
+)
+_ENTRY = re.compile(r"([\w-]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^\s,}]+)")
 _QUERY_OF_URL = re.compile(r"(://[^?\s'\"]*\?)[^\s'\"\],}]*")
 
 
@@ -150,13 +158,37 @@ def shown_url(text: str) -> str:
     return _QUERY_OF_URL.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
+def shown_word(word: str) -> str:
+    """A word of a command line, `KEY=VALUE`, as `shown_config` and `shown_url` have them."""
+    key, sign, value = word.partition("=")
+    if sign and value and _SECRET.search(key):
+        return f"{key}=***"
+
+    def entry(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}***" if _SECRET.search(found[1]) else found[0]
+
+    return shown_url(_ENTRY.sub(entry, word))
+
+
+def is_web_address(url: str) -> bool:
+    """Whether a request can go to `url`, which holds no user or password."""
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port
+        return False
+    return is_one and parts.username is None
+
+
 def shown_config(tree: Any) -> Any:
     """A configuration, as a plain tree, as a log or a page may have it: without values of keys
     that hold secrets, and with URLs as in `shown_url`.
     """
     if isinstance(tree, Mapping):
         return {
-            key: "***" if value and _SECRET.search(str(key)) else shown_config(value)
+            key: "***"
+            if value and value is not True and _SECRET.search(str(key))
+            else shown_config(value)
             for key, value in tree.items()
         }
     if isinstance(tree, list | tuple):

@@ -12,9 +12,14 @@ import math
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
-from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE, client_tls, read_token, shown_url
+from nemo_aligner.config.access import (
+    REWARD_TOKEN_VARIABLE,
+    client_tls,
+    is_web_address,
+    read_token,
+    shown_url,
+)
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError
 
@@ -108,8 +113,9 @@ def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | N
     """
     setting, reward_fn = f"{section}.reward_fn", options["reward_fn"]
     given = _as_list(reward_fn)
-    urls = [value for value in given if str(value).startswith(("http://", "https://"))]
-    if not urls and len(given) == 1:
+    texts = [value for value in given if isinstance(value, str) and value.strip()]
+    urls = [value for value in texts if value.lower().startswith(("http://", "https://"))]
+    if not urls and (reward_fn is None or len(texts) == len(given) == 1):
         for key in ("reward_token_file", "reward_tls_ca_file"):
             if options[key] is not None:
                 raise ConfigError(
@@ -123,11 +129,11 @@ def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | N
             "http://... or https://..., or a list of different addresses."
         )
     for url in urls:
-        parts = urlsplit(url)
-        if not parts.hostname or parts.username is not None:
+        if not is_web_address(url):
             raise ConfigError(
-                f"{setting}={shown_url(url)} must name a host and hold no user or password; a "
-                f"token comes from {REWARD_TOKEN_VARIABLE} or reward_token_file."
+                f"{setting}={shown_url(url)} must name a host, and a port from 1 to 65535 if any, "
+                "and hold no user or password; a token comes from "
+                f"{REWARD_TOKEN_VARIABLE} or reward_token_file."
             )
     key = "reward_token_file"
     token = read_token(options[key], section, key, REWARD_TOKEN_VARIABLE)

@@ -4,11 +4,15 @@
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config.access import shown_word
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.gpus import hide_gpus
 
@@ -62,6 +66,7 @@ def hydra_runner(
             args = parser.parse_args(arguments)
             if arguments is not None and args.config_path:
                 args.config_path = os.path.abspath(args.config_path)
+            _check_words(args.overrides)
             args.overrides.extend(HYDRA_OVERRIDES)
             try:
                 _run_hydra(
@@ -79,3 +84,16 @@ def hydra_runner(
         return run
 
     return decorator
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """End the process at a word that Hydra cannot read; it would not say which one."""
+    parser = OverridesParser.create()
+    for word in words:
+        try:
+            parser.parse_override(word)
+        except HydraException:
+            key, sign, _ = shown_word(word).partition("=")
+            remedy = f"put its value in quotes: \"{key}='...'\"" if sign else "write KEY=VALUE"
+            print(f"ERROR: {shown_word(word)} cannot be read; {remedy}", file=sys.stderr)
+            raise SystemExit(ExitCode.USER_ERROR) from None

@@ -8,6 +8,7 @@ Missing keys of `exp_manager` take their values from the YAML files.
 import copy
 import datetime
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
-from nemo_aligner.config.access import shown_config, shown_url
+from nemo_aligner.config.access import shown_config, shown_word
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.config.rules import config_name_of, restore_key
@@ -228,8 +229,8 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             "give another one."
         ) from error
     if is_rank_zero():
-        command = log_dir / "cmd-args.log"  # by NeMo
-        command.write_text(shown_url(command.read_text()))
+        # In place of NeMo's, which holds secrets.
+        (log_dir / "cmd-args.log").write_text(" ".join(map(shown_word, sys.argv)))
         _write_config(cfg, log_dir)
         remarks.write_to(log_dir)
         logging.info(f"results: {log_dir.absolute()}, with the configuration in config.yaml")

@@ -5,19 +5,21 @@ servers.
 """
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
 from nemo_aligner.config.reward_models import read_reward_servers
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.reward_client import RewardsInJob, ScoreSource
 from nemo_aligner.servers.reward_function import RewardFunction
-from nemo_aligner.servers.reward_url import RewardServers
+from nemo_aligner.servers.reward_url import TAKEN, RewardServers
 
 
 def start_score_source(
@@ -50,8 +52,29 @@ def start_score_source(
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
             function = _function(options, section, policy, cfg[remote].init_timeout_s)
             atexit.register(function.close)
+            check_names(function, prompts[0].lines[int(prompts[0].documents[0])])
     asked = next(filter(None, gathered(function and function.columns)), None)
     return RewardsInJob(function, PromptColumns(prompts, asked) if asked else None)
+
+
+def check_names(function: RewardFunction, record: Mapping[str, Any]) -> None:
+    """Refuse or warn of columns of a record that the reward does not get, as another has the name.
+
+    Raises:
+        UserError: the parameter that gets the lengths is called like a column.
+    """
+    name = function.third
+    if name in record and not name.startswith("len"):
+        raise UserError(
+            f"{function.title} has '{name}', a column of the records, as its third parameter, "
+            f"which gets the lengths: write (prompts, responses, lengths, {name})."
+        )
+    taken = [name for name in TAKEN if name in record]
+    if function.is_served and taken:
+        logging.warning(
+            f"{function.title} does not get these columns of the records, as its own fields have "
+            f"the names: {', '.join(taken)}. Rename them in the data if it needs them."
+        )
 
 
 def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnvironment:

@@ -73,6 +73,8 @@ class RewardFunction:
 
     Attributes:
         columns: those that the function asks for (`reward_worker.py:columns_of`).
+        third: the name of its parameter that gets the lengths.
+        is_served: web servers score.
 
     Raises:
         ConfigError: `spec` is not of that form.
@@ -124,7 +126,8 @@ class RewardFunction:
         except BaseException:
             self.close()
             raise
-        self.columns = list(self._processes.described)
+        self.third, *self.columns = self._processes.described
+        self.is_served = isinstance(spec, RewardServers)
         asked = [name for name in self.columns if name != reward_worker.ALL_COLUMNS]
         if asked and not gives_columns:
             self.close()

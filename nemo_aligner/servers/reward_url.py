@@ -29,6 +29,7 @@ from nemo_aligner.servers.web import NoReplyError, error_text, post_json
 
 MAX_LOST = 3  # servers that end or fall silent with the same samples, which may be the reason
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+TAKEN = ("query", "prompts", "responses", "lengths")  # names of a request that no column has
 SCORES = ("rewards", "scores", "reward", "score")
 
 
@@ -39,7 +40,7 @@ class RewardServers:
         init_timeout_s: how long samples may wait while no server replies.
     """
 
-    described = (ALL_COLUMNS,)
+    described = ("lengths", ALL_COLUMNS)
 
     def __init__(self, spec: RewardServersSpec, init_timeout_s: float):
         self.spec, self.init_timeout_s = spec, init_timeout_s

@@ -12,8 +12,9 @@ also after its predecessor was killed. Lines of JSON go through the two pipes:
     worker -> server    ["score", value] or ["error", text] for each sample, in order, at once
 
 `columns` are those of a prompt's record that the function asks for by its parameters
-(`columns_of`). The value is a number; with a `count`, which is null for one reward per response, a
-list of so many numbers, for the steps or tokens of the response.
+(`columns_of`), after the name of the parameter that gets the lengths. The value is a number; with
+a `count`, which is null for one reward per response, a list of so many numbers, for the steps or
+tokens of the response.
 
 The server sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
 (`worker_keeper.py`), which bounds what it prints and kills what it has started.
@@ -47,7 +48,7 @@ class LoadError(Exception):
 
 def main() -> None:
     """Load the function, then score samples until the server closes the pipe."""
-    run(load_function, score_samples, columns_of)
+    run(load_function, score_samples, lambda loaded: [_third(loaded), *columns_of(loaded)])
 
 
 # Prompt, response, its length, how many rewards it needs (None: one for the whole), and columns.
@@ -179,13 +180,26 @@ def columns_of(function: Callable[..., Any]) -> list[str]:
     except ValueError:
         return []
     kinds = inspect.Parameter
-    positional = [p for p in parameters if p.kind <= kinds.POSITIONAL_OR_KEYWORD]
-    asked = [p for p in parameters if p not in positional[:3] and p.kind != kinds.VAR_POSITIONAL]
+    given = _positional(function)[:3]
+    asked = [p for p in parameters if p not in given and p.kind != kinds.VAR_POSITIONAL]
     return [
         ALL_COLUMNS if p.kind == kinds.VAR_KEYWORD else p.name
         for p in asked
         if p.default is p.empty
     ]
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+
+
+def _third(function: Callable[..., Any]) -> str:
+    """The name of the parameter that gets the lengths; "" if it has none of its own."""
+    try:
+        return "".join(p.name for p in _positional(function)[2:3])
+    except ValueError:
+        return ""
 
 
 def format_error(error: BaseException, path: str) -> str:

@@ -5,6 +5,7 @@
 import http.client
 import json
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ def post_json(
 
     Args:
         token: that the server asks for, or None.
-        timeout_s: how long it may be silent.
+        timeout_s: how long it may be silent, and within which its reply must be there.
         tls: how to verify its certificate; None: by the certificates of this system.
         try_again: statuses after which another try may succeed.
 
@@ -63,11 +64,15 @@ def post_json(
         url, json.dumps(fields).encode(), headers | token_header(token)
     )
     opener = urllib.request.build_opener(_NoRedirect(), urllib.request.HTTPSHandler(context=tls))
+    deadline = time.monotonic() + timeout_s
     try:
         with opener.open(request, timeout=timeout_s) as reply:
-            return reply.read(MOST_BYTES)
+            return _body(reply, deadline)
     except urllib.error.HTTPError as error:
-        text = error_text(error.read(4000)) or error.reason
+        try:
+            text = error_text(_body(error.fp, deadline)) or error.reason
+        except (OSError, http.client.HTTPException):  # the status says enough
+            text = error.reason
         if error.code in (401, 403):
             have = "this job has none" if token is None else "that of this job is another one"
             text += f" (it may ask for a token, and {have})"
@@ -85,6 +90,22 @@ def post_json(
         why = f"{what} ({one_line(str(reason)) or type(reason).__name__})"
         is_other = isinstance(reason, ssl.SSLCertVerificationError)
         raise NoReplyError(url, why, may_pass=not is_other, was_sent=was_sent) from None
+
+
+def _body(reply: Any, deadline: float) -> bytes:
+    """The body of a reply, which must be whole at `deadline`."""
+    content, length = bytearray(), reply.length  # None: it ends with the connection, or in chunks
+    most = MOST_BYTES if length is None else min(length, MOST_BYTES)
+    while len(content) < most:
+        piece = reply.read1(min(most - len(content), 1 << 16))
+        content += piece
+        if not piece and length is not None:
+            raise http.client.IncompleteRead(bytes(content), length - len(content))
+        if not piece:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    return bytes(content)
 
 
 def error_text(content: bytes) -> str:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_aligner.config.access import shown_url
+from nemo_aligner.config.access import is_web_address, shown_url
 from nemo_aligner.core.errors import UserError, one_line
 from nemo_aligner.data.nlp.chat_records import Message
 from nemo_aligner.parallel.collectives import on_rank_zero
@@ -106,9 +106,10 @@ class ServedChatModel:
         tries: int = 3,
         at_once: int = 32,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
+        if not is_web_address(url):
             raise UserError(
-                f"{shown_url(url)} is no address of a server: it begins with http:// or https://."
+                f"{shown_url(url)} is no address of a server: it begins with http:// or https://, "
+                "names a host, and holds no user or password, which a key takes the place of."
             )
         self.url, self.model, self.sampling = url, model, sampling
         self.settings = {"model": model or shown_url(url), **sampling.fields()}

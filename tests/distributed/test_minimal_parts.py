@@ -2,8 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers run with parts that have NeMo-Aligner's interface and no more, on one rank and two."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from nemo_aligner.algorithms import parts
+from nemo_aligner.parallel.device import get_device
 from tests.distributed.launcher import run_ranks
 
 SECTIONS = ("ppo", "rs", "reinforce", "sft")
@@ -11,18 +16,18 @@ SECTIONS = ("ppo", "rs", "reinforce", "sft")
 
 def run_all():
     from nemo_aligner.parallel import parallel_state
-    from tests import minimal_parts as parts
+    from tests import minimal_parts
 
     parallel_state.initialize()
-    results = {section: parts.run(section) for section in SECTIONS}
-    results["time"] = parts.run("ppo", steps=1)
+    results = {section: minimal_parts.run(section) for section in SECTIONS}
+    results["time"] = minimal_parts.run("ppo", steps=1)
     failing = {
-        "client": {"client": parts.CriticClient(fails_at=3)},
-        "save": {"checkpoints": parts.Checkpoints(fails=True)},
+        "client": {"client": minimal_parts.CriticClient(fails_at=3)},
+        "save": {"checkpoints": minimal_parts.Checkpoints(fails=True)},
     }
     for name, arguments in failing.items():
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            parts.run("ppo", **arguments)
+            minimal_parts.run("ppo", **arguments)
         results[name] = f"{caught.typename}: {caught.value}"
     return results
 
@@ -60,3 +65,17 @@ def test_errors_of_one_rank_reach_all(runs):
     for results in (*runs[0], *runs[1]):
         assert results["client"].startswith("ServerRequestError: ZeroDivisionError")
         assert results["save"].startswith("SaveError: Checkpoints.custom_save: OSError: no space")
+
+
+def test_scores_are_on_the_device_and_as_wide_as_the_batch():
+    given = torch.tensor([[1.0], [2.0]]), torch.ones(2, 2)
+    future = SimpleNamespace(result=lambda: given)
+    rollout = {"response_tokens": torch.zeros(2, 5)}
+    scores = parts.scores_of(lambda _: future)(rollout).scores()
+    assert scores.values.tolist() == [[1, 1, 0, 0]] * 2 and scores.rewards.tolist() == [1, 2]
+    assert {scores.values.device.type, scores.rewards.device.type} == {get_device().type}
+
+
+def test_a_function_of_any_arguments_is_given_all():
+    given = parts.log_probs(lambda *_, **others: others, torch.zeros(1), torch.ones(1))
+    assert given["response_lengths"] == 1

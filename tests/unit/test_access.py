@@ -4,7 +4,13 @@
 
 import pytest
 
-from nemo_aligner.config.access import TOKEN_VARIABLE, is_loopback, read_token, server_token
+from nemo_aligner.config.access import (
+    REWARD_TOKEN_VARIABLE,
+    TOKEN_VARIABLE,
+    is_loopback,
+    read_token,
+    server_token,
+)
 from nemo_aligner.core.errors import ConfigError
 
 TOKEN = "0123456789abcdef-0123456789"
@@ -47,6 +53,14 @@ def test_files_that_are_refused(tmp_path, text, mode, words):
     for word in [*words, f"trainer.ppo.token_file={path}"]:
         assert word in str(caught.value)
     assert text not in str(caught.value).replace(path, "") or not text
+
+
+def test_servers_of_others_have_tokens_of_any_length(tmp_path):
+    for text in ("short", "x" * 2000):
+        path = write(tmp_path / "token", text)
+        assert read_token(path, "trainer.ppo", "k", REWARD_TOKEN_VARIABLE) == text
+    with pytest.raises(ConfigError, match=r"0 characters .* spaces\.$"):
+        read_token(write(tmp_path / "token", ""), "trainer.ppo", "k", REWARD_TOKEN_VARIABLE)
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -139,3 +139,25 @@ def test_config_takes_the_name_of_a_job_or_tool(capsys):
     assert "port to listen on\n    port: 5556" in capsys.readouterr().out
     assert command.main(["config", "critics"]) == ExitCode.USER_ERROR
     assert "name one of " in capsys.readouterr().err
+    assert command.main(["config", "pop"]) == ExitCode.USER_ERROR
+    assert "Did you mean ppo?" in capsys.readouterr().err
+    assert command.main(["config", "--help"]) is None
+    assert "critic, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        (
+            "a.f=http://h/x?key=hidden",
+            "a.f=http://h/x?*** cannot be read; put its value in quotes",
+        ),
+        ("a={b: 1", "a={b: 1 cannot be read"),
+        ("sft", "sft cannot be read; write KEY=VALUE"),
+    ],
+)
+def test_a_word_that_cannot_be_read_is_named(word, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["train", "ppo", word])
+    error = capsys.readouterr().err
+    assert ended.value.code == ExitCode.USER_ERROR and says in error and "hidden" not in error

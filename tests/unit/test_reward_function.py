@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.launch.score_sources import check_names
 from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
@@ -167,6 +168,19 @@ def test_a_file_that_cannot_serve_is_one_error_that_names_it(tmp_path, text, wor
     assert all(word in message for word in [f"inference.reward_fn={spec}", *words]), message
     assert "reward_worker" not in message  # frames of ours are no help
     assert family() <= before
+
+
+def test_a_column_in_the_place_of_the_lengths(tmp_path):
+    record = {"text": "p", "answer": "4", "query": "q", "length": 1}
+    spec = write(tmp_path, "def score(prompts, responses, answer): return [1]")
+    with RewardFunction(spec, None, workers=1) as function:
+        check_names(function, {"text": "p"})
+        with pytest.raises(UserError, match=r"write .prompts, responses, lengths, answer.\."):
+            check_names(function, record)
+    spec = write(tmp_path, "def score(prompts, responses, length, answer): return [1]")
+    with RewardFunction(spec, None, workers=1, gives_columns=True) as function:
+        check_names(function, record)
+        assert function.columns == ["answer"]
 
 
 def test_a_file_that_never_ends_loading(tmp_path, monkeypatch):

@@ -2,18 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of web servers, with real ones."""
 
+import contextlib
 import socket
+import struct
+import threading
 import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from nemo_aligner.config.access import shown_config, shown_url
+from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.reward_models import RewardServersSpec, read_reward_servers
-from nemo_aligner.core.errors import ConfigError, LostPeerError
+from nemo_aligner.core.errors import ConfigError, LostPeerError, UserError
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.reward_url import RewardServers
+from nemo_aligner.servers.web import NoReplyError, post_json
+from nemo_aligner.synthetic.chat_models import Sampling, ServedChatModel
 from tests.json_server import JsonServer
 from tests.patience import patience
 
@@ -107,6 +112,38 @@ def test_what_is_no_score_is_one_error_or_the_fallback(reply, words):
         assert -7.0 in scores and set(scores) <= {-7.0, 1.0}
 
 
+@pytest.mark.parametrize(
+    ("head", "pieces", "words", "may_pass"),
+    [
+        ("200 OK\r\nContent-Length: 900", [b"x"] * 40, "gave no reply within 0.3 s", True),
+        ("200 OK", [b"x"] * 40, "gave no reply within 0.3 s", True),
+        ("200 OK\r\nContent-Length: 900", [b"[1, 2]"], r"broke off .* 894 more expected", True),
+        ("503 Busy\r\nContent-Length: 900", [b"part"], "HTTP 503: Busy", True),
+        ("400 Bad\r\nContent-Length: 900", [b"part"], "HTTP 400: Bad", False),
+    ],
+)
+def test_a_reply_that_is_slow_or_not_whole(head, pieces, words, may_pass):
+    def serve(listener):
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            while not connection.recv(1 << 16).endswith(b"{}"):
+                pass
+            connection.sendall(f"HTTP/1.1 {head}\r\n\r\n".encode())
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(0.1)
+            if head[0] != "2":  # reset
+                option = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, option)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        begin = time.monotonic()
+        with pytest.raises(NoReplyError, match=words) as caught:
+            post_json(f"http://127.0.0.1:{listener.getsockname()[1]}/", {}, None, 0.3)
+    assert caught.value.may_pass == may_pass and time.monotonic() - begin < patience(2)
+
+
 def test_several_servers_share_the_load_and_the_others_do_the_work_of_a_dead_one():
     asked = Counter()
 
@@ -172,6 +209,10 @@ def test_closing_ends_a_wait():
         (["http://a/x", "http://a/x"], "list of different addresses"),
         (["http://a/x", "f.py:g"], "list of different addresses"),
         ("http:///x?k=hidden", "must name a host"),
+        ("http://h:abc/x", "a port from 1 to 65535"),
+        ("HTTPS://h:70000/x", "a port from 1 to 65535"),
+        ("", "must be path/to/file.py:function"),
+        (5, "must be path/to/file.py:function"),
     ],
 )
 def test_addresses_that_are_refused(spec, words):
@@ -182,13 +223,27 @@ def test_addresses_that_are_refused(spec, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read(spec)
     assert "trainer.rs.reward_fn" in str(caught.value) and "hidden" not in str(caught.value)
-    assert read("f.py:g") is None and read("https://a:1/x?k=v").urls == ["https://a:1/x?k=v"]
+    with pytest.raises(UserError, match="no user or password"):
+        ServedChatModel("http://user:hidden@host/v1", "", Sampling())
+    assert read("f.py:g") is None and read(None) is None and read("HTTP://a/x").urls
+    assert read("https://a:1/x?k=v").urls == ["https://a:1/x?k=v"]
 
 
 def test_configurations_are_shown_without_secrets():
     assert shown_url("GET 'https://u:p@a.b/x?k=v' [http://c/?q,file.py?]") == (
         "GET 'https://***@a.b/x?***' [http://c/?***,file.py?]"
     )
+    words = {
+        "a.wandb_logger_kwargs.api_key=s3cr3t": "a.wandb_logger_kwargs.api_key=***",
+        "+a={api_key: s3, auth: 'B x', n: 1}": "+a={api_key: ***, auth: ***, n: 1}",
+        "f=http://a/?k=v": "f=http://a/?***",
+        "a.special_tokens.eos_token=</s>": "a.special_tokens.eos_token=</s>",
+    }
+    assert [*map(shown_word, words)] == [*words.values()]
+    ends = {"eos_token": "</s>", "mask_token": "m", "add_token": True}
+    assert shown_config(ends) == ends
+    names = ("secret_key", "private_key", "auth", "Authorization", "db_passwd", "hf_token")
+    assert {*shown_config(dict.fromkeys(names, "s")).values()} == {"***"}
     given = {"reward_fn": ["http://a/?k=v"], "api_key": "s", "token_file": "f", "token": None}
     assert shown_config({"trainer": given, "n": 1}) == {
         "trainer": {"reward_fn": ["http://a/?***"], "api_key": "***", "token_file": "f"}
