@@ -8,6 +8,7 @@ import atexit
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
 
@@ -54,7 +55,12 @@ def start_score_source(
             atexit.register(function.close)
             check_names(function, prompts[0].lines[int(prompts[0].documents[0])])
     asked = next(filter(None, gathered(function and function.columns)), None)
-    return RewardsInJob(function, PromptColumns(prompts, asked) if asked else None)
+    if asked is None:
+        return RewardsInJob(function, None)
+    with failing_together():  # each rank checks its share of the records
+        share = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        columns = PromptColumns(prompts, asked, share)
+    return RewardsInJob(function, columns)
 
 
 def check_names(function: RewardFunction, record: Mapping[str, Any]) -> None:

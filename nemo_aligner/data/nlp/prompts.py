@@ -139,12 +139,18 @@ class PromptColumns:
     Args:
         datasets: of the prompts, whose items have a `record` from now on.
         asked: names of columns that each record must have; "**" stands for all others.
+        share: (n, of how many) shares of the records to check.
 
     Raises:
         UserError: a record lacks a column, or has a value that no JSON can hold; with its row.
     """
 
-    def __init__(self, datasets: Sequence[RLHFDataset], asked: Sequence[str]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[RLHFDataset],
+        asked: Sequence[str],
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         self.asked = asked
         self.records: list[tuple[int, Any]] = []  # of each data set, after the number of the first
         first = 0
@@ -152,7 +158,7 @@ class PromptColumns:
             dataset.first_record = first
             self.records.insert(0, (first, dataset.lines))
             first += len(dataset.lines)
-            for document in dataset.documents:
+            for document in dataset.documents[share[0] :: share[1]]:
                 try:
                     json.dumps(self._of(dataset.lines[document]))
                 except (UserError, TypeError, ValueError) as error:
