@@ -267,6 +267,8 @@ def test_the_alarms_see_how_many_own_responses_end(models, data):
     said = []
     trainer.alarms._warn = said.append
     trainer.consumed_samples, trainer.global_batch_size, trainer.num_steps_per_epoch = 0, 3, 9
+    trainer.passes, trainer.used, trainer.more_steps = 0, 0, 0
+    trainer.sampler = SimpleNamespace(total_samples=27)
     metrics = trainer.train_single_step(default_collate([data[i] for i in range(3)]))
     assert metrics["fraction_of_samples_properly_ended"] < 0.9  # of six tokens at most
     assert metrics["alarms_active"] == 1 and "truncated_fraction" in said[0]
