@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.remarks import remarks
 from nemo_aligner.launch.versions import warn_of_unsupported_versions
 
 DTYPES = ("as-stored", "fp32", "bf16", "fp16")
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@remarks.aside()
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)

@@ -37,6 +37,12 @@ def test_help_lists_everything_and_imports_nothing_heavy():
     assert max(map(len, ended.stdout.splitlines())) < 100
 
 
+def test_an_error_of_a_tool_is_one_line_without_remarks_of_libraries():
+    command_line = [sys.executable, "-m", "nemo_aligner", "convert", "nemo-to-hf", "/no", "/none"]
+    ended = subprocess.run(command_line, capture_output=True, text=True)
+    assert ended.stderr.startswith("error: NEMO=/no ") and ended.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_and_a_job_are_one(script):
     text = script.read_text(encoding="utf-8")
