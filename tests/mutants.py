@@ -1398,8 +1398,8 @@ MUTANTS = [
     Mutant(
         "only the metrics of the last run are kept",
         "launch/experiment.py",
-        '    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_"))):\n',
-        '    for run in sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))[-1:]:\n',
+        '    return sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))\n',
+        '    return sorted(runs, key=lambda run: int(run.name.removeprefix("run_")))[-1:]\n',
         _unit("test_launch_experiment.py", "test_metrics_are_whole_after_any_number_of_resumes"),
     ),
     Mutant(

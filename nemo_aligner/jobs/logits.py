@@ -15,7 +15,8 @@ examples out to several jobs, each with a file of its own. docs/distillation.md 
 from omegaconf import DictConfig
 
 from nemo_aligner.config.rules import check_values
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "compute_topk_logits"
 

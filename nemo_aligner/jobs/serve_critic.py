@@ -15,7 +15,8 @@ server runs until SIGTERM or SIGINT; the actor (`train ppo`) has it trained and 
 
 from omegaconf import DictConfig
 
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "gpt_ppo_critic"
 

@@ -27,7 +27,8 @@ from nemo_aligner.config.server_rules import (
     served_attributes,
 )
 from nemo_aligner.config.values import plain_dict
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "inference_rm"
 

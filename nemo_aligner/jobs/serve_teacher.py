@@ -15,7 +15,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "inference_teacher"
 

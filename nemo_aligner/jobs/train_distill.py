@@ -17,7 +17,8 @@ from functools import partial
 
 from omegaconf import DictConfig
 
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "gpt_knowledge_distillation"
 

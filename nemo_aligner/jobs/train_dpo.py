@@ -12,7 +12,8 @@ The checkpoint is also the reference policy: a copy of its weights in host memor
 
 from omegaconf import DictConfig
 
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "gpt_dpo"
 

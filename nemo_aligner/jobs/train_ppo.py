@@ -20,7 +20,8 @@ from a Python class in processes of this job (docs/environments.md).
 from omegaconf import DictConfig
 
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.launch.start_up import job_main, long_imports, reward_servers
+from nemo_aligner.launch.job_entry import job_main, reward_servers
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "gpt_ppo_actor"
 

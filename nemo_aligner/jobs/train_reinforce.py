@@ -12,7 +12,8 @@ That is `serve reward`.
 
 from omegaconf import DictConfig
 
-from nemo_aligner.launch.start_up import job_main, long_imports, reward_servers
+from nemo_aligner.launch.job_entry import job_main, reward_servers
+from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "gpt_reinforce_actor"
 

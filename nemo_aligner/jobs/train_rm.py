@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.start_up import job_main, long_imports
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

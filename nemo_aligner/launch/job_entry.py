@@ -1,0 +1,46 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The entry of every job of nemo_aligner/jobs. Imports nothing heavy."""
+
+import functools
+from collections.abc import Callable
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.start_up import share_cores
+
+Main = Callable[[DictConfig], None]
+
+
+def job_main(
+    config_name: str, jobs: int | Callable[[DictConfig], int] = 1
+) -> Callable[[Main], Main]:
+    """Decorator of a job's `main`, which gets its configuration complete and checked, and ends the
+    process as `user_errors_end_the_job` says.
+
+    Args:
+        config_name: the YAML file of the job, without its ending.
+        jobs: as for `share_cores`, or what says it from the complete configuration.
+    """
+
+    def decorator(main: Main) -> Main:
+        @user_errors_end_the_job
+        @functools.wraps(main)
+        def run(cfg: DictConfig) -> None:
+            cfg = complete_config(cfg, config_name)
+            check_config(cfg, config_name)
+            share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))
+            main(cfg)
+
+        return run
+
+    return decorator
+
+
+def reward_servers(cfg: DictConfig, kind: str) -> int:
+    """How many servers give the rewards of the job `kind`: none if it has them by itself."""
+    in_job = cfg.model[kind].environment.path or cfg.trainer[kind].reward_fn
+    return 0 if in_job else 1
