@@ -56,12 +56,19 @@ def test_help_shows_the_configuration_and_imports_nothing_heavy(script):
     assert ended.stdout.splitlines()[-1] == "imported:"
 
 
-@pytest.mark.parametrize("argument", ["trainer.devises=2", "trainer.devices=[", "--config-name=x"])
-def test_what_hydra_refuses_is_an_error_of_the_user(argument):
+@pytest.mark.parametrize(
+    "argument, text",
+    [
+        ("trainer.devises=2", "HYDRA_FULL_ERROR"),
+        ("trainer.devices=[", "put its value in quotes"),
+        ("--config-name=x", "HYDRA_FULL_ERROR"),
+    ],
+)
+def test_what_hydra_refuses_is_an_error_of_the_user(argument, text):
     """A launcher would start a job that has failed again."""
     ended = run(SCRIPTS[0], argument)
     assert ended.returncode == ExitCode.USER_ERROR, ended.stderr
-    assert "HYDRA_FULL_ERROR" in ended.stderr
+    assert text in ended.stderr
 
 
 @pytest.mark.parametrize(  # the scripts are alike: every fourth in `make test`
