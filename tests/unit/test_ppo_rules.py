@@ -178,7 +178,11 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             ["4 responses", "the same"],
             ("model.ppo.sampling_params.use_greedy=False",),
         ),
-        ((*GRPO[:2],), ["combine_rm_and_critic_server=True", "reward_model"], (SEPARATE,)),
+        (
+            (*GRPO[:2], SEPARATE.replace("False", "True")),
+            ["combine_rm_and_critic_server=True", "reward_model"],
+            (SEPARATE,),
+        ),
         (
             (*GRPO, "trainer.ppo.critic_warmup_steps=2"),
             ["critic_warmup_steps=2"],
