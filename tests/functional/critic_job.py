@@ -179,7 +179,6 @@ def main() -> None:
     """One rank of the job. Settings come as JSON in the first argument."""
     settings = json.loads(sys.argv[1])
     import numpy as np
-    import torch
     from omegaconf import OmegaConf
 
     from nemo_aligner.parallel import parallel_state
@@ -269,8 +268,6 @@ def main() -> None:
     if settings["minimal"]:
         del Logger.log_samples
         checkpoint = MinimalCheckpoint()
-        optimizer = torch.optim.SGD([model.embedding, model.value], lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     trainer = CriticServerTrainer(
         cfg=OmegaConf.create(settings["cfg"]),
         model=model,
@@ -308,7 +305,7 @@ class CriticJob:
         slice_tokens: of a slice of a scoring request.
         background: checkpoints are written in the background. They cannot be written while there
             is a file `checkpoint.json.full`.
-        minimal: logger, checkpoints, optimizer and schedule have NeMo-Aligner's interface only.
+        minimal: logger and checkpoints have NeMo-Aligner's interface only.
         look_s: between two looks at Triton, and how long it may take to reply to one.
         start_s: within which Triton must be ready, one for each start; None: the real ones.
         server: the section `server` of the configuration.

@@ -668,8 +668,8 @@ def test_a_save_that_is_abandoned_is_no_success(frontend):
 
 
 def test_parts_of_nemo_aligner_are_enough():
-    """Logger, checkpoints, optimizer and schedule with its interface: the critic learns as with
-    others, and knows of what step its last checkpoint is.
+    """Logger and checkpoints with its interface: the critic learns as with others, and knows of
+    what step its last checkpoint is.
     """
     own = {"minimal": True, "gradient_clip_val": None, "server": {"frontend": "asgi"}}
     with CriticJob(ranks=2, **own) as job:
