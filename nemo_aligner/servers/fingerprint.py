@@ -6,6 +6,8 @@ import hashlib
 import json
 from typing import Any
 
+from nemo_aligner.core.tokenizer import PADDING
+
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     """Return a short text that is equal for two tokenizers if their ids mean the same tokens.
@@ -16,8 +18,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     Returns:
         E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id of the end
         token, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids.
-        It does not depend on the kind of tokenizer. None if there is no tokenizer, or it cannot
-        list its tokens.
+        It does not depend on the kind of tokenizer, nor on a padding token that the export of a
+        reward model has added at its end. None if there is no tokenizer, or it cannot list its
+        tokens.
     """
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None
@@ -26,5 +29,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
         tokens = sorted((id_, token) for token, id_ in inner.get_vocab().items())
     else:
         tokens = list(enumerate(tokenizer.ids_to_tokens(list(range(tokenizer.vocab_size)))))
+    size = tokenizer.vocab_size
+    if tokens and tokens[-1][1] == PADDING:  # no sample has it
+        tokens.pop()
+        size -= 1
     digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
-    return f"{tokenizer.vocab_size} tokens, end {tokenizer.eos_id}, {digest[:12]}"
+    return f"{size} tokens, end {tokenizer.eos_id}, {digest[:12]}"

@@ -5,6 +5,7 @@
 import json
 import re
 
+from nemo_aligner.core.tokenizer import PADDING
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 
@@ -20,6 +21,9 @@ def test_the_fingerprint_of_a_hugging_face_tokenizer(
     assert other.text_to_tokens("the film") == tiny_tokenizer.text_to_tokens("the film")
     assert tokenizer_fingerprint(other)[:-12] == fingerprint[:-12]
     assert tokenizer_fingerprint(other) != fingerprint
+    padded = AutoTokenizer(tiny_tokenizer_dir)
+    padded.tokenizer.add_special_tokens({"pad_token": PADDING})  # as an exported reward model has
+    assert padded.vocab_size == 301 and tokenizer_fingerprint(padded) == fingerprint
 
 
 def test_the_fingerprint_of_a_sentencepiece_tokenizer(tmp_path):

@@ -39,6 +39,7 @@ from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import PADDING
 
 HEAD = "rm_head.weight"
 HEAD_BIAS = "rm_head.bias"
@@ -282,7 +283,7 @@ def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any
     choice = [number for number in [tokenizer.pad_token_id, *given, *named] if number not in ends]
     wanted = own if own is not None else next(iter(choice), None)
     if wanted is None or (wanted != tokenizer.pad_token_id and 0 <= wanted < len(tokenizer)):
-        token = "<|pad|>" if wanted is None else tokenizer.convert_ids_to_tokens(wanted)
+        token = PADDING if wanted is None else tokenizer.convert_ids_to_tokens(wanted)
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             settings = read_json(folder / name) if (folder / name).is_file() else {}
             if settings or name == "tokenizer_config.json":
