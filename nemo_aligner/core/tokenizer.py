@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from nemo_aligner.core.errors import ConfigError, UserError
 
-
 # What an exported reward model pads with, added to a tokenizer that has no token to spare for it.
 PADDING = "<|pad|>"
 
