@@ -166,6 +166,9 @@ def _end_started_processes(grace_s: float) -> bool:
     for process in started_processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(deadline - time.monotonic(), 0.0))
+    for rank, process in enumerate(started_processes, 1):
+        if process.poll():  # what this one fails of may be the death of that one
+            print(f"rank {rank} has ended with code {process.returncode}.", file=sys.stderr)
     alive = [process for process in started_processes if process.poll() is None]
     for process in alive:
         process.kill()

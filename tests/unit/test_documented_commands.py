@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import checks
 from nemo_aligner.config.defaults import CONF
-from nemo_aligner.launch import experiment, processes, start_up
+from nemo_aligner.launch import experiment, job_entry, processes
 
 SCRIPTS = Path(__file__).parents[2] / "examples/nlp/gpt"
 
@@ -102,7 +102,7 @@ def run(tmp_path, monkeypatch, capsys):
     plain_check = checks.check_config
     # Hydra closes all logging handlers; absl's would close the file that pytest captures into.
     monkeypatch.setattr("absl.logging.PythonHandler.close", lambda _handler: None)
-    monkeypatch.setattr(start_up, "check_config", check_config)
+    monkeypatch.setattr(job_entry, "check_config", check_config)
     for module in (experiment, processes):
         monkeypatch.setattr(module, "resolve_and_create_trainer", start)
     monkeypatch.chdir(tmp_path)
