@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From records with conversations to tokens: what the forms of a conversation share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from nemo_aligner.data.nlp.chat_masks import Encoded
@@ -16,7 +17,7 @@ from nemo_aligner.data.nlp.chat_records import (
 from nemo_aligner.data.nlp.json_lines import Record
 
 
-class ConversationForm:
+class ConversationForm(ABC):
     """Every method raises `UserError` for a record that it cannot use.
 
     Attributes:
@@ -29,10 +30,11 @@ class ConversationForm:
     state: list[str]
     is_default = False
 
+    @abstractmethod
     def prompt(self, record: Record) -> list[int]:
         """The tokens of a prompt, up to where the response begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
@@ -42,7 +44,6 @@ class ConversationForm:
         Args:
             record: that the messages stand in.
         """
-        raise NotImplementedError
 
     def conversation(self, record: Record) -> Encoded:
         """A conversation, with every turn that is trained on."""
