@@ -156,6 +156,8 @@ def _guess(file: str) -> tuple[str, list[str]]:
         UserError: it is for none, or for more than one.
     """
     record = first_record(DataFile.of(file, "the command line"))
+    if not record:  # none can be read: the check of all records, the same in each job, says why
+        return SFT, []
     if "prompt_turns" in record and "responses" in record:
         return STEERLM2, []
     if "label" in record:

@@ -502,7 +502,12 @@ BAD = [
         {"messages": [USER, {"role": "assistant"}]},
         r"message 2 .*\(assistant\) has no 'content'",
     ),
-    (sft, GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}, "has no 'content'"),
+    (
+        sft,
+        GOOD,
+        {"messages": [USER, {"role": "assistant", "content": None}]},
+        "has 'content': null",
+    ),
     (
         sft,
         GOOD,

@@ -300,6 +300,7 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     text = write({"text": "hello"})
     assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)
     assert "--model is missing" in error_of(capsys, "inspect", text)
+    assert "does not exist" in error_of(capsys, "inspect", "/nowhere.jsonl", "--model", model)
     assert "the command is: nemo-aligner inspect" in error_of(
         capsys, "look", text, "--model", model
     )

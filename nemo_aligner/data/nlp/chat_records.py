@@ -218,7 +218,8 @@ def _message(item: Any, where: str, as_named: bool) -> Message:
     if names[0] == "from" and not as_named:
         role = ROLES.get(role.lower(), role.lower())
     if content is None and not item.get("tool_calls"):
-        raise UserError(f"{where} ({role}) has no '{names[1]}'; it has {sorted(item)}.")
+        given = f"'{names[1]}': null" if names[1] in item else f"no '{names[1]}'"
+        raise UserError(f"{where} ({role}) has {given} and no 'tool_calls': {sorted(item)}.")
     more = {key: value for key, value in item.items() if key not in names and value is not None}
     calls = _from_json(more.pop("tool_calls", None), list, f"'tool_calls' of {where}")
     if calls:
