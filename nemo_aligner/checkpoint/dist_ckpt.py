@@ -36,9 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.strategies import common as mcore_common
 from megatron.core.dist_checkpointing.strategies import torch as mcore_torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_plan,
-)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -286,10 +284,7 @@ class BackgroundSave:
         strategy = _InProcessSave("torch_dist", 1)
         with _common_written_together():
             self._request: AsyncRequest = dist_checkpointing.save(
-                sharded_state_dict,
-                str(folder),
-                sharded_strategy=strategy,
-                async_sharded_save=True,
+                sharded_state_dict, str(folder), sharded_strategy=strategy, async_sharded_save=True
             )
         self._writer = strategy.writer
         self._error: BaseException | None = None

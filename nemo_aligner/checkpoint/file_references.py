@@ -21,11 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.core.errors import UserError
 
 # Keys whose value may name a file that belongs in the archive. NeMo reads the same.
-ARTIFACT_KEYS = (
-    "tokenizer.model",
-    "tokenizer.vocab_file",
-    "tokenizer.merge_file",
-)
+ARTIFACT_KEYS = ("tokenizer.model", "tokenizer.vocab_file", "tokenizer.merge_file")
 TOKENIZER_TYPE = "tokenizer.type"  # a name, or the folder of a Hugging Face tokenizer
 OUTSIDE = "outside the checkpoint: "
 

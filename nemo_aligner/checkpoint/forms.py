@@ -74,9 +74,7 @@ FORMS = {
         loads=True,
     ),
     "checkpoint": Form(
-        "checkpoint folder of a job",
-        f"{CONFIG_FILE}, {CHECKPOINT_WEIGHTS}/, {MARKER}",
-        loads=True,
+        "checkpoint folder of a job", f"{CONFIG_FILE}, {CHECKPOINT_WEIGHTS}/, {MARKER}", loads=True
     ),
     "legacy_layers": Form(
         ".nemo file or folder with NeMo's own layers (mcore_gpt=False)",

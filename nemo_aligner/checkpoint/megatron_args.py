@@ -13,11 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.checkpoint import transformer_fields
-from nemo_aligner.checkpoint.hugging_face.architecture import (
-    Unsupported,
-    computed,
-    expert_layers,
-)
+from nemo_aligner.checkpoint.hugging_face.architecture import Unsupported, computed, expert_layers
 from nemo_aligner.checkpoint.transformer_fields import NORMALIZATIONS, Refusal
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict

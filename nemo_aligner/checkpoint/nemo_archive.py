@@ -32,13 +32,7 @@ from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import (
-    adapters,
-    forms,
-    hugging_face,
-    megatron,
-    nemo2,
-)
+from nemo_aligner.checkpoint import adapters, forms, hugging_face, megatron, nemo2
 from nemo_aligner.checkpoint.checksums import (
     check_all_are_listed,
     check_files,
@@ -56,18 +50,10 @@ from nemo_aligner.checkpoint.file_references import (
     refuse_resolvers,
 )
 from nemo_aligner.checkpoint.folders import newest_checkpoint
-from nemo_aligner.checkpoint.forms import (
-    CHECKPOINT_WEIGHTS,
-    CONFIG_FILE,
-    MARKER,
-    WEIGHTS_FOLDER,
-)
+from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, CONFIG_FILE, MARKER, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
 from nemo_aligner.checkpoint.rank_files import RankFiles
-from nemo_aligner.checkpoint.stored_weights import (
-    StoredWeights,
-    TensorSource,
-)
+from nemo_aligner.checkpoint.stored_weights import StoredWeights, TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import DamagedFileError, UserError
@@ -344,10 +330,7 @@ def _merged(
 ) -> Iterator[adapters.MergedTensors]:
     """The tensors of the base with the adapters at `path`."""
     model = None if base is None else read_config(base)
-    with (
-        own_tensors(path, model) as own,
-        stored_tensors(_base_path(path, expected)) as source,
-    ):
+    with own_tensors(path, model) as own, stored_tensors(_base_path(path, expected)) as source:
         found = adapters.checksum_of_source(source)
         where = f"{expected.path}, as it is now,"
         adapters.check_base(expected, found, what=str(path), where=where)

@@ -9,13 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 
-from nemo_aligner.data.nlp.nemo_chat import (
-    VALUE_TO_TEXT,
-    ChatTokens,
-    Source,
-    Turn,
-    chat_text,
-)
+from nemo_aligner.data.nlp.nemo_chat import VALUE_TO_TEXT, ChatTokens, Source, Turn, chat_text
 from nemo_aligner.launch.processes import resolve_and_create_trainer
 from nemo_aligner.parallel.device import get_backend
 

@@ -109,10 +109,7 @@ FREE_DATA_SCRIPTS = (
     "nlp/data/kto/preprocess_anthropichh_data.py",
     "nlp/data/steerlm/common.py",
 )
-BOUND_DATA_SCRIPTS = (
-    "nlp/cai/cai_utils.py",
-    "nlp/data/sft/remove_long_dialogues.py",
-)
+BOUND_DATA_SCRIPTS = ("nlp/cai/cai_utils.py", "nlp/data/sft/remove_long_dialogues.py")
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -156,11 +156,7 @@ def _run(args: argparse.Namespace) -> None:
     elif adapters.are_adapters(args.source, key="NEMO") and not args.merged:
         _refuse_options(args, "architecture")
         adapters.to_peft(
-            args.source,
-            args.target,
-            options,
-            drop_head_bias=args.drop_head_bias,
-            base=args.base,
+            args.source, args.target, options, drop_head_bias=args.drop_head_bias, base=args.base
         )
     else:
         if not adapters.are_adapters(args.source, key="NEMO"):

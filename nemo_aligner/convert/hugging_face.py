@@ -114,10 +114,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
 
 
 def write_chunks(
-    target: Path,
-    section: DictConfig,
-    weights: TensorSource,
-    options: Options,
+    target: Path, section: DictConfig, weights: TensorSource, options: Options
 ) -> None:
     """Write a `.nemo`, or a folder, with a progress bar.
 

@@ -44,9 +44,7 @@ def parser() -> CommandParser:
         "the terminal if it has one)",
     )
     form.add_argument(
-        "--plain",
-        action="store_true",
-        help="continue each text as it is (default with --prompts)",
+        "--plain", action="store_true", help="continue each text as it is (default with --prompts)"
     )
     result.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     return result

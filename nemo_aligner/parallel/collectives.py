@@ -71,10 +71,7 @@ def rebalance_nd_tensor(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def broadcast_tensor(
-    tensor: Tensor | None,
-    src: int,
-    group: ProcessGroup | None,
-    dtype: torch.dtype | None = None,
+    tensor: Tensor | None, src: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the tensor of rank `src` on every rank; only `src` needs to know its shape.
 

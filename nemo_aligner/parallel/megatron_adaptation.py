@@ -68,9 +68,7 @@ REMAPPED_CONSTANTS = {
         "MegatronGradScaler.__init__": "fp16 loss scale allocated on 'cuda'",
         "DynamicGradScaler.__init__": "fp16 loss scale allocated on 'cuda'",
     },
-    "megatron.core.utils": {
-        "local_multi_tensor_l2_norm": "norm allocated on 'cuda'",
-    },
+    "megatron.core.utils": {"local_multi_tensor_l2_norm": "norm allocated on 'cuda'"},
 }
 
 # module -> name -> reason. Replaced by a CPU counterpart, see `megatron_on_cpu.py`.
@@ -276,9 +274,7 @@ SINCE = {
     ("megatron.core.optimizer.optimizer", "MegatronOptimizer.has_grad_norm_group"): "0.19",
     ("megatron.core.transformer.moe.moe_logging", "destroy_moe_metrics_tracker"): "0.19",
 }
-UNTIL = {
-    ("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"): "0.19",
-}
+UNTIL = {("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"): "0.19"}
 
 
 _RELEASE = Version(Version(megatron.core.__version__).base_version)  # 0.19.0 for 0.19.0rc1

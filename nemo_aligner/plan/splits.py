@@ -264,12 +264,7 @@ def candidate(
 
 
 def find_candidates(
-    job: Job,
-    cfg: Mapping[str, Any],
-    vocab_size: int,
-    gpus: int,
-    machine: Machine,
-    limit: float,
+    job: Job, cfg: Mapping[str, Any], vocab_size: int, gpus: int, machine: Machine, limit: float
 ) -> tuple[list[Candidate], str]:
     """All ways to run a job on `gpus` ranks, those that fit first, the cheapest of them first.
 

@@ -195,12 +195,7 @@ def plan_values(
                 "candidates": [candidate_values(each, limit_of(plan, c)) for each in candidates],
             }
         )
-    return {
-        "memory": machine.memory,
-        "limit": plan.limit,
-        "shared": plan.shared,
-        "jobs": jobs,
-    }
+    return {"memory": machine.memory, "limit": plan.limit, "shared": plan.shared, "jobs": jobs}
 
 
 def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:

@@ -154,8 +154,7 @@ class Admission:
         if endpoint not in self._largest_body and not general:
             served = ", ".join(self._largest_body)
             raise RefusedError(
-                404,
-                f"Request for unknown model: nothing at {path[:200]!r}; it serves {served}",
+                404, f"Request for unknown model: nothing at {path[:200]!r}; it serves {served}"
             )
         if method == "GET" and what != "infer":
             if length:

@@ -227,11 +227,7 @@ class RemoteGPTRMCriticClient:
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload,
-            rollout_batch,
-            self.pad_to_length,
-            self.fingerprint,
-            self.max_length,
+            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
         )
 
         def send() -> PendingReply:

@@ -161,10 +161,7 @@ def encode_request(
     tensors.
     """
     inputs, buffers = _describe(data)
-    head = {
-        "inputs": inputs,
-        "parameters": {"binary_data_output": True, **(parameters or {})},
-    }
+    head = {"inputs": inputs, "parameters": {"binary_data_output": True, **(parameters or {})}}
     return json.dumps(head).encode(), buffers
 
 

@@ -320,11 +320,7 @@ class RemoteGPTRMClient:
                 `prompt_lengths` [b].
         """
         make_payload = functools.partial(
-            scoring_payload,
-            rollout_batch,
-            self.pad_to_length,
-            self.fingerprint,
-            self.max_length,
+            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
         )
         return self.reward_models.score(rollout_batch, make_payload)
 

@@ -17,20 +17,10 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hugging_face.architecture import Architecture, Unsupported
 from nemo_aligner.checkpoint.hugging_face.folder import INDEX_FILE, WEIGHTS_FILE
 from nemo_aligner.checkpoint.hugging_face.weights import PREFIX, Layout, Place
-from nemo_aligner.checkpoint.stored_weights import (
-    Slice,
-    TensorSource,
-    distinct,
-    stored_dtype,
-)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, distinct, stored_dtype
 
 SHARD_BYTES = 5_000_000_000  # of a file, as in transformers
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 # Padded to the vocabulary of a split
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 

@@ -11,9 +11,7 @@ QWEN3_MOE = Architecture(
     same=parts.SIZES | parts.HEAD_SIZE | parts.QWEN_EXPERTS,
     always=parts.ALWAYS | {"qk_layernorm": True},
     names=Names(
-        "model.",
-        parts.OUTSIDE,
-        parts.ATTENTION | parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS,
+        "model.", parts.OUTSIDE, parts.ATTENTION | parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS
     ),
     choices={
         "hidden_act": parts.GATED_ACTIVATIONS,

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_weights
-from nemo_aligner.core.preference import (
-    dpo_loss,
-    interleave,
-    likelihood_fall,
-    reward_statistics,
-)
+from nemo_aligner.core.preference import dpo_loss, interleave, likelihood_fall, reward_statistics
 from nemo_aligner.core.types import DirectPairBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin

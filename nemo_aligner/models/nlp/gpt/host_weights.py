@@ -80,9 +80,7 @@ def swap_dict(
 
 @contextmanager
 def cpu_weight_swap(
-    resident_model: MegatronGPTModel,
-    cpu_weights: dict[str, Tensor],
-    megatron_amp_O2: bool = True,
+    resident_model: MegatronGPTModel, cpu_weights: dict[str, Tensor], megatron_amp_O2: bool = True
 ) -> Iterator[None]:
     """Inside, the model computes with `cpu_weights`; afterwards with its own again."""
     with resident_model.swapped_weights(cpu_weights):

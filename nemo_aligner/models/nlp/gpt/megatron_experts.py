@@ -208,11 +208,7 @@ class Experts(SequentialMLP):
         assert pg_collection is not None, "Megatron Core passes its groups"
         ranks, rank = pg_collection.ep.size(), pg_collection.ep.rank()
         super().__init__(
-            num_local_experts * ranks,
-            config,
-            submodules,
-            pg_collection=pg_collection,
-            **more,
+            num_local_experts * ranks, config, submodules, pg_collection=pg_collection, **more
         )
         mine: Any = self.local_experts[rank * num_local_experts : (rank + 1) * num_local_experts]
         self.local_experts = torch.nn.ModuleList(mine)

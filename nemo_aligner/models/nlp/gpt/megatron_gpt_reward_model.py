@@ -313,10 +313,7 @@ class MegatronGPTRewardModel(
             )
         return forward_collect(
             self.model,
-            {
-                "tokens": tokens,
-                "lengths": lengths_before(self.cfg.pad_token_id, tokens, lengths),
-            },
+            {"tokens": tokens, "lengths": lengths_before(self.cfg.pad_token_id, tokens, lengths)},
             micro_batch_size=self.forward_micro_batch_size,
             output_fn=lambda output, _: self._standardize(output.float()),
             model_inputs=("lengths",),
