@@ -73,16 +73,11 @@ REMEMBERED_REQUESTS = 64
 
 @dataclass(frozen=True)
 class _Save:
-    """A save that was asked for.
+    """A save that was asked for."""
 
-    Attributes:
-        step: optimizer steps of the weights.
-        actor_step: that they belong to.
-        outcome: without a value, or an error, when the checkpoint is complete, or cannot be.
-    """
-
-    step: int
-    actor_step: int
+    step: int  # optimizer steps of the weights
+    actor_step: int  # that they belong to
+    # without a value, or an error, when the checkpoint is complete, or cannot be
     outcome: "concurrent.futures.Future[None]" = field(default_factory=concurrent.futures.Future)
 
 

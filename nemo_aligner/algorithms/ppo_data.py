@@ -47,11 +47,7 @@ from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How rewards become advantages: the keys of `trainer.ppo` of the same names (docs/ppo.md).
-
-    Attributes:
-        max_response_length: most tokens of a response; needed for the overlong penalty only.
-    """
+    """How rewards become advantages: the keys of `trainer.ppo` of the same names (docs/ppo.md)."""
 
     discount_factor: float
     gae_lambda: float
@@ -66,6 +62,7 @@ class DataSettings:
     overlong_buffer_len: int
     overlong_penalty_factor: float
     process_rewards: str
+    # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
 
     @classmethod

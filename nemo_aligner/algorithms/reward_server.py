@@ -32,39 +32,6 @@ class RewardModelServer:
     Every rank of the job constructs it, with a model that is ready for inference, and calls
     `run_server`.
 
-    Attributes:
-        infer_fn: (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n],
-            or [n, A]; every rank calls it with its data-parallel share of the samples.
-        tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
-        model_name: name of the endpoint.
-        port: of the endpoint.
-        inference_micro_batch_size: samples per data-parallel rank at which Triton does not wait
-            any more, a number or several.
-        model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
-        strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
-            multiple; None keeps them.
-        max_queue_delay_microseconds: how long Triton holds a request back for others that it hands
-            over with it; each is scored by itself.
-        host: address to listen on.
-        vocab_size, max_length: bounds of the model for token ids and S; requests beyond are
-            refused.
-        per_token: `infer_fn` gives rewards of tokens, [n, S], NaN at tokens without one; the
-            reward of a sample is their sum.
-        attributes: A; above 1 for a model that does not merge them.
-        needs_prompt_lengths: `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]),
-            and a request that does not say where its responses start is refused. Models score
-            whole samples and do not need them.
-        tokenizer: of the model or function; a request that names another one is refused. None
-            refuses none.
-        token_file: of the token that clients must bring; None: that in the environment, if there
-            is one (config/access.py). Needed if other machines can reach `host`.
-        max_request_mb: largest body of a request, in MiB.
-        slice_rows: of a large request, so many samples per data-parallel rank are scored before
-            other requests have their turn, in their order; None: as many micro-batches as
-            `servers/slices.py` says, which suits a model.
-        frontend, tls_certificate, tls_key: section `server` of the configuration: "triton" or
-            "asgi", and files with which the latter encrypts.
-
     Raises:
         ConfigError: there is no token although one is needed, or it or another file cannot be
             read.
@@ -72,24 +39,45 @@ class RewardModelServer:
 
     NAME: ClassVar[str] = "reward server"
 
+    # (tokens int64 [n, S], lengths int64 [n]) as one tuple -> rewards [n, 1] or [n], or [n, A];
+    # every rank calls it with its data-parallel share of the samples
     infer_fn: Callable[..., Tensor | Array]
+    # list of str -> (tokens int64 [N, S], lengths int64 [N])
     tokenize_func: Callable[[list[str]], tuple[Any, Any]]
-    model_name: str
-    port: int
+    model_name: str  # name of the endpoint
+    port: int  # of the endpoint
+    # samples per data-parallel rank at which Triton does not wait any more, a number or several
     inference_micro_batch_size: int | list[int]
-    model_forward_micro_batch_size: int
+    model_forward_micro_batch_size: int  # samples of one forward pass per data-parallel rank
+    # columns that no sample uses are cut, down to this multiple; None keeps them
     strip_sequence_length_to_multiple: int | None = None
+    # how long Triton holds a request back for others that it hands over with it; each is scored by
+    # itself
     max_queue_delay_microseconds: float = 0
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # address to listen on
+    # vocab_size, max_length: bounds of the model for token ids and S; requests beyond are refused
     vocab_size: int | None = None
     max_length: int | None = None
+    # `infer_fn` is called as (tokens, lengths, prompt_lengths int64 [n]), and a request that does
+    # not say where its responses start is refused. Models score whole samples and do not need
+    # them.
     needs_prompt_lengths: bool = False
+    # `infer_fn` gives rewards of tokens, [n, S], NaN at tokens without one; the reward of a sample
+    # is their sum
     per_token: bool = False
-    attributes: int = 1
+    attributes: int = 1  # A; above 1 for a model that does not merge them
+    # of the model or function; a request that names another one is refused. None refuses none.
     tokenizer: Any = None
+    # of the token that clients must bring; None: that in the environment, if there is one
+    # (config/access.py). Needed if other machines can reach `host`.
     token_file: str | None = None
-    max_request_mb: float = 64
+    max_request_mb: float = 64  # largest body of a request, in MiB
+    # of a large request, so many samples per data-parallel rank are scored before other requests
+    # have their turn, in their order; None: as many micro-batches as `servers/slices.py` says,
+    # which suits a model
     slice_rows: int | None = None
+    # frontend, tls_certificate, tls_key: section `server` of the configuration: "triton" or
+    # "asgi", and files with which the latter encrypts
     frontend: str = "triton"
     tls_certificate: str | None = None
     tls_key: str | None = None

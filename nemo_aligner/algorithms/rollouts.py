@@ -318,16 +318,13 @@ def select_scores(scores: Scores, samples: Tensor) -> Scores:
 
 @dataclass(frozen=True)
 class CollectedRollout:
-    """A generated rollout whose scores are still on their way.
+    """A generated rollout whose scores are still on their way."""
 
-    Attributes:
-        rollout: the samples of all DP ranks on every rank, in the order of `sample_key`.
-        order: int64 `[N]`, for each of them its place among the samples in the order of the ranks.
-        pending: the scores of this rank's micro-batches, in the order of generation.
-    """
-
+    # the samples of all DP ranks on every rank, in the order of `sample_key`
     rollout: PPORolloutBatch
+    # int64 `[N]`, for each of them its place among the samples in the order of the ranks
     order: Tensor
+    # the scores of this rank's micro-batches, in the order of generation
     pending: list[PendingScores]
 
     @property

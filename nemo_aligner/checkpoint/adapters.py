@@ -49,15 +49,11 @@ _CHECKED = tuple(f"{path}.weight" for path in TARGETS.values())
 
 @dataclass(frozen=True)
 class Base:
-    """The model that adapters belong to.
+    """The model that adapters belong to."""
 
-    Attributes:
-        path: of its checkpoint; None: of a model with random weights.
-        checksum: of its weights (`checksum_of_source`); None: not recorded, in folders of PEFT
-            that others wrote.
-    """
-
-    path: str | None
+    path: str | None  # of its checkpoint; None: of a model with random weights
+    # of its weights (`checksum_of_source`); None: not recorded, in folders of PEFT that others
+    # wrote
     checksum: str | None
 
     def to_config(self) -> dict[str, Any]:

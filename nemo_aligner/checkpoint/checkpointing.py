@@ -122,14 +122,10 @@ class CheckpointedModel(Protocol):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A checkpoint that is being written in the background.
+    """A checkpoint that is being written in the background."""
 
-    Attributes:
-        save: of the large files.
-        writing, folder, state: see `CheckpointCallback._write`; `writing` is its temporary name.
-    """
-
-    save: dist_ckpt.BackgroundSave
+    save: dist_ckpt.BackgroundSave  # of the large files
+    # writing, folder, state: see `CheckpointCallback._write`; `writing` is its temporary name
     writing: Path
     folder: Path
     state: dict[str, Any]

@@ -32,19 +32,12 @@ CONVERTERS = "scripts/checkpoint_converters of NeMo 2.0 to 2.4"
 
 @dataclass(frozen=True)
 class Form:
-    """One form of a checkpoint.
+    """One form of a checkpoint."""
 
-    Attributes:
-        name: of the form, as messages say it.
-        holds: the files that it is recognised by.
-        loads: whether `restore_from_path` may name it.
-        remedy: what to do with one that does not load; empty for one that does.
-    """
-
-    name: str
-    holds: str
-    loads: bool
-    remedy: str = ""
+    name: str  # of the form, as messages say it
+    holds: str  # the files that it is recognised by
+    loads: bool  # whether `restore_from_path` may name it
+    remedy: str = ""  # what to do with one that does not load; empty for one that does
 
 
 FORMS = {

@@ -54,21 +54,13 @@ from nemo_aligner.core.errors import UserError
 
 @dataclass(frozen=True)
 class Chunk:
-    """One part of a tensor that is to be written.
+    """One part of a tensor that is to be written."""
 
-    Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        offset: where the part lies.
-        size: of the part.
-        dtype: of the tensor.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: torch.dtype
+    key: str  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where the part lies
+    size: tuple[int, ...]  # of the part
+    dtype: torch.dtype  # of the tensor
 
 
 def write(

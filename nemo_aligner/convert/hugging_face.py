@@ -45,17 +45,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Options:
-    """What both directions have.
+    """What both directions have."""
 
-    Attributes:
-        dtype: of the weights that are written (`fp32`, `bf16`, `fp16`), or `as-stored`.
-        overwrite: replace what stands at the target.
-        progress: show a progress bar.
-    """
-
+    # of the weights that are written (`fp32`, `bf16`, `fp16`), or `as-stored`
     dtype: str = "as-stored"
-    overwrite: bool = False
-    progress: bool = True
+    overwrite: bool = False  # replace what stands at the target
+    progress: bool = True  # show a progress bar
 
     def torch_dtype(self) -> torch.dtype | None:
         """None: as stored."""

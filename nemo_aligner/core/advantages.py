@@ -261,15 +261,10 @@ def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class TokenEstimate:
-    """What policy and critic learn from rewards per transition.
+    """What policy and critic learn from rewards per transition."""
 
-    Attributes:
-        advantages: [B, S-1].
-        returns: [B, S-1], target of the critic; None without one.
-    """
-
-    advantages: Tensor
-    returns: Tensor | None = None
+    advantages: Tensor  # [B, S-1]
+    returns: Tensor | None = None  # [B, S-1], target of the critic; None without one
 
 
 def _gae_with_critic(

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """Properties of an advantage estimator that the rest of a job depends on.
+    """Properties of an advantage estimator that the rest of a job depends on."""
 
-    Attributes:
-        needs_critic: it uses values, so the job trains a critic.
-        compares_responses: it compares the responses to one prompt with each other, so there must
-            be at least two, and their advantages have a scale of their own (no normalization).
-    """
-
-    needs_critic: bool = False
+    needs_critic: bool = False  # it uses values, so the job trains a critic
+    # it compares the responses to one prompt with each other, so there must be at least two, and
+    # their advantages have a scale of their own (no normalization)
     compares_responses: bool = False
 
 

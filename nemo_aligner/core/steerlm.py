@@ -24,18 +24,14 @@ from torch import Tensor
 
 
 class PromptWeights(NamedTuple):
-    """What a batch of prompts gives.
+    """What a batch of prompts gives."""
 
-    Attributes:
-        losses: float64 `[B]`, the divergence of each prompt divided by the mean number of tokens
-            of its responses; 0 if none counts.
-        divergences: float64 `[B]`, without that division.
-        factors: float32 `[B, n]`, c_i such that sum_i c_i * log Q(y_i|a,x) has the gradient of
-            `losses`; 0 for a response that does not count.
-    """
-
+    # float64 `[B]`, the divergence of each prompt divided by the mean number of tokens of its
+    # responses; 0 if none counts
     losses: Tensor
-    divergences: Tensor
+    divergences: Tensor  # float64 `[B]`, without that division
+    # float32 `[B, n]`, c_i such that sum_i c_i * log Q(y_i|a,x) has the gradient of `losses`; 0
+    # for a response that does not count
     factors: Tensor
 
 

@@ -86,20 +86,15 @@ class RolloutBatch(Rollout, total=False):
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards and values of b samples, from reward models and critic.
+    """Rewards and values of b samples, from reward models and critic."""
 
-    Attributes:
-        rewards: float32 [b], scalar reward of the whole response.
-        values: float32 [b, S-1], the critic's; None where there is no critic.
-        parts: float32 [b] each, the reward of each reward model of an ensemble by its name,
-            without its weight; empty for a single reward model.
-        token_rewards: float32 [b, S-1], rewards of steps or tokens, whose sum is `rewards`: that
-            of token t+1 in column t, NaN where a token has none; None: there are none.
-    """
-
-    rewards: Tensor
-    values: Tensor | None = None
+    rewards: Tensor  # float32 [b], scalar reward of the whole response
+    values: Tensor | None = None  # float32 [b, S-1], the critic's; None where there is no critic
+    # float32 [b] each, the reward of each reward model of an ensemble by its name, without its
+    # weight; empty for a single reward model
     parts: dict[str, Tensor] = field(default_factory=dict)
+    # float32 [b, S-1], rewards of steps or tokens, whose sum is `rewards`: that of token t+1 in
+    # column t, NaN where a token has none; None: there are none
     token_rewards: Tensor | None = None
 
 

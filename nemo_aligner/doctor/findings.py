@@ -10,19 +10,12 @@ OK, WARNING, MISSING = "ok", "warning", "missing"
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one thing.
+    """Of one thing."""
 
-    Attributes:
-        status: `ok`; `warning`: jobs run, but slower or not all of them; `missing`: they do not.
-        subject: the thing.
-        text: what is there.
-        remedy: what to do; empty where nothing has to be done.
-    """
-
-    status: str
-    subject: str
-    text: str
-    remedy: str = ""
+    status: str  # `ok`; `warning`: jobs run, but slower or not all of them; `missing`: they do not
+    subject: str  # the thing
+    text: str  # what is there
+    remedy: str = ""  # what to do; empty where nothing has to be done
 
     def line(self) -> str:
         """The finding in one line."""

@@ -22,13 +22,9 @@ from nemo_aligner.generate.responses import Response
 
 @dataclass(frozen=True)
 class Scored:
-    """The responses of one policy with their rewards.
+    """The responses of one policy with their rewards."""
 
-    Attributes:
-        name: of the policy or the file, for the reader.
-    """
-
-    name: str
+    name: str  # of the policy or the file, for the reader
     responses: Sequence[Response]
     rewards: Sequence[float]
 
@@ -44,27 +40,19 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class Number:
-    """One result.
+    """One result."""
 
-    Attributes:
-        value: of all samples.
-        interval: lower and upper end of the bootstrap interval; None for a number without one.
-    """
-
-    value: float
+    value: float  # of all samples
+    # lower and upper end of the bootstrap interval; None for a number without one
     interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Results:
-    """What is reported.
+    """What is reported."""
 
-    Attributes:
-        policies: by name, the numbers of each policy by their names.
-        comparison: of the first policy with the second, by name; empty with one policy.
-    """
-
-    policies: dict[str, dict[str, Number]]
+    policies: dict[str, dict[str, Number]]  # by name, the numbers of each policy by their names
+    # of the first policy with the second, by name; empty with one policy
     comparison: dict[str, Number]
 
 

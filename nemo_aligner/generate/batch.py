@@ -29,19 +29,12 @@ from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A response that is to be generated.
+    """A response that is to be generated."""
 
-    Attributes:
-        place: in the output.
-        prompt: number of its prompt.
-        tokens: of its prompt.
-        seed: of its random stream.
-    """
-
-    place: int
-    prompt: int
-    tokens: list[int]
-    seed: int
+    place: int  # in the output
+    prompt: int  # number of its prompt
+    tokens: list[int]  # of its prompt
+    seed: int  # of its random stream
 
 
 def respond_to_file(

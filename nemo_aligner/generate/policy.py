@@ -38,27 +38,20 @@ WITH_HEADS = ("RewardModel", "Critic")
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy that is ready to generate; every rank holds its part.
+    """A policy that is ready to generate; every rank holds its part."""
 
-    Attributes:
-        path: of its weights.
-        params: how it generates; with log-probs.
-        add_bos: plain prompts begin with the bos token.
-        encoder: from prompts to tokens, in the form of `model.data` if they are conversations.
-        responses_per_prompt, micro_batch_size, seed: as in `conf/generate.yaml`.
-        group: joins all ranks of the job.
-    """
-
-    path: Path
+    path: Path  # of its weights
     tokenizer: Tokenizer
     generator: MegatronGenerator
-    params: GenerationParams
-    add_bos: bool
+    params: GenerationParams  # how it generates; with log-probs
+    add_bos: bool  # plain prompts begin with the bos token
+    # from prompts to tokens, in the form of `model.data` if they are conversations
     encoder: RecordEncoder
+    # responses_per_prompt, micro_batch_size, seed: as in `conf/generate.yaml`
     responses_per_prompt: int
     micro_batch_size: int
     seed: int
-    group: ControlGroup
+    group: ControlGroup  # joins all ranks of the job
 
     def with_end_strings(self, more: Sequence[str]) -> "Policy":
         """This policy, whose responses end with one of `more` too."""

@@ -12,15 +12,11 @@ from nemo_aligner.data.nlp.json_lines import Record
 
 @dataclass(frozen=True)
 class ChatForm:
-    """Whether a text is a user's message in the form of conversations (`data/nlp/chat.py`).
+    """Whether a text is a user's message in the form of conversations (`data/nlp/chat.py`)."""
 
-    Attributes:
-        chat: True: yes; False: a text is continued as it is; None: yes if there is a form.
-        system: system message, or None.
-    """
-
+    # True: yes; False: a text is continued as it is; None: yes if there is a form
     chat: bool | None
-    system: str | None = None
+    system: str | None = None  # system message, or None
 
     @classmethod
     def of_options(cls, chat: bool, plain: bool, system: str | None, terminal: bool) -> "ChatForm":

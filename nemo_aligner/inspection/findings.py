@@ -45,35 +45,22 @@ WITH_SEQ_LENGTH = (
 
 @dataclass
 class Finding:
-    """One kind of thing that was found.
+    """One kind of thing that was found."""
 
-    Attributes:
-        text: what it is, and what happens to it.
-        places: where, for the reader.
-    """
-
-    text: str
-    places: list[str] = field(default_factory=list)
+    text: str  # what it is, and what happens to it
+    places: list[str] = field(default_factory=list)  # where, for the reader
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        documents: in the files.
-        served: that the job gets.
-        seen: that lengths and findings are of.
-        lengths: int64 [seen], tokens of the longest part of each sample.
-        limit: the length that the job allows, in words.
-        bad: what will not be used as it stands, in this order: dropped, cut, empty, twice.
-    """
-
-    documents: int
-    served: int
-    seen: int
-    lengths: np.ndarray
-    limit: str
+    documents: int  # in the files
+    served: int  # that the job gets
+    seen: int  # that lengths and findings are of
+    lengths: np.ndarray  # int64 [seen], tokens of the longest part of each sample
+    limit: str  # the length that the job allows, in words
+    # what will not be used as it stands, in this order: dropped, cut, empty, twice
     bad: list[Finding]
 
 

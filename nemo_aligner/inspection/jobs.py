@@ -42,23 +42,14 @@ REWARD_MODEL_TYPE = "model.reward_model_type"
 
 @dataclass(frozen=True)
 class InspectedJob:
-    """Data files as a job reads them.
+    """Data files as a job reads them."""
 
-    Attributes:
-        name: of the job's configuration, "gpt_sft" for example, or "steerlm2".
-        files: the data files.
-        model: whose tokenizer is used.
-        cfg: section `model` of the job.
-        tokenizer: of the model.
-        dataset: of the job.
-    """
-
-    name: str
-    files: tuple[str, ...]
-    model: Path
-    cfg: DictConfig
-    tokenizer: Tokenizer
-    dataset: FileDataset
+    name: str  # of the job's configuration, "gpt_sft" for example, or "steerlm2"
+    files: tuple[str, ...]  # the data files
+    model: Path  # whose tokenizer is used
+    cfg: DictConfig  # section `model` of the job
+    tokenizer: Tokenizer  # of the model
+    dataset: FileDataset  # of the job
 
 
 def open_job(

@@ -23,19 +23,12 @@ from nemo_aligner.inspection.jobs import InspectedJob
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence that the model sees.
+    """One sequence that the model sees."""
 
-    Attributes:
-        name: "prompt", "example", "response", "chosen", "rejected" or "text".
-        tokens: its ids, without padding.
-        marked: True for the tokens that are trained on, or at which a reward is read.
-        scored: the second.
-    """
-
-    name: str
-    tokens: list[int]
-    marked: list[bool]
-    scored: bool = False
+    name: str  # "prompt", "example", "response", "chosen", "rejected" or "text"
+    tokens: list[int]  # its ids, without padding
+    marked: list[bool]  # True for the tokens that are trained on, or at which a reward is read
+    scored: bool = False  # the second
 
     @property
     def legend(self) -> str:
@@ -47,19 +40,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Sample:
-    """An item of the dataset.
+    """An item of the dataset."""
 
-    Attributes:
-        document: number of the document in the files.
-        place: file and record, for the reader.
-        parts: what the model sees.
-        note: more to know, such as the label.
-    """
-
-    document: int
-    place: str
-    parts: tuple[Part, ...]
-    note: str = ""
+    document: int  # number of the document in the files
+    place: str  # file and record, for the reader
+    parts: tuple[Part, ...]  # what the model sees
+    note: str = ""  # more to know, such as the label
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,11 @@ from nemo_aligner.parallel.vocab_parallel import VocabShard
 
 
 class TopLogits(NamedTuple):
-    """The largest logits of each position, in descending order.
+    """The largest logits of each position, in descending order."""
 
-    Attributes:
-        logits: float32 [B, S, K], less the largest, so that the first is 0.
-        token_ids: int64 [B, S, K].
-        log_sum_exp: float32 [B, S], of all logits less the largest.
-    """
-
-    logits: Tensor
-    token_ids: Tensor
-    log_sum_exp: Tensor
+    logits: Tensor  # float32 [B, S, K], less the largest, so that the first is 0
+    token_ids: Tensor  # int64 [B, S, K]
+    log_sum_exp: Tensor  # float32 [B, S], of all logits less the largest
 
 
 def candidate_logprobs(

@@ -34,29 +34,19 @@ UNRELATED = {
 
 @dataclass(frozen=True)
 class Job:
-    """One distributed job.
+    """One distributed job."""
 
-    Attributes:
-        name: as the command shows it.
-        config_name: YAML file of its defaults.
-        script: that starts it.
-        head: it has a head in place of the output layer.
-        forward_key: of the samples of a forward pass without gradient; empty: there is none.
-        rollout_keys: of those that are generated together; none: it generates nothing.
-        unit: samples that `forward_key` counts as one, 2 for pairs.
-        needs: overrides without which the script refuses to start.
-        trains: False for a server of a finished model.
-    """
-
-    name: str
-    config_name: str
-    script: str
-    head: bool = False
+    name: str  # as the command shows it
+    config_name: str  # YAML file of its defaults
+    script: str  # that starts it
+    head: bool = False  # it has a head in place of the output layer
+    # of the samples of a forward pass without gradient; empty: there is none
     forward_key: str = ""
+    # of those that are generated together; none: it generates nothing
     rollout_keys: tuple[str, ...] = ()
-    unit: int = 1
-    needs: tuple[str, ...] = ()
-    trains: bool = True
+    unit: int = 1  # samples that `forward_key` counts as one, 2 for pairs
+    needs: tuple[str, ...] = ()  # overrides without which the script refuses to start
+    trains: bool = True  # False for a server of a finished model
 
     @property
     def restore_key(self) -> str:

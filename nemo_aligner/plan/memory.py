@@ -38,69 +38,42 @@ PREFILL_TOKENS = 4096  # most tokens of one pass over prompts (generation/engine
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job computes at once.
+    """What a job computes at once."""
 
-    Attributes:
-        trains: it has gradients and an optimizer.
-        width: longest sample in tokens.
-        samples: of a micro-batch in training.
-        micro_batches: of an update, per rank.
-        forward_samples: of a forward pass without gradient; 0: there is none.
-        unit: samples that the key of a forward pass counts as one.
-        by_tokens: both numbers of samples follow from `model.dynamic_micro_batch_tokens`.
-        rollout_samples: that generate together; 0: the job does not generate.
-        cache_memory: bytes of a rank that decide their number instead; 0: they do not.
-        response: most tokens that are generated.
-        merges: adapters are merged into a copy of their weights meanwhile.
-        generation: tensor- and pipeline-parallel size meanwhile; None: those of training.
-        reference: the weights of a reference policy lie in host memory, unless adapters are
-            trained.
-        swaps: so do those of a reward model (or its adapters), which takes turns with the critic.
-        offloads: Adam's states are in host memory while the job does not train.
-        recompute: None, "selective" or "full".
-        recompute_layers: that are recomputed together (uniform), or of each stage (block).
-        block: `recompute_layers` has the second meaning.
-        distributed_optimizer: optimizer states are spread over the data-parallel ranks.
-        state_bytes: of a weight in the optimizer, beside the fp32 copy of a bf16 weight.
-        on_gpu: layers and attention are Transformer Engine's.
-    """
-
-    trains: bool = True
-    width: int = 4096
-    samples: int = 1
-    micro_batches: int = 1
-    forward_samples: int = 0
-    unit: int = 1
+    trains: bool = True  # it has gradients and an optimizer
+    width: int = 4096  # longest sample in tokens
+    samples: int = 1  # of a micro-batch in training
+    micro_batches: int = 1  # of an update, per rank
+    forward_samples: int = 0  # of a forward pass without gradient; 0: there is none
+    unit: int = 1  # samples that the key of a forward pass counts as one
+    # both numbers of samples follow from `model.dynamic_micro_batch_tokens`
     by_tokens: bool = False
-    rollout_samples: int = 0
-    cache_memory: float = 0
-    response: int = 0
-    merges: bool = False
+    rollout_samples: int = 0  # that generate together; 0: the job does not generate
+    cache_memory: float = 0  # bytes of a rank that decide their number instead; 0: they do not
+    response: int = 0  # most tokens that are generated
+    merges: bool = False  # adapters are merged into a copy of their weights meanwhile
+    # tensor- and pipeline-parallel size meanwhile; None: those of training
     generation: tuple[int, int] | None = None
+    # the weights of a reference policy lie in host memory, unless adapters are trained
     reference: bool = False
+    # so do those of a reward model (or its adapters), which takes turns with the critic
     swaps: bool = False
-    offloads: bool = False
-    recompute: str | None = None
-    recompute_layers: int = 1
-    block: bool = False
-    distributed_optimizer: bool = True
-    state_bytes: int = 8
-    on_gpu: bool = True
+    offloads: bool = False  # Adam's states are in host memory while the job does not train
+    recompute: str | None = None  # None, "selective" or "full"
+    recompute_layers: int = 1  # that are recomputed together (uniform), or of each stage (block)
+    block: bool = False  # `recompute_layers` has the second meaning
+    distributed_optimizer: bool = True  # optimizer states are spread over the data-parallel ranks
+    state_bytes: int = 8  # of a weight in the optimizer, beside the fp32 copy of a bf16 weight
+    on_gpu: bool = True  # layers and attention are Transformer Engine's
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank needs.
+    """What one rank needs."""
 
-    Attributes:
-        phases: name of a phase -> kind of memory -> bytes on the device.
-        host: kind -> bytes in host memory.
-        stage: pipeline stage of the rank.
-    """
-
-    phases: dict[str, Parts]
-    host: Parts
-    stage: int
+    phases: dict[str, Parts]  # name of a phase -> kind of memory -> bytes on the device
+    host: Parts  # kind -> bytes in host memory
+    stage: int  # pipeline stage of the rank
 
     @property
     def peak(self) -> float:

@@ -26,22 +26,17 @@ LEARNED = "learned_absolute"
 
 @dataclass(frozen=True)
 class Split:
-    """Over how many ranks a job is spread.
+    """Over how many ranks a job is spread."""
 
-    Attributes:
-        tp, pp, cp, ep, dp: sizes of tensor, pipeline, context, expert and data parallelism. Expert
-            parallelism is among the DP x CP ranks.
-        vpp: chunks of layers per pipeline stage.
-        sequence_parallel: norms and residuals are split over TP ranks too.
-    """
-
+    # tp, pp, cp, ep, dp: sizes of tensor, pipeline, context, expert and data parallelism. Expert
+    # parallelism is among the DP x CP ranks.
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
     dp: int = 1
-    vpp: int = 1
-    sequence_parallel: bool = False
+    vpp: int = 1  # chunks of layers per pipeline stage
+    sequence_parallel: bool = False  # norms and residuals are split over TP ranks too
 
     @property
     def ranks(self) -> int:
@@ -51,63 +46,41 @@ class Split:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a model that decide its memory.
+    """The sizes of a model that decide its memory."""
 
-    Attributes:
-        layers, hidden, ffn, heads, groups, head_size: as the keys of `model`.
-        vocab_rows: V, with padding.
-        positions: rows of a learned position embedding; 0 without one.
-        rotary: positions are rotated into queries and keys.
-        gated: the activation has a gate, so the first feed-forward matrix is twice as wide.
-        swiglu: and it is SwiGLU.
-        bias: the linear layers have biases.
-        qkv_bias: that of queries, keys and values has one.
-        qk_norm: queries and keys are normalized per head.
-        layernorm: norms have a bias beside their scale.
-        tied: the output layer is the embedding table.
-        experts: of a layer; 0: dense.
-        expert_ffn: F of an expert.
-        experts_per_token: that compute each token.
-        shared_ffn: F of the experts that compute every token; 0: none.
-        shared_gate: their output is weighted.
-        dense_layers: numbers of the layers without experts, in a model that has some.
-        number_bytes: of a weight and an activation.
-        head_outputs: numbers that the head of a reward model or critic gives; 0: a language model.
-        head_bytes: of a weight of that head.
-        window: whether attention sees only a window, which takes an explicit mask.
-        dropout: whether activations are dropped in training.
-        stages: layers of each pipeline stage where they are uneven; empty: even.
-        lora: the adapters that are trained in place of the weights; None: all weights are trained.
-    """
-
+    # layers, hidden, ffn, heads, groups, head_size: as the keys of `model`
     layers: int
     hidden: int
     ffn: int
     heads: int
     groups: int
     head_size: int
-    vocab_rows: int
-    positions: int = 0
-    rotary: bool = True
+    vocab_rows: int  # V, with padding
+    positions: int = 0  # rows of a learned position embedding; 0 without one
+    rotary: bool = True  # positions are rotated into queries and keys
+    # the activation has a gate, so the first feed-forward matrix is twice as wide
     gated: bool = True
-    swiglu: bool = True
-    bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    layernorm: bool = False
-    tied: bool = False
-    experts: int = 0
-    expert_ffn: int = 0
-    experts_per_token: int = 0
-    shared_ffn: int = 0
-    shared_gate: bool = False
+    swiglu: bool = True  # and it is SwiGLU
+    bias: bool = False  # the linear layers have biases
+    qkv_bias: bool = False  # that of queries, keys and values has one
+    qk_norm: bool = False  # queries and keys are normalized per head
+    layernorm: bool = False  # norms have a bias beside their scale
+    tied: bool = False  # the output layer is the embedding table
+    experts: int = 0  # of a layer; 0: dense
+    expert_ffn: int = 0  # F of an expert
+    experts_per_token: int = 0  # that compute each token
+    shared_ffn: int = 0  # F of the experts that compute every token; 0: none
+    shared_gate: bool = False  # their output is weighted
+    # numbers of the layers without experts, in a model that has some
     dense_layers: Sequence[int] = ()
-    number_bytes: int = BF16
+    number_bytes: int = BF16  # of a weight and an activation
+    # numbers that the head of a reward model or critic gives; 0: a language model
     head_outputs: int = 0
-    head_bytes: int = FP32
-    window: bool = False
-    dropout: bool = False
-    stages: Sequence[int] = ()
+    head_bytes: int = FP32  # of a weight of that head
+    window: bool = False  # whether attention sees only a window, which takes an explicit mask
+    dropout: bool = False  # whether activations are dropped in training
+    stages: Sequence[int] = ()  # layers of each pipeline stage where they are uneven; empty: even
+    # the adapters that are trained in place of the weights; None: all weights are trained
     lora: LoRASettings | None = None
 
     @property
@@ -162,20 +135,13 @@ class Architecture:
 class Weights:
     """Numbers of weights on a rank, by what decides their dtype and over which ranks their
     optimizer states are spread.
-
-    Attributes:
-        dense: all but the following.
-        expert: of experts.
-        head: of the head of a reward model or critic.
-        adapters: of LoRA, without the head; None: all weights are trained.
-        merged: that hold the adapters while responses are generated.
     """
 
-    dense: int
-    expert: int = 0
-    head: int = 0
-    adapters: int | None = None
-    merged: int = 0
+    dense: int  # all but the following
+    expert: int = 0  # of experts
+    head: int = 0  # of the head of a reward model or critic
+    adapters: int | None = None  # of LoRA, without the head; None: all weights are trained
+    merged: int = 0  # that hold the adapters while responses are generated
 
     @property
     def total(self) -> int:

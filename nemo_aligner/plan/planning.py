@@ -15,36 +15,22 @@ MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends
 
 @dataclass(frozen=True)
 class JobInput:
-    """A job to be planned.
+    """A job to be planned."""
 
-    Attributes:
-        job: which one.
-        path: of the model that it starts from.
-        cfg: `jobs.job_config`.
-        vocab_size: ids of the tokenizer.
-    """
-
-    job: Job
-    path: str
-    cfg: Mapping[str, Any]
-    vocab_size: int
+    job: Job  # which one
+    path: str  # of the model that it starts from
+    cfg: Mapping[str, Any]  # `jobs.job_config`
+    vocab_size: int  # ids of the tokenizer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        chosen: one candidate per job.
-        candidates: all candidates of each job at its number of GPUs.
-        limit: bytes of a GPU that a job may use.
-        shared: the jobs are on the same GPU.
-    """
-
-    chosen: list[Candidate]
-    candidates: list[list[Candidate]]
-    limit: float
-    shared: bool = False
+    chosen: list[Candidate]  # one candidate per job
+    candidates: list[list[Candidate]]  # all candidates of each job at its number of GPUs
+    limit: float  # bytes of a GPU that a job may use
+    shared: bool = False  # the jobs are on the same GPU
 
 
 class NothingFitsError(UserError):

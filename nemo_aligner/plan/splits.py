@@ -44,44 +44,28 @@ SMALLER_FORWARD_COST, SMALLER_ROLLOUT_COST = 0.01, 0.05  # per halving
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a job runs.
+    """Where a job runs."""
 
-    Attributes:
-        memory: bytes of one GPU.
-        usable: of these that a job may plan with; the rest is for the CUDA context, NCCL's buffers
-            and gaps between allocations.
-        gpus_per_node: ranks that share a node.
-        on_gpu: with Transformer Engine; else CPUs and PyTorch's layers.
-    """
-
-    memory: float
+    memory: float  # bytes of one GPU
+    # of these that a job may plan with; the rest is for the CUDA context, NCCL's buffers and gaps
+    # between allocations
     usable: float
-    gpus_per_node: int = 8
-    on_gpu: bool = True
+    gpus_per_node: int = 8  # ranks that share a node
+    on_gpu: bool = True  # with Transformer Engine; else CPUs and PyTorch's layers
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a job.
+    """One way to run a job."""
 
-    Attributes:
-        job: which one.
-        split: over its ranks.
-        workload: what it computes at once.
-        memory: of the rank that needs most.
-        total: bytes on all GPUs of the job, each in the phase that needs most.
-        host_per_node: bytes of host memory of one node's ranks, without their processes.
-        cost: relative time of a step, by rule of thumb; less is better.
-        changes: keys that differ from the given configuration -> value.
-    """
-
-    job: Job
-    split: Split
-    workload: Workload
-    memory: RankMemory
-    total: float
-    host_per_node: float
-    cost: float
+    job: Job  # which one
+    split: Split  # over its ranks
+    workload: Workload  # what it computes at once
+    memory: RankMemory  # of the rank that needs most
+    total: float  # bytes on all GPUs of the job, each in the phase that needs most
+    host_per_node: float  # bytes of host memory of one node's ranks, without their processes
+    cost: float  # relative time of a step, by rule of thumb; less is better
+    # keys that differ from the given configuration -> value
     changes: dict[str, Any] = field(default_factory=dict)
 
 

@@ -61,35 +61,23 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Access:
-    """What a server asks of its clients.
+    """What a server asks of its clients."""
 
-    Attributes:
-        token: that every request must bring; None: none.
-        largest_body: of a request with samples, in bytes.
-        lease_required: whether only the client that holds the lease may change the server, also
-            while nobody holds it.
-    """
-
-    token: str | None = None
-    largest_body: int = 2**26
+    token: str | None = None  # that every request must bring; None: none
+    largest_body: int = 2**26  # of a request with samples, in bytes
+    # whether only the client that holds the lease may change the server, also while nobody holds
+    # it
     lease_required: bool = True
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that may pass.
+    """A request that may pass."""
 
-    Attributes:
-        endpoint: its name; None for the server itself.
-        what: "infer", "config", "ready" or "live"; None: a description.
-        length: of the body, in bytes.
-        head_size: of the JSON that the body begins with.
-    """
-
-    endpoint: str | None
-    what: str | None
-    length: int = 0
-    head_size: int = 0
+    endpoint: str | None  # its name; None for the server itself
+    what: str | None  # "infer", "config", "ready" or "live"; None: a description
+    length: int = 0  # of the body, in bytes
+    head_size: int = 0  # of the JSON that the body begins with
 
 
 class Admission:

@@ -62,19 +62,14 @@ RESTART_REMEDY = (
 
 @dataclass(eq=False)
 class _Request:
-    """A request until it has its reply.
+    """A request until it has its reply."""
 
-    Attributes:
-        parts: sent one after another: several if the server takes few samples at once.
-        finish: makes the reply from those of the parts, and checks it.
-        alone: nothing else is in flight beside it.
-        repeatable: the server does nothing twice if it gets a part twice.
-    """
-
+    # sent one after another: several if the server takes few samples at once
     parts: list[InferRequest]
+    # makes the reply from those of the parts, and checks it
     finish: Callable[[list[Arrays]], Arrays]
-    alone: bool
-    repeatable: bool
+    alone: bool  # nothing else is in flight beside it
+    repeatable: bool  # the server does nothing twice if it gets a part twice
     exchange: Exchange
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 

@@ -102,17 +102,13 @@ PROGRESS_INTERVAL_S = 5.0
 
 @dataclass(eq=False)
 class _Request:
-    """A request until it has its reply.
-
-    Attributes:
-        since: when it joined the queue, for the last time.
-        lost: number of servers that ended while they had it, or refused it because they were
-            about to end.
-    """
+    """A request until it has its reply."""
 
     data: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
+    # when it joined the queue, for the last time
     since: float = field(default_factory=time.monotonic)
+    # number of servers that ended while they had it, or refused it because they were about to end
     lost: int = 0
     timed_out: bool = False
 

@@ -80,19 +80,14 @@ class SocketConnection(http.client.HTTPConnection):
 
 @dataclass
 class Passing:
-    """A request from when Triton gets it until it is replied to.
+    """A request from when Triton gets it until it is replied to."""
 
-    Attributes:
-        endpoint: its name.
-        head, tensors: JSON of the request, and what follows it in the body.
-        length: of the body, in bytes.
-        reply: pending; None until Triton has handed the request over.
-    """
-
-    endpoint: str
+    endpoint: str  # its name
+    # head, tensors: JSON of the request, and what follows it in the body
     head: dict[str, Any]
     tensors: Buffer
-    length: int
+    length: int  # of the body, in bytes
+    # pending; None until Triton has handed the request over
     reply: "concurrent.futures.Future[Reply] | None" = None
 
 

@@ -43,15 +43,10 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Frontend:
-    """How a server job hosts its endpoints: the section `server` of its configuration.
+    """How a server job hosts its endpoints: the section `server` of its configuration."""
 
-    Attributes:
-        kind: "triton" or "asgi".
-        tls: of a server that encrypts; None: it does not.
-    """
-
-    kind: str = "triton"
-    tls: ssl.SSLContext | None = None
+    kind: str = "triton"  # "triton" or "asgi"
+    tls: ssl.SSLContext | None = None  # of a server that encrypts; None: it does not
 
     @classmethod
     def read(cls, kind: str, certificate: str | None, key: str | None) -> "Frontend":

@@ -56,21 +56,13 @@ class ReplyError(UserError):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a request or reply.
+    """One tensor of a request or reply."""
 
-    Attributes:
-        name: its name on the wire.
-        dtype: numpy dtype; `np.bytes_` for strings.
-        shape: without the batch dimension for a batching endpoint; -1 is any size.
-        optional: a request may leave it out.
-        meaning: what it holds, for error messages.
-    """
-
-    name: str
-    dtype: type
-    shape: tuple[int, ...]
-    optional: bool = False
-    meaning: str = ""
+    name: str  # its name on the wire
+    dtype: type  # numpy dtype; `np.bytes_` for strings
+    shape: tuple[int, ...]  # without the batch dimension for a batching endpoint; -1 is any size
+    optional: bool = False  # a request may leave it out
+    meaning: str = ""  # what it holds, for error messages
 
     def describe(self, batching: bool) -> str:
         """Name, dtype and shape, for error messages."""

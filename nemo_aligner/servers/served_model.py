@@ -39,19 +39,12 @@ from nemo_aligner.servers.schema import (
 
 @dataclass(frozen=True)
 class Addition:
-    """Something of this package's servers that NeMo-Aligner's do not have.
+    """Something of this package's servers that NeMo-Aligner's do not have."""
 
-    Attributes:
-        kind: "input" or "endpoint".
-        name: on the wire.
-        without: what a client does with a server that does not have it.
-        warns: the client says so when it connects.
-    """
-
-    kind: str
-    name: str
-    without: str
-    warns: bool = False
+    kind: str  # "input" or "endpoint"
+    name: str  # on the wire
+    without: str  # what a client does with a server that does not have it
+    warns: bool = False  # the client says so when it connects
 
 
 ADDITIONS = (
@@ -88,22 +81,14 @@ class DescriptionError(Exception):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as its server describes it.
+    """A model as its server describes it."""
 
-    Attributes:
-        name: under which it is served.
-        inputs: their shapes do not hold the batch dimension.
-        outputs: names.
-        max_batch_size: most samples of one request; 0 if its tensors have no batch dimension.
-        attributes: numbers in its `rewards` of a sample; 1 unless it lists more.
-        instance: name of this start of the server; None for one that is not of this package.
-    """
-
-    name: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[str, ...]
-    max_batch_size: int
-    attributes: int = 1
+    name: str  # under which it is served
+    inputs: tuple[TensorSpec, ...]  # their shapes do not hold the batch dimension
+    outputs: tuple[str, ...]  # names
+    max_batch_size: int  # most samples of one request; 0 if its tensors have no batch dimension
+    attributes: int = 1  # numbers in its `rewards` of a sample; 1 unless it lists more
+    # name of this start of the server; None for one that is not of this package
     instance: str | None = field(default=None, compare=False)
 
     def lists(self, name: str) -> bool:

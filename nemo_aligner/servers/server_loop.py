@@ -92,16 +92,11 @@ class _Job:
 class BackgroundWork:
     """A save that goes on beside the operations; the main threads of all ranks call these, and
     `is_running` says the same on all of them.
-
-    Attributes:
-        is_running: whether there is one; any thread may ask.
-        check: complete it if it has come to its end.
-        finish: wait for it, and complete it.
     """
 
-    is_running: Callable[[], bool] = lambda: False
-    check: Callable[[], None] = lambda: None
-    finish: Callable[[], None] = lambda: None
+    is_running: Callable[[], bool] = lambda: False  # whether there is one; any thread may ask
+    check: Callable[[], None] = lambda: None  # complete it if it has come to its end
+    finish: Callable[[], None] = lambda: None  # wait for it, and complete it
 
 
 class ServerLoop:

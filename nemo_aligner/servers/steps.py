@@ -17,16 +17,13 @@ from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, s
 
 
 class Steps(NamedTuple):
-    """The steps of a response.
+    """The steps of a response."""
 
-    Attributes:
-        text: of the response, with special tokens, one of which may end a step, but without those
-            that stand behind the last step, such as the end token.
-        places: in the token ids of the response, of the tokens that end the steps, ascending; a
-            token that ends several steps stands there as often.
-    """
-
+    # of the response, with special tokens, one of which may end a step, but without those that
+    # stand behind the last step, such as the end token
     text: str
+    # in the token ids of the response, of the tokens that end the steps, ascending; a token that
+    # ends several steps stands there as often
     places: list[int]
 
 

@@ -35,17 +35,12 @@ SETTING = "remote_teacher"
 
 
 class TeacherLogits(NamedTuple):
-    """What a teacher says of samples.
+    """What a teacher says of samples."""
 
-    Attributes:
-        topk_logits: float32 [b, S, K], the largest logits behind each token, less the largest.
-        topk_token_ids: int64 [b, S, K].
-        log_sum_exp_logits: float32 [b, S], of all logits less the largest.
-    """
-
+    # float32 [b, S, K], the largest logits behind each token, less the largest
     topk_logits: Tensor
-    topk_token_ids: Tensor
-    log_sum_exp_logits: Tensor
+    topk_token_ids: Tensor  # int64 [b, S, K]
+    log_sum_exp_logits: Tensor  # float32 [b, S], of all logits less the largest
 
 
 class PendingLogits(FutureResult[TeacherLogits]):

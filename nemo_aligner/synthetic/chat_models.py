@@ -59,18 +59,13 @@ class ChatModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled; None: as the server does by itself.
+    """How responses are sampled; None: as the server does by itself."""
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_k, repetition_penalty, min_tokens: servers of OpenAI do not know them.
-        stop: texts that end a response.
-    """
-
-    temperature: float | None = None
+    temperature: float | None = None  # 0 is greedy
     top_p: float | None = None
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end a response
+    # top_k, repetition_penalty, min_tokens: servers of OpenAI do not know them
     top_k: int | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -190,19 +185,15 @@ def read_api_key(path: str | None, variable: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class TextForm:
-    """Formats of messages, as NeMo-Aligner's scripts take them; each holds {MESSAGE} once.
+    """Formats of messages, as NeMo-Aligner's scripts take them; each holds {MESSAGE} once."""
 
-    Attributes:
-        user, assistant, system: the text of a message.
-        system_default: system message of a conversation without one; None: there is none.
-        bos: before everything.
-    """
-
+    # user, assistant, system: the text of a message
     user: str = "{MESSAGE}"
     assistant: str = "{MESSAGE}"
     system: str | None = None
+    # system message of a conversation without one; None: there is none
     system_default: str | None = None
-    bos: str = ""
+    bos: str = ""  # before everything
 
     def __post_init__(self) -> None:
         for name in ("user", "assistant", "system"):

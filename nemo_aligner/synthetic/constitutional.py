@@ -127,17 +127,11 @@ def read_json(path: str) -> Any:
 
 @dataclass
 class _Work:
-    """An example on its way.
+    """An example on its way."""
 
-    Attributes:
-        result: what is known of it.
-        messages: of its conversation.
-        error: that it failed with; it will be tried again.
-    """
-
-    result: Result
-    messages: list[Message] = field(default_factory=list)
-    error: Exception | None = None
+    result: Result  # what is known of it
+    messages: list[Message] = field(default_factory=list)  # of its conversation
+    error: Exception | None = None  # that it failed with; it will be tried again
 
     @property
     def goes_on(self) -> bool:
@@ -149,18 +143,12 @@ class _Work:
 
 @dataclass(frozen=True)
 class Generator:
-    """Asks a model for the next message of many conversations.
+    """Asks a model for the next message of many conversations."""
 
-    Attributes:
-        model: that responds.
-        seed: of all random streams; each example and question has its own.
-        batch_size: conversations at once.
-        skips_failed: an example for which the model gives no response is left out for good.
-    """
-
-    model: ChatModel
-    seed: int
-    batch_size: int
+    model: ChatModel  # that responds
+    seed: int  # of all random streams; each example and question has its own
+    batch_size: int  # conversations at once
+    # an example for which the model gives no response is left out for good
     skips_failed: bool = False
 
     def ask(

@@ -122,15 +122,10 @@ def text_form(args: argparse.Namespace) -> TextForm:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model that is ready.
+    """A model that is ready."""
 
-    Attributes:
-        model: that responds.
-        policy: of the engine, or None.
-    """
-
-    model: ChatModel
-    policy: "Policy | None" = None
+    model: ChatModel  # that responds
+    policy: "Policy | None" = None  # of the engine, or None
 
     @property
     def tokenizer(self) -> "Tokenizer | None":

@@ -14,15 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples of one forward pass.
+    """Samples of one forward pass."""
 
-    Attributes:
-        rows: their places in the batch.
-        width: columns that are computed of each.
-    """
-
-    rows: tuple[int, ...]
-    width: int
+    rows: tuple[int, ...]  # their places in the batch
+    width: int  # columns that are computed of each
 
     @property
     def tokens(self) -> int:

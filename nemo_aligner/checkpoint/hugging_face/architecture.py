@@ -55,63 +55,43 @@ class Unsupported(UserError):
 class Names:
     """Names of the weights.
 
-    Attributes:
-        base: prefix of all weights but those of the heads; a folder of the base model lacks it.
-        outside: for tensors of Megatron Core outside the layers, how they are made.
-        layer: the same within a layer, for names after `decoder.layers.`.
-        layers: where Hugging Face has the tensors of a layer, after `base`.
-        token_head: of the head of a critic, in the place of `rm_head.` in `outside`.
-
     A name in `outside` that starts with "/" is not below `base`: it is that of a head.
     """
 
-    base: str
+    base: str  # prefix of all weights but those of the heads; a folder of the base model lacks it
+    # for tensors of Megatron Core outside the layers, how they are made
     outside: Mapping[str, Rule]
-    layer: Mapping[str, Rule]
-    layers: str = "layers.{layer}."
-    token_head: str = "/score."
+    layer: Mapping[str, Rule]  # the same within a layer, for names after `decoder.layers.`
+    layers: str = "layers.{layer}."  # where Hugging Face has the tensors of a layer, after `base`
+    token_head: str = "/score."  # of the head of a critic, in the place of `rm_head.` in `outside`
 
 
 @dataclass(frozen=True)
 class Part:
-    """One aspect of a configuration in both directions.
+    """One aspect of a configuration in both directions."""
 
-    Attributes:
-        reads: keys of `config.json` that `keys` reads.
-        keys: `config.json` -> keys of `model`; raises `Unsupported`.
-        config: complete keys of `model` -> keys of `config.json`.
-    """
-
-    reads: Sequence[str]
+    reads: Sequence[str]  # keys of `config.json` that `keys` reads
+    # `config.json` -> keys of `model`; raises `Unsupported`
     keys: Callable[[Mapping[str, Any]], dict[str, Any]]
+    # complete keys of `model` -> keys of `config.json`
     config: Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of Hugging Face.
+    """One architecture of Hugging Face."""
 
-    Attributes:
-        model_type: `model_type` of `config.json`.
-        class_name: of its model classes, without their endings.
-        same: keys of `config.json` -> keys of `model` with the same value.
-        always: keys of `model` that every model of the architecture has.
-        names: of the weights.
-        choices: keys of `config.json` -> accepted values -> the keys of `model` that each means.
-        parts: positions, windows and what else takes more than a table.
-        endings: of its classes, where they differ from `CAUSAL_LM`, `PER_SAMPLE`, `PER_TOKEN`.
-        implied: keys of `config.json` that follow from others.
-    """
-
-    model_type: str
-    class_name: str
-    same: Mapping[str, str]
-    always: Mapping[str, Any]
-    names: Names
+    model_type: str  # `model_type` of `config.json`
+    class_name: str  # of its model classes, without their endings
+    same: Mapping[str, str]  # keys of `config.json` -> keys of `model` with the same value
+    always: Mapping[str, Any]  # keys of `model` that every model of the architecture has
+    names: Names  # of the weights
+    # keys of `config.json` -> accepted values -> the keys of `model` that each means
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    parts: Sequence[Part] = ()  # positions, windows and what else takes more than a table
+    # of its classes, where they differ from `CAUSAL_LM`, `PER_SAMPLE`, `PER_TOKEN`
     endings: Mapping[str, str] = field(default_factory=dict)
-    implied: Sequence[str] = ()
+    implied: Sequence[str] = ()  # keys of `config.json` that follow from others
 
     def class_for(self, role: str) -> str:
         """The name of the class for `CAUSAL_LM`, `PER_SAMPLE` or `PER_TOKEN`."""

@@ -29,19 +29,14 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Written:
     """Tensors of Hugging Face that come from one tensor of Megatron Core, or from one layer or
     expert of it.
-
-    Attributes:
-        key, part: what is read.
-        place: what it is.
-        shapes: of the tensors of Hugging Face, by their names.
-        dtype: of all of them.
     """
 
+    # key, part: what is read
     key: str
     part: Slice
-    place: Place
-    shapes: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
+    place: Place  # what it is
+    shapes: Mapping[str, tuple[int, ...]]  # of the tensors of Hugging Face, by their names
+    dtype: torch.dtype  # of all of them
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor."""

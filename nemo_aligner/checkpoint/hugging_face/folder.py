@@ -48,17 +48,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """The configuration of a model in a folder.
+    """The configuration of a model in a folder."""
 
-    Attributes:
-        given: what `config.json` says.
-        whole: the same as its class of transformers reads it, with the defaults of the class.
-        defaults: of the class.
-    """
-
-    given: dict[str, Any]
+    given: dict[str, Any]  # what `config.json` says
+    # the same as its class of transformers reads it, with the defaults of the class
     whole: dict[str, Any]
-    defaults: dict[str, Any]
+    defaults: dict[str, Any]  # of the class
 
 
 def read_config(path: Path) -> FolderConfig:

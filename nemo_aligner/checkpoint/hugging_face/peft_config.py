@@ -64,30 +64,21 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What `adapter_config.json` says about the tensors beside it.
+    """What `adapter_config.json` says about the tensors beside it."""
 
-    Attributes:
-        path: of the folder.
-        base: name or path of the base; None: not given.
-        role: of `TASKS`, what the model is for.
-        rank, rank_pattern: `rank_for` reads them.
-        alpha, alpha_pattern, root_of_rank: `alpha_for` reads them.
-        dropout: probability that a number of an adapter's input is dropped in training.
-        targets: names of modules with adapters, if they are listed.
-        layers: numbers from 0 of the layers with adapters; None: all.
-    """
-
-    path: Path
-    base: str | None
-    role: str
+    path: Path  # of the folder
+    base: str | None  # name or path of the base; None: not given
+    role: str  # of `TASKS`, what the model is for
+    # rank, rank_pattern: `rank_for` reads them
     rank: int
     rank_pattern: Mapping[str, int]
+    # alpha, alpha_pattern, root_of_rank: `alpha_for` reads them
     alpha: float
     alpha_pattern: Mapping[str, float]
     root_of_rank: bool
-    dropout: float
-    targets: Sequence[str]
-    layers: Sequence[int] | None
+    dropout: float  # probability that a number of an adapter's input is dropped in training
+    targets: Sequence[str]  # names of modules with adapters, if they are listed
+    layers: Sequence[int] | None  # numbers from 0 of the layers with adapters; None: all
 
     def rank_for(self, module: str) -> int:
         """Rows of the A of a module, by its name in the model of Hugging Face."""

@@ -36,16 +36,11 @@ HEAD = "rm_head."
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of Megatron Core's that can have an adapter.
+    """A weight of Megatron Core's that can have an adapter."""
 
-    Attributes:
-        target: name of `TARGETS`.
-        rule: how it is made of Hugging Face's.
-        rows, columns: its shape.
-    """
-
-    target: str
-    rule: Rule
+    target: str  # name of `TARGETS`
+    rule: Rule  # how it is made of Hugging Face's
+    # rows, columns: its shape
     rows: int
     columns: int
 

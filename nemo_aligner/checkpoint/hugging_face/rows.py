@@ -16,17 +16,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of the attention.
+    """Sizes of the attention."""
 
-    Attributes:
-        groups: query groups; each has one key and one value head.
-        queries: query heads of a group.
-        size: of a head.
-    """
-
-    groups: int
-    queries: int
-    size: int
+    groups: int  # query groups; each has one key and one value head
+    queries: int  # query heads of a group
+    size: int  # of a head
 
 
 @dataclass(frozen=True)
@@ -40,17 +34,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Rule:
-    """How tensors of Hugging Face make one of Megatron Core; the base class takes one as it is.
+    """How tensors of Hugging Face make one of Megatron Core; the base class takes one as it is."""
 
-    Attributes:
-        names: of the tensors of Hugging Face.
-        transposed: whether Hugging Face stores the matrices transposed (GPT-2 does).
-        beside: a tensor of Hugging Face, with its kind, that a layer must have for the rule to
-            apply to it; None: it applies to all.
-    """
-
-    names: Sequence[str]
-    transposed: bool = False
+    names: Sequence[str]  # of the tensors of Hugging Face
+    transposed: bool = False  # whether Hugging Face stores the matrices transposed (GPT-2 does)
+    # a tensor of Hugging Face, with its kind, that a layer must have for the rule to apply to it;
+    # None: it applies to all
     beside: str | None = None
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:

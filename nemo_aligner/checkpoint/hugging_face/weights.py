@@ -35,16 +35,11 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of Megatron Core, or one layer or expert of it, comes from.
+    """Where a tensor of Megatron Core, or one layer or expert of it, comes from."""
 
-    Attributes:
-        rule: how it is made.
-        kind: `weight` or `bias`.
-        layer, expert: numbers, for names with a place for them.
-    """
-
-    rule: Rule
-    kind: str
+    rule: Rule  # how it is made
+    kind: str  # `weight` or `bias`
+    # layer, expert: numbers, for names with a place for them
     layer: int | None = None
     expert: int | None = None
 

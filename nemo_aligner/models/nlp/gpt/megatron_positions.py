@@ -32,25 +32,19 @@ NOT_WITH_YARN = {
 class YarnTransformerConfig(TransformerConfig):
     """`TransformerConfig` with the settings that Megatron Core reads from it for YaRN
     (arXiv 2309.00071), and has no fields for.
-
-    Attributes:
-        yarn_rotary_scaling_factor: how many times longer sequences become.
-        yarn_original_max_position_embeddings: the longest sequence before.
-        yarn_beta_fast: a wave that turns at least so often in that length keeps its frequency.
-        yarn_beta_slow: of one that turns at most so often the frequency is divided by the factor.
-        yarn_mscale: queries and keys are multiplied by a function of it, of `yarn_mscale_all_dim`
-            and of the factor; with None for one of them, of the factor alone.
-        yarn_mscale_all_dim: see there.
-        yarn_correction_range_round_to_int: the two bounds are rounded to whole waves.
     """
 
-    yarn_rotary_scaling_factor: float = 1.0
-    yarn_original_max_position_embeddings: int = 4096
+    yarn_rotary_scaling_factor: float = 1.0  # how many times longer sequences become
+    yarn_original_max_position_embeddings: int = 4096  # the longest sequence before
+    # a wave that turns at least so often in that length keeps its frequency
     yarn_beta_fast: float = 32.0
+    # of one that turns at most so often the frequency is divided by the factor
     yarn_beta_slow: float = 1.0
+    # queries and keys are multiplied by a function of it, of `yarn_mscale_all_dim` and of the
+    # factor; with None for one of them, of the factor alone
     yarn_mscale: float | None = None
-    yarn_mscale_all_dim: float | None = None
-    yarn_correction_range_round_to_int: bool = True
+    yarn_mscale_all_dim: float | None = None  # see there
+    yarn_correction_range_round_to_int: bool = True  # the two bounds are rounded to whole waves
 
 
 def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
