@@ -83,10 +83,6 @@ class Admitted:
 class Admission:
     """The rules of one server; any thread may call it.
 
-    Args:
-        endpoints: that are served.
-        access: what is asked of the clients.
-
     Attributes:
         leases: who may change the server.
         instance: names this start of the server, in every reply.
@@ -185,10 +181,8 @@ def _head_size(header: GetHeader, length: int) -> int:
 
 
 def read_head(data: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON of a body. Triton would end on one that is nested too deeply.
-
-    Raises:
-        RefusedError: it cannot be read, or it is no request.
+    """The JSON of a body; `RefusedError` if it cannot be read, or is no request. Triton would end
+    on one that is nested too deeply.
     """
     try:
         head = json.loads(data)
@@ -221,8 +215,8 @@ def _problem_of(head: Any) -> str | None:
 
 
 def failure_of(name: str, error: Exception) -> tuple[int, str]:
-    """Return HTTP status and line of the reply to a request to endpoint `name` that failed; the
-    log gets all of the error, where it was not raised by an operation that has logged it.
+    """HTTP status and line of the reply to a request to endpoint `name` that failed. The log gets
+    all of the error, unless an operation that has logged it raised it.
     """
     line = cause_of(error)
     if isinstance(error, UserError):
@@ -236,5 +230,4 @@ def failure_of(name: str, error: Exception) -> tuple[int, str]:
 
 
 def error_body(line: str) -> bytes:
-    """Return the body of a reply that is an error."""
     return json.dumps({"error": line}).encode()

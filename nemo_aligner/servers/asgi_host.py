@@ -58,8 +58,6 @@ class AsgiHost:
     """uvicorn in a thread of rank 0.
 
     Args:
-        host, port: to listen on.
-        access: what is asked of the clients.
         tls: certificate and key of a server that encrypts; None: it does not.
     """
 
@@ -80,9 +78,7 @@ class AsgiHost:
         """Serve `endpoints`; returns once the port is open.
 
         Args:
-            endpoints: each with the function that handles its requests.
             batcher: not used: each request is handed on as soon as the one before is done.
-            should_stop: called a few times a second; True ends the start early.
 
         Raises:
             UserError: the port is taken.
@@ -190,9 +186,7 @@ class _Connection(H11Protocol):
         self._has_admitted = True
 
     def _close_unadmitted(self) -> None:
-        """End a connection on which no request could pass: somebody without the token must not
-        keep all that there can be.
-        """
+        """End a connection without an admitted request: there are only so many."""
         if self._has_admitted or self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY:  # of a refused request
@@ -212,17 +206,11 @@ class _Connection(H11Protocol):
 
 
 class _Body:
-    """The body of one request, read in order."""
-
     def __init__(self, receive: Callable[[], Any]):
         self._receive, self._rest = receive, memoryview(b"")
 
     async def read(self, size: int) -> bytearray:
-        """Return the next `size` bytes.
-
-        Raises:
-            RefusedError: they do not come.
-        """
+        """The next `size` bytes; `RefusedError` if they do not come."""
         data, at = bytearray(size), 0
         while at < size:
             if not self._rest:
@@ -241,12 +229,7 @@ class _Body:
 
 
 class App:
-    """The ASGI application: the endpoints of a server job.
-
-    Args:
-        endpoints: each with the function that handles its requests.
-        access: what is asked of the clients.
-    """
+    """The ASGI application: endpoints of a server job, each with the function that handles it."""
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
         self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
@@ -254,13 +237,11 @@ class App:
         self.admission = Admission(list(self._endpoints.values()), access)
 
     def close(self) -> None:
-        """Drop the requests that no thread has begun to work on."""
         self._replies.close()
 
     async def __call__(
         self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
     ) -> None:
-        """Reply to one request."""
         try:
             status, headers, body = await self._reply(scope, receive)
         except RefusedError as refusal:
@@ -302,7 +283,6 @@ class App:
             return await work
 
     def _describe(self, request: Admitted) -> bytes:
-        """Return the body of the reply to a GET."""
         if request.what in ("live", "ready"):
             return b""
         if request.endpoint is None:

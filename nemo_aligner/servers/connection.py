@@ -82,11 +82,8 @@ class ServerConnection:
     train request before every request that was submitted after it.
 
     Args:
-        host, port: of the server.
         inference_timeout_s: how long one request may take once it is sent.
         setting: section of the configuration that holds `inference_timeout_s`, for messages.
-        token: that the server asks for, or None.
-        tls: how to verify a server that encrypts; None: it does not.
     """
 
     def __init__(
@@ -114,11 +111,7 @@ class ServerConnection:
         return f"{self.host}:{self.port}"
 
     def take_lease(self) -> None:
-        """Become the one client that may change the server; requests name the lease from now on.
-
-        Raises:
-            LeaseTakenError: another client is.
-        """
+        """Become the client that may change the server; `LeaseTakenError` if another one is."""
         if self._lease is None:
             self._lease = Lease(self.host, self.port, self._token, self._tls)
 
@@ -192,7 +185,6 @@ class ServerConnection:
     # ---- callers hold the lock ----
 
     def _dispatch(self) -> None:
-        """Send the waiting requests whose turn it is."""
         while self._waiting and len(self._in_flight) < MAX_IN_FLIGHT:
             request = self._waiting[0]
             if self._in_flight and (
@@ -218,7 +210,6 @@ class ServerConnection:
         cause: Exception | None = None,
         kind: type[ServerRequestError] = ServerRequestError,
     ) -> None:
-        """Give the request an error, unless it has its outcome already."""
         if not request.future.done():
             error = kind(f"request to {request.parts[0].endpoint} at {self} {why}")
             error.__cause__ = cause
@@ -227,7 +218,6 @@ class ServerConnection:
     # ---- threads ----
 
     def _send(self, request: _Request) -> None:
-        """Thread of one request."""
         try:
             reply = request.finish([self._run(request, part) for part in request.parts])
         except Exception as error:

@@ -74,7 +74,7 @@ class ControlGroup:
         return arrays
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in rank order, on every rank."""
+        """The `value` of every rank, in rank order, on every rank."""
         if self.group is None:
             return [value]
         values = [None] * self.size
@@ -131,7 +131,6 @@ class JobStore:
         raise StoreLostError("the store of the job, on the machine of rank 0, does not reply")
 
     def _call(self) -> None:
-        """Thread: make the calls."""
         while True:
             call, reply = self._calls.get()
             try:

@@ -105,25 +105,19 @@ class RMCriticFutureResult(FutureScores):
 
 
 class TrainFuture(RankZeroFuture[float]):
-    """A pending critic update."""
-
     def result(self) -> float:
         """Wait for the update and return the critic's mean loss over it."""
         return float(self.reply()["loss_mean"].reshape(-1)[0])
 
 
 class SaveFuture(RankZeroFuture[int]):
-    """A pending critic checkpoint."""
-
     def result(self) -> int:
         """Return 0 once the checkpoint is written."""
         return int(self.reply()["status"].reshape(-1)[0])
 
 
 class _NoStatus:
-    """In place of a reply, on rank 0: a server without `critic_status` gives none, nor does a
-    lease.
-    """
+    """In place of a reply, on rank 0: of a server without `critic_status`, and of a lease."""
 
     def done(self, timeout_s: float) -> bool:
         return True
@@ -133,8 +127,6 @@ class _NoStatus:
 
 
 class StatusFuture(RankZeroFuture[CriticStatus | None]):
-    """A pending status of the critic server."""
-
     def result(self) -> CriticStatus | None:
         """Wait for the status and return it; None from a server that cannot say."""
         reply = self.reply()
@@ -222,9 +214,8 @@ class RemoteGPTRMCriticClient:
         The future's `result()` gives (rewards, values), `scores()` all of the reply; both raise
         its error.
 
-        Args:
-            rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
-                `prompt_lengths` [b].
+        `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
+        `prompt_lengths` [b].
         """
         make_payload = functools.partial(
             scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
@@ -255,10 +246,9 @@ class RemoteGPTRMCriticClient:
     def train(self, rollout_batch: PPOTrainBatch) -> TrainFuture:
         """Send the samples of all data-parallel ranks for a critic update; returns at once.
 
-        Args:
-            rollout_batch: this rank's share: `response_tokens` int64 [b, S]; `returns`, `values`,
-                `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place among
-                those of all ranks (else they go in rank order).
+        `rollout_batch` is this rank's share: `response_tokens` int64 [b, S]; `returns`,
+        `values`, `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place
+        among those of all ranks (else they go in rank order).
         """
         payload = training_payload(rollout_batch)
 
@@ -307,7 +297,6 @@ class RemoteGPTRMCriticClient:
         return StatusFuture(_on_rank_zero(ask)).result()
 
     def _send_to_added(self, name: str, endpoint: schema.Endpoint, data: Arrays) -> PendingReply:
-        """Send a request to an endpoint that only servers of this package have."""
         if name not in self.communicator.connections:
             address = self.cfg.critic.ip, self.cfg.critic.port
             self.communicator.add_server_by_name(name, *address, endpoint)
@@ -344,9 +333,8 @@ class RemoteGPTRMCriticClient:
         """Raise unless the critic's weights are those saved at `expected_actor_step`. If it has
         them in a checkpoint, it goes back to that.
 
-        Every rank calls it once, before the first rollout.
-
-        A server that cannot say where it stands is not checked; a warning says so.
+        Every rank calls it once, before the first rollout. A server that cannot say where it
+        stands is not checked; a warning says so.
 
         Args:
             expected_actor_step: the actor's step, 0 for a new run.
@@ -390,12 +378,9 @@ class RemoteGPTRMCriticClient:
         )
 
     def close(self) -> None:
-        """End all connections."""
         self.communicator.close()
 
 
 def _on_rank_zero(send: Callable[[], Awaitable]) -> Awaitable | Exception | None:
-    """Return `send()` on global rank 0, None elsewhere; an error is kept for `result()`, which
-    all ranks call.
-    """
+    """`send()` on global rank 0, None elsewhere; an error is kept for `result()`."""
     return outcome_or_error(send) if parallel_state.get_rank() == 0 else None

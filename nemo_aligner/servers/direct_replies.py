@@ -23,21 +23,15 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 def error_reply(status: int, line: str) -> Reply:
-    """Return the reply that is an error."""
     return status, {"Content-Type": JSON}, error_body(line)
 
 
 def shutting_down() -> Reply:
-    """Return the reply to a request that comes too late."""
     return error_reply(503, "Server is stopping")
 
 
 class DirectReplies:
-    """The endpoints of a server, and the threads that work on their requests.
-
-    Args:
-        endpoints: each with the function that handles its requests.
-    """
+    """The endpoints of a server, each with its function, and the threads that work on requests."""
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]]):
         self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
@@ -52,24 +46,13 @@ class DirectReplies:
         }
 
     def is_large(self, name: str, head: dict[str, Any], length: int) -> bool:
-        """Whether this is a scoring request for the line of the large ones.
-
-        Args:
-            name: of the endpoint.
-            head, length: JSON of the request, and bytes of its body.
-        """
+        """Whether this request, with `length` bytes, is for the line of the large ones."""
         return self._endpoints[name].batching and is_large(head, length)
 
     def submit(
         self, name: str, head: dict[str, Any], tensors: Buffer, large: bool
     ) -> "concurrent.futures.Future[Reply]":
-        """Have a request worked on in its line, unless the server is ending.
-
-        Args:
-            name: of the endpoint.
-            head, tensors: JSON of the request, and what follows it in the body.
-            large: what `is_large` says of it.
-        """
+        """Have a request worked on in its line, unless the server is ending."""
         try:
             return self._lines[name, large].submit(self._reply, name, head, tensors)
         except RuntimeError:  # after `close`

@@ -65,13 +65,10 @@ class PythonEnvironment:
     Args:
         spec: "path/to/file.py:Class"; a relative path counts from the current folder. The file may
             import modules that lie beside it.
-        tokenizer: NeMo tokenizer of the policy.
         max_turns: responses in a conversation, at most.
-        workers: processes.
         timeout_s: per reply; one that takes longer fails, and its worker is killed.
         fallback: reward of a response to which the environment failed to reply, which ends its
             conversation; None makes generation fail.
-        section: of the configuration, for messages.
         starts_workers: False on a rank that does not ask for replies.
 
     Raises:
@@ -171,7 +168,6 @@ class PythonEnvironment:
             found[request.number] = self._reply(request, outcome)
 
     def _reply(self, request: _Request, outcome: Any) -> Reply:
-        """The reply that a worker gave, or what takes its place."""
         if isinstance(outcome, Exception):
             raise _cannot_start(outcome) from outcome
         why = outcome
@@ -209,9 +205,7 @@ class PythonEnvironment:
     # --- one thread per worker ------------------------------------------------------------------
 
     def _drive(self, number: int, ready: Callable[[Exception | None], None]) -> None:
-        """Thread of a worker. It must outlive the worker: the kernel kills a worker with the
-        thread that started it.
-        """
+        """Thread of a worker; it outlives the worker, which the kernel kills with this thread."""
         worker: WorkerProcess | None = None
         try:
             worker = self._processes.start()
@@ -264,11 +258,7 @@ class PythonEnvironment:
 
 
 class EnvironmentScores(FutureScores):
-    """The rewards of a rollout's conversations, which are there already.
-
-    Args:
-        rollout_batch: with `token_rewards`.
-    """
+    """The rewards of a rollout's conversations, there already: its `token_rewards`."""
 
     def __init__(self, rollout_batch: Rollout):
         self._token_rewards = rollout_batch["token_rewards"]

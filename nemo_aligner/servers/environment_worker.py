@@ -74,11 +74,7 @@ class BadReplyError(Exception):
 
 
 class Conversations:
-    """The conversations of this worker.
-
-    Args:
-        environment: an object with the methods of `METHODS`.
-    """
+    """The conversations with `environment`, an object with the methods of `METHODS`."""
 
     def __init__(self, environment: Any):
         self._environment = environment
@@ -128,8 +124,7 @@ class Conversations:
 
 
 def checked_reply(returned: Any) -> tuple[str, float, bool]:
-    """What `step` returned, if that is an observation, a reward and whether the conversation is
-    over.
+    """What `step` returned: an observation, a reward and whether the conversation is over.
 
     Raises:
         BadReplyError, BadScoreError: it is something else, or the reward is not finite in float32.

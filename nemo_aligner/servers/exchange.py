@@ -87,12 +87,8 @@ class InferRequest:
     number of times.
 
     Args:
-        endpoint: name of the served model.
         data: arrays by wire name. They must not change until the last reply has come: large ones
             are not copied.
-
-    Attributes:
-        body: the parts of the body, in order.
     """
 
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
@@ -117,10 +113,8 @@ class Exchange:
     """One sending of a request to one server. `run` blocks; any thread may call `abort`.
 
     Args:
-        host, port: of the server.
         headers: of this client, beside those of the request.
         heartbeat: the server is one of this package, which gives signs of life.
-        tls: how to verify a server that encrypts; None: it does not.
     """
 
     def __init__(
@@ -205,24 +199,17 @@ class Exchange:
 def make_connection(
     host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None
 ) -> http.client.HTTPConnection:
-    """Return a connection to a server, not yet opened; `tls` None: without encryption."""
     if tls is None:
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
     return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
 
 
 def token_header(token: str | None) -> dict[str, str]:
-    """Return the HTTP header that brings a token to a server; none without a token."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def token_problem(token: str | None, setting: str) -> str:
-    """Return why a server replied with 401, and the remedy.
-
-    Args:
-        token: of the client.
-        setting: section of the configuration that holds the client's `token_file`.
-    """
+    """Why a server replied with 401, and the remedy, in `token_file` of the section `setting`."""
     have = "and this job has none" if token is None else "and that of this job is another one"
     return (
         f"the server asks for a token, {have}. Set {TOKEN_VARIABLE}, or {setting}.token_file, to "
@@ -231,7 +218,7 @@ def token_problem(token: str | None, setting: str) -> str:
 
 
 def asks_for_no_token(where: str) -> str:
-    """Return the warning of a client with a token about the server at the address `where`."""
+    """The warning of a client with a token about the server at the address `where`."""
     return (
         f"the server at {where} takes requests without the token of this job: whoever reaches it "
         "can use it. Start it with the token too, unless it is a server that knows none."
@@ -263,9 +250,7 @@ def _get(
     token: str | None,
     tls: ssl.SSLContext | None,
 ) -> tuple[http.client.HTTPResponse, bytes] | None:
-    """Return the reply to a GET and its body, or None when nothing replies; raises as
-    `http_status` does.
-    """
+    """The reply to a GET and its body, or None when nothing replies; raises as `http_status`."""
     connection = make_connection(host, port, timeout_s, tls)
     try:
         connection.request("GET", path, headers=token_header(token))
@@ -318,11 +303,7 @@ class ModelProbe:
     """Asks a server again and again whether it serves a model, until it does.
 
     Args:
-        host, port: of the server.
-        name: of the model.
         name_key: where the configuration has that name, for the message.
-        token: that the server asks for, or None.
-        tls: how to verify a server that encrypts; None: it does not.
 
     Attributes:
         unknown: why this server will never serve a model of this name; None as long as it may.
@@ -343,11 +324,7 @@ class ModelProbe:
         self._up_since: float | None = None  # since when the server is ready without the model
 
     def status(self, timeout_s: float) -> int | None:
-        """Return the HTTP status for the model, 200 once it is served; None without a reply.
-
-        Raises:
-            UntrustedServerError: what replies is not the server that the certificates stand for.
-        """
+        """HTTP status for the model, 200 once it is served; None: no reply; raises as `_get`."""
         where = self.host, self.port
         reply = _get(*where, f"/v2/models/{self.name}/ready", timeout_s, self._token, self._tls)
         status = None if reply is None else reply[0].status
@@ -382,10 +359,8 @@ def type_and_message(error: Exception) -> str:
 
 
 def _watch_peer(sock: socket.socket) -> None:
-    """Have the kernel probe a silent peer.
-
-    A machine that vanished, or that restarted and does not know the connection, then breaks it
-    within half a minute.
+    """Have the kernel probe a silent peer: a machine that vanished, or that restarted and does not
+    know the connection, then breaks it within half a minute.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -394,7 +369,6 @@ def _watch_peer(sock: socket.socket) -> None:
 
 
 def _server_error(status: int, body: bytes) -> Exception:
-    """The exception for a reply whose status is not 200."""
     text = _error_text(status, body)
     lines = [line.strip() for line in text.splitlines() if _NOT_SERVING.search(line)]
     if lines or status == 503:

@@ -156,14 +156,9 @@ class Fleet:
     """The servers of one reward model.
 
     Args:
-        spec: endpoint and addresses.
-        endpoint: the schema of the endpoint.
         init_timeout_s: how long to wait while no server replies, at the start and later.
-        inference_timeout_s: how long one request may take on a server.
         first: number of the server that gets the first request; clients that start together begin
             at different ones.
-        token: that the servers ask for, or None.
-        tls: how to verify servers that encrypt; None: they do not.
     """
 
     def __init__(
@@ -209,12 +204,10 @@ class Fleet:
     # ---- the caller's side ----
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Return True once all servers have replied, or one did START_GRACE_S ago; False after
-        `timeout_s`.
+        """True once all servers have replied, or one did START_GRACE_S ago; else False.
 
         Raises:
-            ServerUnreachableError: none has replied within `init_timeout_s` after the fleet was
-                made.
+            ServerUnreachableError: none has within `init_timeout_s` after the fleet was made.
             ServerMismatchError: a server's model cannot be used.
         """
         deadline = time.monotonic() + timeout_s
@@ -247,11 +240,7 @@ class Fleet:
         return True
 
     def submit(self, data: Arrays) -> "concurrent.futures.Future[Arrays]":
-        """Queue a request; returns at once, with the future of the reply.
-
-        Raises:
-            RequestError: the request does not fit the endpoint's schema.
-        """
+        """Queue a request; returns its future at once. `RequestError`: it does not fit."""
         validate_request(self.endpoint, data)
         # Copied: the request is put in the form of a server when it is sent to that server.
         request = _Request({name: np.array(array) for name, array in data.items()})
@@ -334,7 +323,6 @@ class Fleet:
             return error
 
     def _send(self, sending: _Sending) -> None:
-        """Thread of one sending."""
         outcome = self._ask(sending.exchange, sending.served, sending.request.data)
         with self._lock:
             sending.server.in_flight.discard(sending)

@@ -61,12 +61,7 @@ REQUEST_PARAMETER = "nemo_aligner_request"
 
 
 class SocketConnection(http.client.HTTPConnection):
-    """A connection to an HTTP server on a Unix socket.
-
-    Args:
-        path: of the socket.
-        timeout_s: of each wait for the server; None waits for ever.
-    """
+    """A connection to an HTTP server on the Unix socket at `path`."""
 
     def __init__(self, path: str, timeout_s: float | None):
         super().__init__("localhost", timeout=timeout_s)
@@ -95,10 +90,7 @@ class Front(socketserver.ThreadingTCPServer):
     """The door of a server; each connection has a thread.
 
     Args:
-        host, port: to listen on.
         socket_path: of Triton's Unix socket.
-        endpoints: that are served, each with the function that handles its requests.
-        access: what is asked of the clients.
 
     Raises:
         UserError: it cannot listen there.
@@ -195,8 +187,6 @@ class Front(socketserver.ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     server: Front
     protocol_version = "HTTP/1.1"
     timeout = FIRST_REQUEST_S
@@ -251,11 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _asking_triton(
         self, method: str, path: str, body: bytes | None = None, head_size: int | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request to Triton; gives its reply, of which only the headers have come.
-
-        Raises:
-            RefusedError: Triton does not listen.
-        """
+        """Send a request to Triton; gives its reply's headers. `RefusedError`: it is down."""
         connection = SocketConnection(self.server.socket_path, None)
         headers = {} if head_size is None else {HEAD_SIZE_HEADER: str(head_size)}
         with contextlib.closing(connection):
@@ -293,7 +279,6 @@ class _Handler(BaseHTTPRequestHandler):
     # ---- the reply ----
 
     def _wait_for(self, reply: "concurrent.futures.Future[Reply]") -> Reply:
-        """Return a reply that is being made."""
         while True:
             try:
                 return reply.result(HEARTBEAT_S)

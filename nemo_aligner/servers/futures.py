@@ -30,12 +30,7 @@ def only_reply(replies: Mapping[str, Arrays]) -> Arrays:
 
 
 class PendingReply:
-    """The reply to a request, on the rank that sent it.
-
-    Args:
-        sent: the request by name: one, or one for each reward model of an ensemble.
-        combine: makes the result from the replies by name.
-    """
+    """The reply to requests that this rank sent; `combine` makes it from those by name."""
 
     def __init__(
         self,

@@ -30,9 +30,7 @@ class Host(Protocol):
         """Serve `endpoints`; returns once all are ready."""
 
     def failure(self) -> str | None:
-        """Why it can serve no more, without a full stop; None while it can. To be called every few
-        seconds.
-        """
+        """Why it can serve no more; None while it can. To be called every few seconds."""
 
     def stop(self) -> None:
         """End it, after the last replies."""
@@ -50,11 +48,7 @@ class Frontend:
 
     @classmethod
     def read(cls, kind: str, certificate: str | None, key: str | None) -> "Frontend":
-        """Return it for these values of the configuration.
-
-        Raises:
-            ConfigError: they cannot work.
-        """
+        """Return it for these values of the configuration; `ConfigError` if they cannot work."""
         return cls(kind, read_frontend(kind, certificate, key))
 
     def make_host(self, host: str, port: int, access: Access) -> Host:

@@ -60,13 +60,10 @@ class HTTPCommunicator:
     """Clients of named servers (Triton endpoints).
 
     Args:
-        init_timeout_s: how long to wait for a server to come up.
         inference_timeout_s: how long one request may take on the server; the longest is a whole
             critic update.
         progress_interval_s: time between two progress lines while waiting for a server.
         setting: section of the configuration named in error messages.
-        token: that the servers ask for, or None.
-        tls: how to verify servers that encrypt; None: they do not.
 
     Attributes:
         connections: the connection to each named server; names at one address share it.
@@ -103,11 +100,9 @@ class HTTPCommunicator:
         servers: Mapping[str, tuple[str, int]],
         endpoints: Mapping[str, Endpoint] | None = None,
     ) -> "HTTPCommunicator":
-        """Connect to all of `servers`, {name: (ip, port)}; `endpoints` gives their schemas (see
+        """Connect to all of `servers`, {name: (ip, port)}; returns the communicator, a new one if
+        called on the class, as in NeMo-Aligner. `endpoints` gives their schemas (see
         `add_server_by_name`).
-
-        Called on the class, as in NeMo-Aligner, it connects a new communicator. Returns the
-        communicator.
         """
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
@@ -213,7 +208,6 @@ class HTTPCommunicator:
         )
 
     def print_server_dict(self) -> None:
-        """Log the address of every connected server."""
         for name, connection in self.connections.items():
             logging.info(f"server {name}: {connection}")
 
@@ -247,7 +241,6 @@ class HTTPCommunicator:
         return PendingReply({server_name: sent})
 
     def attach(self, client: Closeable) -> None:
-        """Close `client` together with this communicator."""
         self._attached.append(client)
 
     def close(self) -> None:

@@ -42,11 +42,7 @@ def type_name(dtype: np.dtype) -> str:
 
 
 def numpy_type(name: str) -> type:
-    """Return the numpy type of tensors of the wire's type `name`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The numpy type of tensors of the wire's type `name`; `ValueError` if there is none."""
     if name == "BYTES":
         return np.bytes_
     if name not in _DTYPES:
@@ -157,20 +153,14 @@ def _read_tensors(entries: list[dict[str, Any]], data: memoryview) -> Arrays:
 def encode_request(
     data: Mapping[str, Array], parameters: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[Buffer]]:
-    """Return the head of a request, with these parameters of its own, and the bytes of its
-    tensors.
-    """
+    """The head of a request, with these parameters of its own, and the bytes of its tensors."""
     inputs, buffers = _describe(data)
     head = {"inputs": inputs, "parameters": {"binary_data_output": True, **(parameters or {})}}
     return json.dumps(head).encode(), buffers
 
 
 def decode_request(endpoint: Endpoint, head: dict[str, Any], tensors: Buffer) -> Arrays:
-    """Return the arrays of a request by wire name; they have the dtypes and shapes of `endpoint`.
-
-    Raises:
-        RequestError: they do not.
-    """
+    """The arrays of a request, with the dtypes and shapes of `endpoint`; else `RequestError`."""
     try:
         arrays = _read_tensors(head["inputs"], memoryview(tensors))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -188,11 +178,7 @@ def decode_request(endpoint: Endpoint, head: dict[str, Any], tensors: Buffer) ->
 
 
 def rows_of(head: dict[str, Any]) -> int:
-    """Return how many samples a request says that it has; 0 if it says nothing that can be read.
-
-    Args:
-        head: JSON of the request, in which anything may stand.
-    """
+    """How many samples a request says that it has; 0 if `head` says nothing that can be read."""
     try:
         return max(int(tensor["shape"][0]) for tensor in head["inputs"])
     except (KeyError, TypeError, ValueError, IndexError, OverflowError):
@@ -203,11 +189,7 @@ def rows_of(head: dict[str, Any]) -> int:
 
 
 def wanted_outputs(endpoint: Endpoint, head: dict[str, Any]) -> dict[str, bool]:
-    """Return what a request wants to have, by name, and whether as binary data.
-
-    Raises:
-        RequestError: the endpoint does not have it.
-    """
+    """The outputs that a request wants, and whether as binary data; `RequestError`: not there."""
     names = [spec.name for spec in endpoint.outputs]
     try:
         binary = bool((head.get("parameters") or {}).get("binary_data_output", False))
@@ -228,9 +210,7 @@ def wanted_outputs(endpoint: Endpoint, head: dict[str, Any]) -> dict[str, bool]:
 def encode_reply(
     endpoint: Endpoint, arrays: Arrays, head: dict[str, Any], wanted: dict[str, bool]
 ) -> tuple[int | None, bytes]:
-    """Return the body of a reply to the request with this `head`, and the length of the reply's
-    head if tensors follow it.
-    """
+    """The body of a reply to a request, and the length of its head if tensors follow it."""
     outputs, buffers = _describe({name: arrays[name] for name in wanted if wanted[name]})
     for name in wanted:
         if not wanted[name]:
@@ -267,9 +247,7 @@ def _type_of(spec: TensorSpec) -> str:
 
 
 def model_config(endpoint: Endpoint) -> dict[str, Any]:
-    """Return what is said of an endpoint at /v2/models/NAME/config, as far as clients read it, in
-    the form of Triton's model configuration.
-    """
+    """What is said of an endpoint at /v2/models/NAME/config, in the form of Triton's."""
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
         kind = f"TYPE_{_type_of(spec).replace('BYTES', 'STRING')}"
@@ -285,7 +263,7 @@ def model_config(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def model_metadata(endpoint: Endpoint) -> dict[str, Any]:
-    """Return what is said of an endpoint at /v2/models/NAME."""
+    """What is said of an endpoint at /v2/models/NAME."""
     batch = [-1] if endpoint.batching else []
 
     def entries(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:

@@ -39,11 +39,8 @@ class LeaseTakenError(UserError):
 
 
 class LeaseBook:
-    """Who holds the lease of a server; any thread may call it.
-
-    Args:
-        required: False lets clients that know no lease, such as NeMo-Aligner's, through while
-            nobody holds it.
+    """Who holds the lease of a server; any thread may call it. Unless `required`, clients that
+    know no lease, such as NeMo-Aligner's, may change the server while nobody holds it.
     """
 
     def __init__(self, required: bool):
@@ -69,7 +66,6 @@ class LeaseBook:
         return None
 
     def give_back(self, lease: str | None) -> None:
-        """Free the lease, if it is that of the actor with this id."""
         with self._lock:
             if lease == self._holder:
                 self._holder = None
@@ -110,11 +106,6 @@ class LeaseBook:
 class Lease:
     """The lease of one actor, renewed by a thread of its own until `close`.
 
-    Args:
-        host, port: of the server.
-        token: that it asks for, or None.
-        tls: how to verify a server that encrypts; None: it does not.
-
     Attributes:
         id: that requests name; None for a server that knows no lease.
 
@@ -134,7 +125,6 @@ class Lease:
             self._thread.start()
 
     def close(self) -> None:
-        """Give the lease back."""
         if self._closed.is_set() or self.id is None:
             return
         self._closed.set()

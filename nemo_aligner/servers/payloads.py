@@ -22,7 +22,6 @@ def request_width(longest: int, pad_to_length: int | None, max_length: int | Non
     """Return the number of token columns of an infer request.
 
     Args:
-        longest: tokens of its longest sample.
         pad_to_length: least number; None: the longest sample, rounded up.
         max_length: rounding ends here; None: nothing is rounded.
     """

@@ -34,10 +34,8 @@ def piece_rows(arrays: Arrays, limit: int) -> int:
 
 
 class PieceStore:
-    """The pieces of one request until the last has come; another request takes their place.
-
-    Args:
-        timeout_s: for so long it waits for the next piece, then it drops all.
+    """The pieces of one request until the last has come, or none for `timeout_s`; another request
+    takes their place.
     """
 
     def __init__(self, timeout_s: float = PIECE_TIMEOUT_S):
@@ -55,8 +53,6 @@ class PieceStore:
         come again, if its sender did not get the reply.
 
         Args:
-            first: row of the whole request that this piece begins with.
-            rows: of the whole request.
             arrays: of the piece, [n, ...] each, with content that has been checked.
 
         Raises:
@@ -89,7 +85,6 @@ class PieceStore:
         return None
 
     def drop(self) -> None:
-        """Forget the pieces that have come."""
         with self._lock:
             self._stop_timer()
             self._forget()
@@ -113,7 +108,6 @@ class PieceStore:
         }
 
     def _check(self, request_id: str, first: int, count: int, rows: int, arrays: Arrays) -> None:
-        """Refuse a piece that does not continue the request."""
         if request_id != self._request_id or first != self._rows:
             came = (
                 f"{self._rows} rows of it have come"

@@ -39,7 +39,6 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def port_error(host: str, port: int, error: Exception) -> UserError:
-    """Return the error of a server that cannot listen on `host:port` because of `error`."""
     return UserError(
         f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or "
         "inference.port for a reward server), or stop the server that uses it."
@@ -47,7 +46,7 @@ def port_error(host: str, port: int, error: Exception) -> UserError:
 
 
 def _can_listen(host: str, port: int) -> Exception | None:
-    """Return None if a server can listen there, else the error."""
+    """None if a server can listen there, else the error."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -20,10 +20,8 @@ def decode_bytes_ndarray(str_ndarray: np.ndarray) -> np.ndarray:
 def pad_input(
     value: np.ndarray | torch.Tensor | Sequence[Any] | None, size: int, pad_value: Any = 0
 ) -> tuple[list[Any] | None, int]:
-    """Extend the rows of `value` by rows of `pad_value` to a multiple of `size`.
-
-    Returns:
-        The rows as a list, and how many were added; (None, 0) for None.
+    """Extend the rows of `value` by rows of `pad_value` to a multiple of `size`: the rows as a
+    list, and how many were added; (None, 0) for None.
     """
     if value is None:
         return None, 0
@@ -34,9 +32,7 @@ def pad_input(
 
 
 def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
-    """Append rows of zeros to `array` up to a multiple of `multiple` rows; without need it is
-    returned itself.
-    """
+    """Append rows of zeros up to a multiple of `multiple` rows; without need it is not copied."""
     extra = -array.shape[0] % multiple
     if not extra:
         return array  # not a copy: it may be large
@@ -81,7 +77,6 @@ def process_inputs(
     """Return tokens and lengths of an infer request; `sentences` win over `tokens`.
 
     Args:
-        inputs: arrays by wire name; missing optional inputs are absent or None.
         tokenize_func: list of str -> (tokens [N, S], lengths [N]).
 
     Returns:

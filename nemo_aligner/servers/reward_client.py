@@ -66,11 +66,10 @@ class RMFutureResult(FutureScores):
         self.pending = () if rm_future is None else (rm_future,)
 
     def scores(self) -> Scores:
-        """Wait for the scores; without values, on every rank of the model-parallel group.
+        """Wait for the scores, without values; every rank of the model-parallel group calls it.
 
         Raises:
-            ServerRequestError: on every rank: an error of the model, an unusable reply, or no
-                server left.
+            ServerRequestError: on every rank: of the model, of its reply, or no server is left.
         """
         reply = await_on_source(
             self.rm_future,
@@ -144,10 +143,6 @@ def connect(
     """The fleets of served models, by name, on the source rank of each model-parallel group; {}
     elsewhere. Every rank calls it, together.
 
-    Args:
-        endpoint: what the servers serve.
-        communicator: gives the time limits and the token; closing it closes the connections.
-
     Raises:
         ServerUnreachableError: on every rank of the job: no server of a model replies.
     """
@@ -180,9 +175,7 @@ class RewardModels:
     the connections.
 
     Args:
-        cfg: `remote_rm` or `remote_critic_rm` (see config/reward_models.py).
-        communicator: gives the time limits and the token; closing it closes the connections.
-        setting: name of the section.
+        cfg: section `setting`, `remote_rm` or `remote_critic_rm` (config/reward_models.py).
 
     Raises:
         ConfigError: the section cannot work.
@@ -315,9 +308,8 @@ class RemoteGPTRMClient:
         The future's `result()` gives the rewards float32 [b, 1], `scores()` all of the reply; both
         raise its error.
 
-        Args:
-            rollout_batch: `response_tokens` [b, S], `response_lengths` [b], optionally
-                `prompt_lengths` [b].
+        `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
+        `prompt_lengths` [b].
         """
         make_payload = functools.partial(
             scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
@@ -325,22 +317,17 @@ class RemoteGPTRMClient:
         return self.reward_models.score(rollout_batch, make_payload)
 
     def close(self) -> None:
-        """End all connections."""
         self.communicator.close()
 
 
 def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
-    """Return `cfg`, the section called `setting`, with the defaults of the job it belongs to."""
     known = setting if setting in _JOB_OF_SECTION else "remote_rm"
     return complete(cfg, _JOB_OF_SECTION[known], known)
 
 
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
-    """Return a communicator with the time limits, the token and the certificates of `cfg`, the
-    section called `setting`.
-
-    Raises:
-        ConfigError: token or certificates cannot be read.
+    """A communicator for `cfg`, the section `setting`; `ConfigError`: token or certificates cannot
+    be read.
     """
     return HTTPCommunicator(
         cfg.init_timeout_s,

@@ -62,13 +62,10 @@ class RewardFunction:
         spec: "path/to/file.py:function"; a relative path counts from the current folder. The file
             may import modules that lie beside it. Or the web servers that score in its place.
         tokenizer: NeMo tokenizer of the policy whose responses are scored.
-        workers: processes.
         timeout_s: per sample; a sample that takes longer fails, and its worker is killed.
         fallback: score of a sample for which the function failed; None makes the request fail.
         per: what a reward is for: a "response", or each "step" or "token" of it; then the function
             returns a list of numbers per sample.
-        step_end: the text that ends a step.
-        section: of the configuration, for messages.
         gives_columns: whether columns of the prompts' records come with the samples.
 
     Attributes:
@@ -165,11 +162,7 @@ class RewardFunction:
         sequence_lengths: "np.ndarray | Tensor",
         prompt_lengths: "np.ndarray | Tensor | None",
     ) -> np.ndarray:
-        """The rewards of samples; arguments and errors as for `submit`.
-
-        Raises:
-            RewardFunctionError: the function failed on a sample and there is no fallback.
-        """
+        """The rewards of samples; as `submit`, but raises their `RewardFunctionError`."""
         return self.submit(tokens, sequence_lengths, prompt_lengths).result()
 
     def submit(
@@ -244,30 +237,20 @@ class RewardFunction:
         return prompts, responses, lengths
 
     def no_sentences(self, sentences: list[str]) -> tuple:
-        """Take the place of a served model's `tokenize`: sentences cannot be scored.
-
-        Raises:
-            RequestError: always.
-        """
+        """Take the place of a served model's `tokenize`: raise `RequestError`."""
         raise RequestError(
             f"{len(sentences)} 'sentences' came, but {self.title} is given prompt and response "
             "apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
         )
 
     def score(self, prompts: list[str], responses: list[str], lengths: list[int]) -> np.ndarray:
-        """Return the scores float32 [N] of N samples; several threads may call it at once.
-
-        Raises:
-            RewardFunctionError: the function failed on a sample and there is no fallback, or it is
-                shutting down.
-        """
+        """The scores float32 [N] of N samples, from any thread; raises `RewardFunctionError`."""
         samples: list[Sample] = [
             (*sample, None, {}) for sample in zip(prompts, responses, lengths)
         ]
         return np.array(self._submit(samples).result(), dtype=np.float32)
 
     def _submit(self, samples: list[Sample]) -> "concurrent.futures.Future[_Scores]":
-        """The future of the scores of the samples."""
         request = _Request(self, samples)
         with self._lock:
             if self._closed:
@@ -284,9 +267,7 @@ class RewardFunction:
     # ---- one thread per worker ----
 
     def _drive(self, ready: "concurrent.futures.Future[None]") -> None:
-        """Thread of a worker. It must outlive the worker: the kernel kills a worker with the
-        thread that started it.
-        """
+        """Thread of a worker; it outlives the worker, which the kernel kills with this thread."""
         worker = None
         try:
             worker = self._processes.start()
@@ -338,10 +319,8 @@ class RewardFunction:
     def _feed(
         self, worker: _Worker, request: "_Request", left: "collections.deque[int]"
     ) -> str | None:
-        """Have `worker` score the samples in `left`, which are removed as their scores come.
-
-        Returns:
-            None, or what the first sample in `left` did to the worker.
+        """Have `worker` score the samples in `left`, which are removed as their scores come;
+        returns None, or what the first sample in `left` did to the worker.
         """
         try:
             worker.send([request.samples[index] for index in left], self.timeout_s)
@@ -386,12 +365,7 @@ _Scores = list[float | list[float]]
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """Samples on their way through the workers.
-
-    Attributes:
-        samples: whose values are wanted.
-        future: of the values.
-    """
+    """Samples on their way through the workers; `future` gets their values."""
 
     owner: RewardFunction
     samples: list[Sample]
@@ -406,7 +380,6 @@ class _Request:
             self.future.set_result(self._scores)
 
     def fail(self, error: Exception) -> None:
-        """Give the request an error, unless it has its outcome already."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_exception(error)
 

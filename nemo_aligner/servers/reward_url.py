@@ -34,11 +34,7 @@ SCORES = ("rewards", "scores", "reward", "score")
 
 
 class RewardServers:
-    """Web servers that give the same scores, in place of `Workers` (`user_code.py`).
-
-    Args:
-        init_timeout_s: how long samples may wait while no server replies.
-    """
+    """Web servers in place of `Workers`; samples wait for them up to `init_timeout_s`."""
 
     described = ("lengths", ALL_COLUMNS)
 
@@ -48,14 +44,12 @@ class RewardServers:
         self._firsts = itertools.cycle(range(len(spec.urls)))
 
     def start(self) -> "UrlWorker":
-        """A worker that begins with the next address."""
         return UrlWorker(self, next(self._firsts))
 
     def end(self, worker: Any) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Have waiting workers give up."""
         self.closed.set()
 
 
@@ -67,15 +61,10 @@ class UrlWorker:
         self._outcomes: deque[Outcome] = deque()
 
     def is_alive(self) -> bool:
-        """True."""
         return True
 
     def send(self, samples: Sequence[Sample], timeout_s: float) -> None:
-        """Have samples scored, each within `timeout_s`.
-
-        Raises:
-            LostPeerError: no server replied in time.
-        """
+        """Have samples scored, each within `timeout_s`; `LostPeerError`: no server replied."""
         try:
             scores = _scores_in(self._reply(samples, timeout_s * len(samples)))
             if len(scores) != len(samples):
@@ -86,7 +75,6 @@ class UrlWorker:
             self._outcomes.extend(map(_outcome, scores, samples))
 
     def receive(self, timeout_s: float) -> Outcome:
-        """The outcome of the next sample."""
         return self._outcomes.popleft()
 
     def _reply(self, samples: Sequence[Sample], limit_s: float) -> bytes:
@@ -131,11 +119,7 @@ def _fields(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _scores_in(content: bytes) -> list[Any]:
-    """The scores in a reply: a list, or an object with one.
-
-    Raises:
-        BadScoreError: there are none.
-    """
+    """The scores in a reply, a list or an object with one; `BadScoreError` if there are none."""
     try:
         reply = json.loads(content)
     except ValueError:

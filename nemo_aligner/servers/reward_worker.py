@@ -116,11 +116,7 @@ def _prefer_for_out_of_memory_kill() -> None:
 
 
 def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) -> Any:
-    """Return what is called `name` in the file at `path`, which may import modules beside it.
-
-    Args:
-        kind: "function" or "class", for messages.
-        is_kind: whether something in the file is of that kind.
+    """What is called `name` in the file at `path`, which may import modules beside it.
 
     Raises:
         LoadError: the file cannot be run, or holds nothing of that name.
@@ -146,11 +142,7 @@ def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) 
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """Return the callable `name` of the file at `path`.
-
-    Raises:
-        LoadError: the file cannot be run, or holds no such function that takes three arguments.
-    """
+    """The callable `name` of the file at `path`; `LoadError` if it cannot be called as it must."""
     function = load_named(path, name, "function", inspect.isfunction)
     if not callable(function):
         raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
@@ -268,7 +260,6 @@ def _is_sequence(value: Any) -> bool:
 
 
 def finite_number(value: Any, scores: Any) -> float:
-    """`value`, one of the returned `scores`, as a finite float32."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise BadScoreError(
             f"it returned {brief(scores)}, whose score is a {type(value).__name__}, not a number"

@@ -23,13 +23,11 @@ class NoCriticFuture(FutureResult[None]):
 class RewardsInPlaceOfCritic(RemoteGPTRMClient):
     """A `Critic` for advantage estimators without a critic.
 
-    Remote reward models give the rewards, there are no values, and nothing is trained or saved.
-    Every rank constructs one, together.
+    Remote reward models give the rewards; nothing is trained or saved. Every rank constructs one.
 
     Args:
         cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
-            `RemoteGPTRMClient`, which also lists the errors.
-        tokenizer, max_length, score_source: as there.
+            `RemoteGPTRMClient`, which also lists the errors and the other arguments.
     """
 
     def __init__(
@@ -43,22 +41,18 @@ class RewardsInPlaceOfCritic(RemoteGPTRMClient):
         super().__init__(cfg, tokenizer, setting, max_length, score_source)
 
     def infer_rm_critic(self, rollout_batch: Rollout) -> FutureScores:
-        """As `infer_rm`: scores without values."""
         return self.infer_rm(rollout_batch)
 
     def train(self, rollout_batch: PPOTrainBatch) -> NoCriticFuture:
-        """Do nothing: there is no critic to train."""
         return NoCriticFuture()
 
     def save(self, actor_step: int | None = None) -> NoCriticFuture:
-        """Do nothing: there is no critic to save."""
         return NoCriticFuture()
 
     def status(self) -> None:
         """None: there is no critic."""
 
     def go_to(self, actor_step: int) -> bool:
-        """True, at once: there is no critic that could be at another step."""
         return True
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:

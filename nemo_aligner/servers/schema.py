@@ -43,15 +43,11 @@ Handler = Callable[..., Arrays]
 
 
 class RequestError(UserError):
-    """A request that does not fit its endpoint: the message names the tensor, what was sent and
-    what is expected.
-    """
+    """A request that does not fit its endpoint: names the tensor, its fault, what is expected."""
 
 
 class ReplyError(UserError):
-    """A reply that cannot be used: the message names the tensor, what came, what is expected and
-    the remedy.
-    """
+    """A reply that cannot be used: names the tensor, what came, what is expected, the remedy."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A served model: its default name, its tensors, and whether Triton merges the requests of
-    several clients.
-    """
+    """A served model: default name, tensors, and whether Triton merges requests of clients."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -95,15 +89,13 @@ class Endpoint:
         return not self.batching and not any(-1 in spec.shape for spec in self.inputs)
 
     def empty_request(self, rows: int) -> Arrays:
-        """Return zeros in the form of a request of `rows` samples, with no more than Triton asks
-        for.
-        """
+        """Zeros in the form of a request of `rows` samples, with no more than Triton asks for."""
         required = [spec for spec in self.inputs if not spec.optional]
         numbers = [spec for spec in self.inputs if spec.dtype is not np.bytes_]
         return self._zeros(required or numbers[:1], rows)
 
     def empty_reply(self, rows: int) -> Arrays:
-        """Return zeros in the form of the reply to a request of `rows` samples."""
+        """Zeros in the form of the reply to a request of `rows` samples."""
         return self._zeros(self.outputs, rows)
 
     def _zeros(self, specs: Iterable[TensorSpec], rows: int) -> Arrays:
@@ -142,9 +134,7 @@ _PROMPT_LENGTHS = TensorSpec(
 
 
 def critic_infer_endpoint(combined: bool) -> Endpoint:
-    """Values [N, S] of each token position; with `combined` also the reward [N, 1] of each
-    sample.
-    """
+    """Values [N, S] of each token; with `combined` also the reward [N, 1] of each sample."""
     outputs: tuple[TensorSpec, ...] = (
         TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),
     )
@@ -236,9 +226,7 @@ _STATUS = (
 
 
 def critic_resume_endpoint() -> Endpoint:
-    """Go back to the checkpoint of an actor step, unless the weights in memory are those; the
-    status after it.
-    """
+    """Go back to the checkpoint of an actor step, if need be; the status after it."""
     return Endpoint(
         CRITIC_RESUME,
         (TensorSpec("actor_step", np.int64, (1,), meaning="where the actor resumes"),),
@@ -288,9 +276,7 @@ def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpo
 
 
 def attributes_endpoint() -> Endpoint:
-    """What a client of attributes sends and needs: sentences, and any number of attributes of
-    each.
-    """
+    """What a client of attributes sends and needs: sentences, any number of attributes of each."""
     return Endpoint(REWARD_MODEL, _SCORING_INPUTS[:1], (ATTRIBUTES,), batching=True)
 
 
@@ -319,7 +305,6 @@ def teacher_endpoint() -> Endpoint:
 
 
 def triton_tensors(specs: Iterable[TensorSpec]) -> list["Tensor"]:
-    """Return `specs` in the form that `Triton.bind` takes."""
     from pytriton.model_config import Tensor
 
     return [Tensor(name=s.name, dtype=s.dtype, shape=s.shape, optional=s.optional) for s in specs]

@@ -44,9 +44,7 @@ _PASS = "pass"
 
 
 def share_of_rank(start: int, count: int) -> slice:
-    """Return this data-parallel rank's share of the `count` samples that begin at `start`; `count`
-    is a multiple of DP.
-    """
+    """This rank's share of the `count` samples, a multiple of DP, that begin at `start`."""
     share = count // parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     return slice(start + rank * share, start + (rank + 1) * share)
@@ -110,7 +108,6 @@ class Scorer:
             with a column for each token, [n, S, ...]. Every rank calls it with its share. A row
             that only fills up the batch has length 1 and prompt length 0.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
-        micro_batch_size: samples of one forward pass per data-parallel rank.
         strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
             multiple; None keeps them.
         vocab_size, max_length: bounds of the served model for token ids and S; None for no bound.
@@ -161,9 +158,7 @@ class Scorer:
         return self._control
 
     def reply_to(self, inputs: Inputs, loop: ServerLoop | None) -> Arrays:
-        """Score a request on a thread of rank 0's host: `loop` has all ranks run `forward`, once
-        for each slice.
-        """
+        """Score a request on a host's thread of rank 0: `loop` has all ranks run each slice."""
         assert loop is not None, "the server does not run"
         arrays, finish = self._prepare(inputs)
 
@@ -181,14 +176,7 @@ class Scorer:
             return finish(self._score_slices(arrays, score))
 
     def run(self, inputs: Inputs) -> Arrays:
-        """Score a request without a server; every rank calls it.
-
-        Args:
-            inputs: those of rank 0 are used.
-
-        Returns:
-            The outputs on rank 0; {} elsewhere.
-        """
+        """Score rank 0's request without a server; every rank calls it. {} on ranks above 0."""
         finish = None
 
         def prepare() -> Arrays:
@@ -268,7 +256,6 @@ class Scorer:
         return outputs
 
     def _cut(self, arrays: Arrays) -> list[np.ndarray]:
-        """Return the places of the samples of each slice of a padded batch."""
         width = max(arrays["tokens"].shape[1], 1)
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         size = self.slice_rows or slice_size(width, self.micro_batch_size, stages)
@@ -276,9 +263,7 @@ class Scorer:
         return cut_rows(arrays["sequence_lengths"], shares, size, self.slice_rows is None)
 
     def _score(self, arrays: Arrays) -> Arrays:
-        """Score a padded batch or a slice of one, each data-parallel rank its share; {} on ranks
-        above 0.
-        """
+        """Score a batch or slice, each data-parallel rank its share; {} on ranks above 0."""
         arrays = dict(arrays)
         number = arrays.pop(_PASS, None)
         score_rows = self.score_rows if number is None else self.passes[int(number[0])]

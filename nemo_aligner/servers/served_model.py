@@ -96,7 +96,6 @@ class ServedModel:
         return any(spec.name == name for spec in self.inputs)
 
     def describe(self) -> str:
-        """Inputs and outputs, for error messages."""
         inputs = "; ".join(spec.describe(self.max_batch_size > 0) for spec in self.inputs)
         return f"inputs {inputs or 'none'}, outputs {', '.join(self.outputs) or 'none'}"
 
@@ -112,11 +111,7 @@ def read_served_model(
     token: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> ServedModel:
-    """Return the description of the model `name` that is served at `host:port`.
-
-    Raises:
-        DescriptionError: no reply, or one that is no description.
-    """
+    """The description of the model `name` at `host:port`; `DescriptionError` if it gives none."""
     path = f"/v2/models/{name}/config"
     connection = make_connection(host, port, timeout_s, tls)
     try:
@@ -165,9 +160,6 @@ def _wire_name(data_type: str) -> str:
 
 def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:
     """Check that requests and replies of `endpoint` can be exchanged with `served`.
-
-    Args:
-        where: address of the server, for the message.
 
     Raises:
         ServerMismatchError: it lacks an input or output that is needed, or needs an input that
@@ -257,7 +249,6 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
 
 
 def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
-    """Return the requests that bring `data`, the arrays of one request, to `served`."""
     size = sum(array.nbytes for array in data.values())
     if size > PIECE_BYTES and served.lists("piece") and "request_id" in data:
         whole = {name: array for name, array in data.items() if name != "request_id"}
@@ -280,7 +271,7 @@ def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
 
 
 def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array) -> Array:
-    """Return `array` in the dtype and shape of `spec`, an input of `served`."""
+    """`array` in the dtype and shape of `spec`, an input of `served`."""
     shape = ((-1,) if served.max_batch_size else ()) + spec.shape
     candidates = [array]
     if array.ndim > 0 and array.shape[-1] == 1:
@@ -301,7 +292,7 @@ def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array
 
 
 def _cast(array: Array, spec: TensorSpec, wanted: str) -> Array:
-    """Return `array` in the dtype of `spec`, if that holds the same numbers."""
+    """`array` in the dtype of `spec`, if that holds the same numbers."""
     of_text = array.dtype.kind in "OSU"
     if of_text == (spec.dtype is np.bytes_):
         if of_text or array.dtype == np.dtype(spec.dtype):

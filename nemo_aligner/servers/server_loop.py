@@ -73,8 +73,6 @@ class ServerStoppingError(ServerEndingError):
 
 @dataclass
 class _Job:
-    """A request waiting for the main thread of rank 0."""
-
     signal: ServerSignal
     inputs: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
@@ -90,9 +88,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class BackgroundWork:
-    """A save that goes on beside the operations; the main threads of all ranks call these, and
-    `is_running` says the same on all of them.
-    """
+    """A save that goes on beside the operations; the main threads of all ranks call these."""
 
     is_running: Callable[[], bool] = lambda: False  # whether there is one; any thread may ask
     check: Callable[[], None] = lambda: None  # complete it if it has come to its end
@@ -103,7 +99,6 @@ class ServerLoop:
     """See the module docstring. Every rank constructs one and calls `run`.
 
     Args:
-        name: of the server, for log lines.
         host, port: address to listen on (rank 0).
         endpoints: each with the function that handles its requests, on the host's threads of
             rank 0.
@@ -113,9 +108,6 @@ class ServerLoop:
             alike.
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
-        access: what is asked of the clients.
-        frontend: what hosts the endpoints.
-        background: a save that goes on beside the operations.
         heartbeat_s: pause between two announcements when idle.
         stop_grace_s: how long an operation that is no save may run on after a stop request before
             the process ends without it.
@@ -161,7 +153,7 @@ class ServerLoop:
     # ---- any thread ----
 
     def submit(self, signal_: ServerSignal, inputs: Arrays) -> Arrays:
-        """Have all ranks run an operation and return rank 0's result; the host's threads call it.
+        """Have all ranks run an operation and return rank 0's result; a host's thread calls it.
 
         Raises:
             OperationFailedError: an operation raised.
@@ -184,7 +176,6 @@ class ServerLoop:
         return self._operating == ServerSignal.SAVE or self.background.is_running()
 
     def stop(self, reason: str = "stop() was called") -> None:
-        """Ask the whole job to end."""
         if self._stop_reason is None:
             self._stopped_at = time.monotonic()
             self._stop_reason = reason
@@ -239,11 +230,7 @@ class ServerLoop:
         return error
 
     def _start(self) -> None:
-        """Start the host on rank 0; the other ranks learn how it went.
-
-        Raises:
-            SystemExit: on ranks above 0, when rank 0 has failed; its own error tells why.
-        """
+        """Start the host on rank 0. If it fails, the other ranks end with `SystemExit`."""
         error: BaseException | None = None
         if self.rank == 0:
             where = f"{self._host.host}:{self._host.port}"
@@ -322,10 +309,8 @@ class ServerLoop:
     def _handle_failure(
         self, signal_: ServerSignal, job: _Job | None, outcomes: list[tuple[str, str]]
     ) -> None:
-        """Answer a failed operation; end the job unless all ranks failed alike.
-
-        Args:
-            outcomes: of each rank the type of its error and the cause; None where it had none.
+        """Answer a failed operation, with each rank's type of error and cause, or None; end the
+        job unless all ranks failed alike.
         """
         causes = "; ".join(
             f"on rank {', '.join(str(rank) for rank, (_, c) in enumerate(outcomes) if c == cause)}"
@@ -437,9 +422,7 @@ class ServerLoop:
             os.close(write_end)
 
     def _forget_signals(self) -> None:
-        """Restore signals in a forked child (a checkpoint writer): SIGTERM ends it again, and
-        does not reach this process's watcher.
-        """
+        """Restore signals in a forked child, so that SIGTERM ends it and not this process."""
         if self._watching.is_set():
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
@@ -495,7 +478,6 @@ class ServerLoop:
             )
 
     def _read_stop_request(self) -> None:
-        """Stop if another rank has noted a stop request."""
         if self._stop_reason is None and (reason := self._store.get("stop")):
             self.stop(f"another rank ends the job ({reason})")
 

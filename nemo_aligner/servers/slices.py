@@ -36,22 +36,14 @@ SMALL_ROWS, SMALL_BYTES = 32, 2**17
 
 
 def is_large(head: dict[str, Any], length: int) -> bool:
-    """Whether a scoring request belongs to the line of the large ones.
-
-    Args:
-        head: JSON of the request, in which anything may stand.
-        length: of the body, in bytes.
-    """
+    """Whether a scoring request, with a body of `length` bytes, is for the large ones' line."""
     return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES
 
 
 def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
     """Return how many samples of each data-parallel rank make a slice: whole micro-batches.
 
-    Args:
-        width: S.
-        micro_batch_size: samples of one forward pass per data-parallel rank.
-        pipeline_stages: of the model.
+    `width` is S, and a forward pass has `micro_batch_size` samples per data-parallel rank.
     """
     count = max(SLICE_TOKENS // (micro_batch_size * width), 1)
     if pipeline_stages > 1:

@@ -62,20 +62,16 @@ class SocketTriton(Triton):
         return self._memory_prefix
 
     def launch(self) -> None:
-        """Start the process of Triton."""
         for copy in self._workspace.model_store_path.glob("*/*/data.py"):
             with copy.open("a") as file:
                 file.write(_NAMES.format(prefix=self._memory_prefix))
         self._run_server()
 
     def has_ended(self) -> bool:
-        """Whether the process of Triton has ended."""
         return not self._is_alive_impl()
 
     def connect(self) -> None:
-        """Have the bound functions reply; Triton must be ready. PyTriton's own `connect` knows no
-        sockets.
-        """
+        """Have the bound functions reply; PyTriton's own `connect` knows no sockets."""
         self._model_manager.setup_models()
 
 

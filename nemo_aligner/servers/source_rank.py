@@ -48,7 +48,6 @@ def await_on_source(
     Args:
         pending: on `src` what it waits for, or an exception of the attempt to send; ignored
             elsewhere.
-        group: process group; None without one (a single process).
 
     Raises:
         ServerRequestError: on every rank, with the cause.
@@ -123,11 +122,8 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
 
 
 def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[Tensor]:
-    """Return arrays `keys` of the reply as tensors on this rank's device; every rank of the
-    model-parallel group calls it.
-
-    Args:
-        future: on the group's source rank; ignored elsewhere.
+    """Arrays `keys` of the reply to `future`, which the source rank of the model-parallel group
+    has, on this rank's device; every rank of the group calls it.
     """
     reply = await_on_source(
         future,
@@ -150,7 +146,7 @@ def try_on_source(send: Callable[[], T]) -> T | Exception | None:
 
 
 def outcome_or_error(send: Callable[[], T]) -> T | Exception:
-    """Return `send()`, or the exception it raises as one that users can read."""
+    """`send()`, or the exception it raises as one that users can read."""
     try:
         return send()
     except Exception as error:
@@ -158,7 +154,7 @@ def outcome_or_error(send: Callable[[], T]) -> T | Exception:
 
 
 def readable_error(error: Exception) -> Exception:
-    """Return `error`, or one that names its type if its message alone says little."""
+    """`error`, or one that names its type if its message alone says little."""
     return (
         error
         if isinstance(error, (ServerRequestError, UserError))
@@ -167,11 +163,8 @@ def readable_error(error: Exception) -> Exception:
 
 
 class RankZeroFuture(FutureResult[T]):
-    """The outcome of a request of global rank 0; `result()` ends on all ranks together.
-
-    Args:
-        pending: on rank 0 the pending reply, or an exception of the attempt to send; None
-            elsewhere.
+    """The outcome of a request of global rank 0, which alone has it `pending`; `result()` ends on
+    all ranks together.
     """
 
     def __init__(self, pending: Awaitable | Exception | None):

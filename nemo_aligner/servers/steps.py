@@ -28,9 +28,7 @@ class Steps(NamedTuple):
 
 
 def step_ends(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> list[int]:
-    """Places in `response`, token ids, of the tokens that complete a `step_end`, ascending, one
-    for each occurrence. Occurrences do not overlap.
-    """
+    """Places in `response`, token ids, of the tokens that complete a `step_end`, ascending."""
     response = list(response)
 
     def completed(tokens: int) -> int:

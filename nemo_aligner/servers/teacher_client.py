@@ -51,11 +51,7 @@ class PendingLogits(FutureResult[TeacherLogits]):
         self.pending = () if reply is None else (reply,)
 
     def result(self) -> TeacherLogits:
-        """Wait for the logits, on the CPU; the same on every rank of the model-parallel group.
-
-        Raises:
-            ServerRequestError: on every rank, with the cause.
-        """
+        """Wait for the logits, on the CPU, on every rank; `ServerRequestError` on every rank."""
         (reply,) = await_on_source(
             self._reply,
             parallel_state.get_model_parallel_src_rank(),
@@ -121,5 +117,4 @@ class RemoteTeacherClient:
         return future.result()
 
     def close(self) -> None:
-        """End all connections."""
         self.communicator.close()

@@ -11,7 +11,7 @@ from nemo_aligner.core.errors import UserError
 
 
 def find_libpython() -> str | None:
-    """Return the directory of this interpreter's shared libpython, or None."""
+    """The directory of this interpreter's shared libpython, or None."""
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     libdir = sysconfig.get_config_var("LIBDIR") or ""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
@@ -43,7 +43,6 @@ def prepare_triton_environment() -> None:
 
 
 def check_numpy() -> None:
-    """Raise `UserError` with numpy 2."""
     import numpy as np  # here: nemo_aligner/doctor/ runs without it too
 
     if int(np.__version__.split(".")[0]) >= 2:
@@ -54,7 +53,7 @@ def check_numpy() -> None:
 
 
 def check_libpython() -> str:
-    """Return the directory of the shared libpython; raise `UserError` if there is none."""
+    """The directory of the shared libpython; `UserError` if there is none."""
     directory = find_libpython()
     if directory is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -69,7 +68,5 @@ def check_libpython() -> str:
 
 
 def folder_of_workspaces() -> str:
-    """Return the folder in which Triton's temporary folders lie: its programs, and its socket,
-    whose path must stay under 108 characters.
-    """
+    """The folder of Triton's programs and socket, whose path must stay under 108 characters."""
     return tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"

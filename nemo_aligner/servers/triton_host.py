@@ -43,12 +43,7 @@ class TritonStartError(RuntimeError):
 
 
 class TritonHost:
-    """Triton with its workspace, and the removal of everything it leaves on the machine.
-
-    Args:
-        host, port: to listen on.
-        access: what is asked of the clients.
-    """
+    """Triton with its workspace, and the removal of everything it leaves on the machine."""
 
     name = "Triton"
 
@@ -73,9 +68,7 @@ class TritonHost:
         """Serve `endpoints`; returns once all are ready.
 
         Args:
-            endpoints: each with the function that answers its requests.
             batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
-            should_stop: called a few times a second; True ends the start early.
 
         Triton sometimes ends while it starts on a busy machine, and waits without end for a
         process of its own that was killed then: it is started again, with more patience.
@@ -179,9 +172,8 @@ class TritonHost:
         return False
 
     def _note_stubs(self) -> None:
-        """Remember the processes without which an endpoint cannot serve.
-
-        The last stub of an endpoint counts: Triton first starts one to ask for its tensors.
+        """Note the processes that an endpoint needs: its last stub, for the first only describes
+        it.
         """
         for endpoint, parts in self._find_stubs().items():
             known = self._stubs.get(endpoint, [])
@@ -189,9 +181,7 @@ class TritonHost:
             self._stubs[endpoint] = [*known, *(part for part in parts if part not in known)]
 
     def _check_start(self) -> None:
-        """Raise `TritonStartError` if Triton waits for a process that has ended: a stub, or the
-        one that holds its tensors.
-        """
+        """Raise `TritonStartError` if Triton waits for a stub or its helper, which has ended."""
         self._note_stubs()
         now = time.monotonic()
         for endpoint, (stub, *helpers) in self._stubs.items():
@@ -237,10 +227,7 @@ class TritonHost:
 
     @lock_method("self._lock")
     def stop(self) -> None:
-        """Stop Triton and remove its workspace and shared memory.
-
-        A second call waits for the first and does nothing.
-        """
+        """Stop Triton and remove what it leaves; a second call waits for the first."""
         if self._front is not None:
             self._front.close()
         if self._triton is not None:
@@ -282,7 +269,6 @@ class TritonHost:
                 os.unlink(leftover)
 
     def _shared_memory(self) -> list[str]:
-        """Files of the shared memory of Triton, its stubs and PyTriton."""
         prefix = self._memory_prefix
         return [] if prefix is None else glob.glob(f"{SHARED_MEMORY}/{prefix}*")
 

@@ -14,12 +14,7 @@ LOAD_TIMEOUT_S = 120.0
 
 
 def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
-    """Return (absolute path, name) of "path/to/file.py:name".
-
-    Args:
-        key: of the configuration that has `spec`.
-        kind: what the name is of, for the message: "function" or "class".
-        example: of a good value.
+    """(absolute path, name) of "path/to/file.py:name", the value of `key`.
 
     Raises:
         ConfigError: it is not of that form.
@@ -49,7 +44,6 @@ class Workers:
     worker ends with the thread that started it.
 
     Args:
-        path, name: of the file, and of what it holds.
         program: path of the program that a worker runs (`reward_worker.py`).
         setting: "key=value" of the configuration, for messages.
 
@@ -102,7 +96,6 @@ class Workers:
                 self._running.discard(worker)
 
     def close(self) -> None:
-        """Kill all workers, and start none from now on."""
         with self._lock:
             self._closed = True
             workers = list(self._running)

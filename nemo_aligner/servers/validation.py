@@ -38,10 +38,8 @@ _NOT_COMBINED = (
 
 
 def validate_request(endpoint: Endpoint, data: Mapping[str, np.ndarray]) -> None:
-    """Check names, dtypes and shapes of a request (batched form for a batching endpoint).
-
-    Raises:
-        RequestError: naming the tensor, its fault, and the inputs of the endpoint.
+    """Check names, dtypes and shapes of a request, in batched form for a batching endpoint;
+    `RequestError` names the tensor, its fault, and the inputs of the endpoint.
     """
     expected = "; ".join(
         spec.describe(endpoint.batching) + (" (optional)" if spec.optional else "")
@@ -63,7 +61,6 @@ def validate_request(endpoint: Endpoint, data: Mapping[str, np.ndarray]) -> None
 
 
 def _validate_tensor(spec: TensorSpec, array: object, batching: bool, remedy: str) -> None:
-    """Check type, dtype and shape of one input."""
     if not isinstance(array, np.ndarray):
         raise RequestError(
             f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}"
@@ -113,9 +110,7 @@ def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int
 
 
 def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
-    """Refuse an infer request of a policy whose tokenizer is not the server's.
-
-    Every row is compared.
+    """Refuse an infer request with a row of a policy whose tokenizer is not the server's.
 
     Args:
         sent: the request's `tokenizer`, bytes [N, 1]; None if the client sent none.
@@ -146,8 +141,7 @@ def validate_scoring_inputs(
     max_length: int | None = None,
     prompt_lengths: np.ndarray | None = None,
 ) -> None:
-    """Check the content of an infer request: tokens int64 [N, S]; sequence_lengths and, if given,
-    prompt_lengths int64 [N] or [N, 1]."""
+    """Check the content of an infer request: tokens int64 [N, S]; lengths int64 [N] or [N, 1]."""
     _validate_tokens(tokens, vocab_size, max_length)
     lengths = _one_per_row("sequence_lengths", sequence_lengths, tokens)
     if lengths.min() < 1 or lengths.max() > tokens.shape[1]:
@@ -215,11 +209,7 @@ def validate_training_inputs(
 
 
 def read_request_id(sent: np.ndarray) -> str:
-    """Return the id of a train request, bytes [1].
-
-    Raises:
-        RequestError: it is longer than `LONGEST_ID` bytes, or no ASCII text.
-    """
+    """The id of a train request, bytes [1]; `RequestError`: too long, or no ASCII text."""
     request_id = bytes(np.asarray(sent).reshape(-1)[0])
     if not 0 < len(request_id) <= LONGEST_ID or not request_id.isascii():
         raise RequestError(
@@ -239,8 +229,6 @@ def validate_reply(
 
     Args:
         endpoint: a scoring endpoint (`critic_infer_endpoint`, `reward_model_endpoint`).
-        reply: arrays by wire name.
-        samples: number of samples that were sent.
         used: bool [samples, columns], True where a value is used; it may be NaN or missing
             elsewhere. None checks only the number of rows of `values`.
 
@@ -375,10 +363,6 @@ def _validate_values(
 
 def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
     """Check the reply to a request that changes the server's state: an update or a checkpoint.
-
-    Args:
-        endpoint: `critic_train_endpoint` or `critic_save_endpoint`.
-        reply: arrays by wire name.
 
     Raises:
         ReplyError: a tensor is missing or empty, a loss is not finite, or a status is not 0.

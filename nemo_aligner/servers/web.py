@@ -51,10 +51,7 @@ def post_json(
     """The reply to a request with `fields`.
 
     Args:
-        token: that the server asks for, or None.
         timeout_s: how long it may be silent, and within which its reply must be there.
-        tls: how to verify its certificate; None: by the certificates of this system.
-        try_again: statuses after which another try may succeed.
 
     Raises:
         NoReplyError: it did not reply, or with an error.
@@ -109,7 +106,6 @@ def _body(reply: Any, deadline: float) -> bytes:
 
 
 def error_text(content: bytes) -> str:
-    """What the body of a reply says, in one line."""
     try:
         reply = json.loads(content)
         return one_line(str(next(reply[key] for key in ("error", "detail") if key in reply)))

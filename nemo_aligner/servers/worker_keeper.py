@@ -146,9 +146,7 @@ def wait(wake: int, outputs: list[Output], timeout_s: float) -> None:
 
 
 def reap() -> tuple[dict[int, int], bool]:
-    """Return the wait statuses of children that have ended, by process id, and whether others
-    are left.
-    """
+    """The wait statuses of children that have ended, by id, and whether others are left."""
     ended: dict[int, int] = {}
     try:
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -162,9 +160,7 @@ def kill_descendants(
     worker: int, status: int | None, wake: int, outputs: list[Output]
 ) -> int | None:
     """Kill until no child is left: the children of a killed one become children of this process.
-
-    Returns:
-        the wait status of the worker, None if it cannot be killed.
+    Returns the wait status of the worker, None if it cannot be killed.
     """
     deadline = time.monotonic() + KILL_S
     left = True
@@ -180,7 +176,6 @@ def kill_descendants(
 
 
 def children() -> list[int]:
-    """Process ids of the children of this process."""
     found, own = [], str(os.getpid()).encode()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         with contextlib.suppress(OSError):
@@ -207,7 +202,6 @@ def finish(outputs: list[Output]) -> None:
 
 
 def end_like(status: int | None) -> None:
-    """End this process as the one with this wait status did."""
     code = 1 if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -32,8 +32,7 @@ class WorkerProcess:
     """A worker process and the two pipes to it. One thread uses it; any thread may kill it.
 
     Args:
-        path, name: the user's file, and what is used of it.
-        program: path of the program that uses it.
+        path, name, program: the user's file, what is used of it, and the path of the program.
 
     Attributes:
         process: its keeper (`worker_keeper.py`), which ends as the worker does and takes with it
@@ -70,12 +69,10 @@ class WorkerProcess:
         self._buffer = b""
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self.process.poll() is None
 
     def send(self, message: Sequence[Any], timeout_s: float) -> None:
-        """Send a message, of what the program takes: for a reward function samples, (prompt,
-        response, length, count) each.
+        """Send a message, of what the program takes.
 
         Raises:
             TimeoutError: the process does not read.
@@ -131,7 +128,6 @@ class WorkerProcess:
         return f"killed by {signal.Signals(-code).name}{hint}"
 
     def kill(self) -> None:
-        """Kill the process and all that it has started."""
         self.process.terminate()
         try:
             self.process.wait(5.0)
