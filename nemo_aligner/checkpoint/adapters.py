@@ -57,7 +57,6 @@ class Base:
     checksum: str | None
 
     def to_config(self) -> dict[str, Any]:
-        """The section `lora_base`."""
         return {"restore_from_path": self.path, "checksum": self.checksum}
 
 
@@ -92,8 +91,8 @@ def without_adapter_keys(config: DictConfig) -> DictConfig:
 
 
 def checksum_of_source(source: TensorSource) -> str:
-    """Checksum of the model in `source`, in hexadecimal digits: of some rows (`checked_rows`) of
-    each weight that can have an adapter.
+    """Checksum of a model, in hexadecimal digits: of some rows (`checked_rows`) of each weight
+    that can have an adapter.
     """
     total = 0
     shapes = source.shapes()
@@ -119,7 +118,6 @@ def checksum_of_model(
     """Checksum of a model, equal to `checksum_of_source` of its checkpoint; all ranks call it.
 
     Args:
-        sharded: sharded state dict of each chunk.
         add_over_ranks: adds an int64 tensor up over all ranks of the job, in place.
     """
     total = 0
@@ -158,16 +156,8 @@ def _signed(total: int) -> int:
 
 
 def check_base(expected: Base, found: str, what: str, where: str) -> None:
-    """Check that adapters belong to a model, if they say to which.
-
-    Args:
-        expected: the base that they were trained on.
-        found: checksum of the model.
-        what: the adapters, for the message.
-        where: the model, for the message.
-
-    Raises:
-        UserError: they belong to another one.
+    """Check that adapters, called `what`, belong to a model `where` with the checksum `found`, if
+    they say to which; else raise `UserError`.
     """
     if expected.checksum not in (None, found):
         raise UserError(
@@ -184,12 +174,6 @@ class MergedTensors:
     """A `TensorSource`: a base with adapters merged into its weights, and their heads.
 
     Sums are computed in float64 and have the dtype of the base.
-
-    Args:
-        base: weights of the base.
-        adapters: the adapters' checkpoint.
-        settings: what they look like.
-        config: of the model.
 
     Raises:
         UserError: the adapters do not fit the base.
@@ -242,9 +226,7 @@ class MergedTensors:
         )
 
     def _merged(self, name: str, layer: int, values: Tensor, part: Slice) -> Tensor:
-        """`values`, the part `part` of the weight `name` in the layer `layer` (from 0), with its
-        adapter.
-        """
+        """The part `part` of the weight `name` in `layer` (from 0), with its adapter."""
         stem = name.removesuffix("weight")
         if layer + 1 not in self._adapted[stem]:
             return values

@@ -97,9 +97,7 @@ class CheckpointedModel(Protocol):
         """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
 
     def sharded_reference(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        """Sharded state dict of a reference policy that changes during training, split as
-        `weights` are; empty if there is none.
-        """
+        """Of a reference policy that changes, split as `weights` are; empty if there is none."""
 
     def load_sharded_reference(self, loaded: dict[str, Any]) -> None:
         """Load what `dist_checkpointing.load` returned for `sharded_reference()`."""
@@ -136,7 +134,6 @@ class CheckpointCallback:
 
     Args:
         log_dir: folder of the job, shared by all ranks; checkpoints go to `<log_dir>/checkpoints`.
-        model: set up for training.
         optimizer, scheduler: from `model.setup_megatron_optimization`.
         name: name of the final `.nemo`.
         filename: template of the folder names (`{metric}` or `{metric:format}`).
@@ -221,8 +218,6 @@ class CheckpointCallback:
         the save before.
 
         Args:
-            monitor_candidates: metrics (numbers or 0-d tensors) for the folder name and the
-                monitor.
             is_train_end: the last save of the job: write the `.nemo` too, if asked for.
             trainer_state: counters that `load_latest` returns, JSON values.
 
@@ -260,19 +255,15 @@ class CheckpointCallback:
         return self._begun is not None
 
     def check_save(self) -> None:
-        """Complete the checkpoint that is being written in the background, if all ranks have
-        written their parts; all ranks call it. Errors as in `finish_save`.
-        """
+        """Do `finish_save` if all ranks have written their parts; all ranks call it."""
         if self._begun is not None and all(dist_ckpt.gathered(self._begun.save.is_written())):
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written in the background, if there is one, and
-        complete it; all ranks call it.
+        """Complete the checkpoint that is being written in the background; all ranks call it.
 
         Raises:
-            SaveError: on all ranks; the system could not write it. Those from before are
-                untouched.
+            SaveError: on all ranks; it could not be written. Those from before are untouched.
         """
         begun, self._begun = self._begun, None
         if begun is None:
@@ -352,7 +343,6 @@ class CheckpointCallback:
             raise
 
     def _start_writing(self, writing: Path) -> None:
-        """Remove what dead jobs left, and make the folder `writing`."""
         if self.save_number is not None:
             abandon_after(self.root, self.save_number)
         for path in self.root.iterdir() if self.root.is_dir() else ():
@@ -364,12 +354,7 @@ class CheckpointCallback:
     def _finish_writing(
         self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
     ) -> None:
-        """Complete the files in `writing`, make it the checkpoint `folder`, and remove outdated
-        ones.
-
-        Args:
-            checksums: of the files of the weights.
-        """
+        """Complete `writing`, make it the checkpoint `folder`, and remove outdated ones."""
         previous = complete_checkpoints(self.root)
         number = previous[-1][1]["save_number"] + 1 if previous else 0
         text = json.dumps({"save_number": number, **state}, indent=1)
@@ -394,8 +379,8 @@ class CheckpointCallback:
         logging.info(f"saved checkpoint {folder}")
 
     def _sharded_state(self, is_loading: bool, with_reference: bool) -> dict[str, Any]:
-        """Megatron Core's sharded state dict of model, optimizer and schedule, and of a reference
-        policy if there is one (`with_reference`).
+        """Of model, optimizer and schedule, and a reference policy if there is one and it is
+        wanted.
         """
         metadata = {
             "distrib_optim_sharding_type": FULLY_RESHARDABLE,
@@ -424,9 +409,7 @@ class CheckpointCallback:
         }
 
     def latest(self, resume_from: str | Path | None = None) -> Path | None:
-        """The checkpoint to resume from: `resume_from` if given, else the newest complete one,
-        else None.
-        """
+        """The checkpoint to resume from: `resume_from`, else the newest one, else None."""
         if resume_from is not None:
             return Path(resume_from)
         found = [path for path, _ in complete_checkpoints(self.root) if not is_abandoned(path)]
@@ -462,9 +445,7 @@ class CheckpointCallback:
         return accepted[-1] if accepted else None
 
     def is_sound(self, folder: Path) -> bool:
-        """Whether the files of a checkpoint are what was written; else it is set aside. All ranks
-        call it.
-        """
+        """Whether a checkpoint is what was written; else it is set aside. All ranks call it."""
         try:
             check_files_together(folder)
         except DamagedFileError as error:
@@ -513,10 +494,8 @@ class CheckpointCallback:
         return self.load_sound(folder)
 
     def load_at(self, counter: str, count: int) -> dict[str, Any]:
-        """Load the newest checkpoint whose counter `counter` is `count`; all ranks call it.
-
-        Returns:
-            The trainer's counters.
+        """Load the newest checkpoint whose counter `counter` is `count`; returns the counters. All
+        ranks call it.
 
         Raises:
             UserError: there is none; a damaged one is set aside. Nothing has changed in memory.
@@ -530,9 +509,7 @@ class CheckpointCallback:
         return self.load_sound(folder)
 
     def start_anew(self) -> None:
-        """Note that the weights in memory come from no checkpoint: the next save abandons those
-        that are there.
-        """
+        """Note that the weights in memory are no checkpoint's: the next save abandons all."""
         self.save_number = -1
 
     def load_sound(self, folder: Path) -> dict[str, Any]:
@@ -577,12 +554,10 @@ def _set_aside(folder: Path, error: DamagedFileError) -> None:
 
 
 def _rng_file(folder: Path) -> Path:
-    """The file of a checkpoint with this rank's states of random generators."""
     return folder / RNG_FOLDER / f"rank_{parallel_state.get_rank():05d}.pt"
 
 
 def _rng_bytes() -> bytes:
-    """The contents of that file."""
     buffer = io.BytesIO()
     torch.save(_rng_state(), buffer)
     return buffer.getvalue()
@@ -599,10 +574,8 @@ def _rng_state() -> dict[str, Any]:
 
 
 def _read_rng(file: Path) -> dict[str, Any]:
-    """The states in a file of `_rng_state`, which is read as data alone.
-
-    Raises:
-        UserError: the file holds something else.
+    """The states in a file of `_rng_state`, read as data alone; `UserError`: it holds other
+    things.
     """
     array = np.zeros(1, np.uint32)  # that of NumPy's generator
     classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
@@ -617,9 +590,7 @@ def _read_rng(file: Path) -> dict[str, Any]:
 
 
 def _restore_rng(folder: Path) -> None:
-    """Restore this rank's random-number generators from the checkpoint `folder`; with another
-    number of ranks warn instead.
-    """
+    """Restore this rank's random generators; with another number of ranks warn instead."""
     files = sorted((folder / RNG_FOLDER).glob("rank_*.pt"))
     if len(files) != parallel_state.get_world_size():
         logging.warning(

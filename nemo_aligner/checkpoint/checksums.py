@@ -48,7 +48,6 @@ class _Stream:
         self.hash = xxhash.xxh3_128()
 
     def write(self, data: Any) -> int:
-        """Write `data`, contiguous bytes; returns its length."""
         view = memoryview(data).cast("B")
         with self._noting_errors():
             for start in range(0, len(view), _CACHED_BYTES):
@@ -59,20 +58,16 @@ class _Stream:
         return len(view)
 
     def tell(self) -> int:
-        """Where the next byte goes."""
         return self.file.tell()
 
     def flush(self) -> None:
-        """Hand everything to the system."""
         with self._noting_errors():
             self.file.flush()
 
     def fileno(self) -> int:
-        """Number of the file."""
         return self.file.fileno()
 
     def close(self) -> None:
-        """Close the file."""
         with self._noting_errors():
             self.file.close()
 
@@ -109,7 +104,6 @@ class ChecksummedFiles(FileSystem):
         self.checksums[Path(path).name] = stream.hash.hexdigest()
 
     def opened(self, path: str | os.PathLike, mode: str) -> contextlib.AbstractContextManager[Any]:
-        """The file `path`, open."""
         return Path(path).open(mode)
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
@@ -130,9 +124,7 @@ def file_checksum(file: IO[bytes]) -> str:
 
 
 def write_durably(path: Path, content: bytes) -> str:
-    """Write a file so that it is there as a whole, or not at all, also after a loss of power;
-    returns its checksum.
-    """
+    """Write a file as a whole or not at all, also after a loss of power; returns its checksum."""
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
         file.write(content)
@@ -174,11 +166,7 @@ def write_manifest(folder: Path, known: Mapping[str, str]) -> str:
 
 
 def save_error(path: Path, error: OSError, needed: int | None = None) -> SaveError:
-    """The error about `path`, which could not be written.
-
-    Args:
-        needed: bytes of all that was to be written, if known.
-    """
+    """The error about `path`, which could not be written, where `needed` bytes were to be."""
     if error.errno not in _NO_SPACE:
         return SaveError(f"{path} cannot be written: {error}.")
     size = "" if needed is None else f"{_megabytes(needed)} are needed, "
@@ -199,11 +187,7 @@ def _free_space(path: Path) -> str:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Check that `needed` bytes fit where the existing `folder` is; one process calls it.
-
-    Raises:
-        SaveError: they do not.
-    """
+    """Check that `needed` bytes fit into `folder`; else `SaveError`. One process calls it."""
     filesystem = os.statvfs(folder)
     if filesystem.f_blocks and filesystem.f_bavail * filesystem.f_frsize < needed:
         raise save_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
@@ -217,14 +201,7 @@ def _megabytes(size: int) -> str:
 
 
 def parse_manifest(content: bytes, path: Path) -> Checksums:
-    """The checksums in a manifest.
-
-    Args:
-        path: of the manifest, for the message.
-
-    Raises:
-        DamagedFileError: it is none.
-    """
+    """The checksums in a manifest; `DamagedFileError` if it is none."""
     *lines, rest = os.fsdecode(content).split("\n")
     matches = [_LINE.fullmatch(line) for line in lines]
     found = {match["name"]: match["checksum"] for match in matches if match is not None}
@@ -237,10 +214,8 @@ def parse_manifest(content: bytes, path: Path) -> Checksums:
 
 
 def read_manifest(folder: Path) -> Checksums | None:
-    """The checksums in the manifest of `folder`; None, with a warning, if it has none.
-
-    Raises:
-        DamagedFileError: the manifest is damaged.
+    """The checksums in a folder's manifest; None, with a warning, if it has none.
+    `DamagedFileError` if it is damaged.
     """
     try:
         content = (folder / MANIFEST).read_bytes()
@@ -260,12 +235,7 @@ def warn_without(path: Path) -> None:
 
 
 def check_files(folder: Path, names: Iterable[str], checksums: Checksums) -> None:
-    """Compare files with their checksums.
-
-    Args:
-        folder: of the manifest.
-        names: of the files to compare, below the folder.
-        checksums: of all files.
+    """Compare the files `names` of `folder` with the checksums of all its files.
 
     Raises:
         DamagedFileError: a file is missing or another; names all such files.
@@ -280,9 +250,6 @@ def check_all_are_listed(
 ) -> None:
     """Check that the manifest of `folder` was not cut. That of a complete checkpoint, which gets
     further files, is compared with its mark.
-
-    Args:
-        select: see `check_files_together`.
 
     Raises:
         DamagedFileError: names the files that are not in it.
@@ -342,11 +309,6 @@ def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _n
 def check_members(tar: tarfile.TarFile, path: Path, select: Callable[[str], bool]) -> None:
     """Compare members of an uncompressed or compressed tar file with the manifest in it. A file
     without one gets a warning.
-
-    Args:
-        tar: open for reading.
-        path: of the file.
-        select: as for `check_files_together`.
 
     Raises:
         DamagedFileError: names the members that are missing or others.

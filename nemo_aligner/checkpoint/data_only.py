@@ -105,10 +105,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(stream: Any, path: Path) -> Metadata:
     """The table of contents of a distributed checkpoint.
 
-    Args:
-        stream: of the file, open for reading bytes.
-        path: of the file, for the message.
-
     Raises:
         UserError: the file is damaged, or names what is not part of such a table.
     """
@@ -218,10 +214,6 @@ class _Inert:
 def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any:
     """What `torch.save` wrote into a file of Megatron: tensors, plain values and the arguments of
     a command line. Tensors are read when they are used if `mmap`.
-
-    Args:
-        file: to read.
-        what: it is, for messages.
 
     Raises:
         UserError: the file is damaged, or names what is no data.

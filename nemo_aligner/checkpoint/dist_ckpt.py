@@ -123,7 +123,6 @@ class _Copies:
         self._data = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
 
     def resolve_data(self, item: Any) -> Any:
-        """The data of one item of the plan."""
         return self._data.pop(item.index)
 
 
@@ -136,19 +135,13 @@ class _BackgroundWriter(_CheckedWriter):
     """Writes what it has copied, in any thread."""
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
-        """Copy what this rank writes."""
         self._plan, self._copies = plan, _Copies(plan, planner)
 
     def write(self) -> None:
-        """Write it."""
         self._results = self.write_data(self._plan, self._copies).value()
 
     def finish_together(self, metadata: Any) -> None:
-        """Write the metadata; all ranks call it after their `write`.
-
-        Args:
-            metadata: of all ranks, as rank 0 has it.
-        """
+        """Write the metadata, which rank 0 has; all ranks call it after their `write`."""
         results = gathered(self._results)
         with failing_together(Path(self.path)):
             if torch.distributed.get_rank() == 0:
@@ -205,10 +198,8 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
-    ranks call it.
-
-    Returns:
-        Checksums of the large files in the folder, by name, computed while they were written.
+    ranks call it. Returns the checksums of its large files, by name, computed while they were
+    written.
 
     Raises:
         SaveError: on all ranks; there is no space, or the system cannot write.
@@ -228,11 +219,7 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
 
 
 def _write_common(common: Any, folder: str | Path) -> None:
-    """Write what is beside the tensors; all ranks call it.
-
-    Raises:
-        SaveError: on all ranks; rank 0 cannot write it.
-    """
+    """Write what is beside the tensors; all ranks call it. `SaveError` on all if rank 0 cannot."""
     with failing_together(Path(folder)):
         if torch.distributed.get_rank() == 0:
             content = io.BytesIO()  # torch.save does not say why it cannot write a file
@@ -269,7 +256,6 @@ class BackgroundSave:
     one, which begins to write, and call `finish`, when the caller wants to know how it went.
 
     Args:
-        sharded_state_dict, folder: as for `save`.
         files: small files beside it, which this rank's thread writes durably.
 
     Raises:
@@ -292,7 +278,6 @@ class BackgroundSave:
         self._thread.start()
 
     def _write(self) -> None:
-        """Thread: write what is of this rank."""
         try:
             self._request.async_fn(*self._request.async_fn_args)
             for path, content in self._files.items():
@@ -305,10 +290,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def finish(self) -> Checksums:
-        """Wait for all ranks, and complete the checkpoint; all ranks call it.
-
-        Returns:
-            As `save`.
+        """Wait for all ranks, and complete the checkpoint; all ranks call it. Returns as `save`.
 
         Raises:
             SaveError: on all ranks; one of them could not write.
@@ -326,11 +308,7 @@ class BackgroundSave:
 
 
 def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
-    """Bytes that a checkpoint in `folder` takes; all ranks call it.
-
-    Raises:
-        SaveError: on all ranks; there is no space for them.
-    """
+    """Bytes that a checkpoint takes; all ranks call it. `SaveError` on all: there is no space."""
     needed = sum(gathered(_bytes_to_write(sharded_state_dict))) + _MARGIN_BYTES
     with failing_together(folder):
         if torch.distributed.get_rank() == 0:
@@ -339,7 +317,6 @@ def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
 
 
 def _bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:
-    """Bytes of the tensors that this rank writes."""
     return sum(
         item.data.nbytes
         for item in nested_values(sharded_state_dict)

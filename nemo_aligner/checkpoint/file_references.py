@@ -29,11 +29,7 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]-]+\}")  # to another key, such as 
 
 
 def read_yaml(file: Path, path: Path) -> DictConfig:
-    """The keys in a YAML file of the checkpoint at `path`.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """The keys in a YAML file of the checkpoint at `path`; `UserError` if it is damaged."""
     try:
         config = OmegaConf.load(file)
     except Exception as error:  # the errors of YAML, of texts and of OmegaConf
@@ -44,10 +40,8 @@ def read_yaml(file: Path, path: Path) -> DictConfig:
 
 
 def refuse_resolvers(config: DictConfig, path: Path) -> None:
-    """Refuse interpolations other than references to keys: a resolver can read the environment.
-
-    Raises:
-        UserError: naming the key, the file `path` and the remedy.
+    """Refuse interpolations other than references to keys, by a `UserError` with the remedy: a
+    resolver can read the environment.
     """
     for key, text in _texts(OmegaConf.to_container(config, resolve=False)):
         if "${" in _REFERENCE.sub("", text):
@@ -104,10 +98,8 @@ def is_outside(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def check_not_outside(key: str, value: Any) -> None:
-    """Refuse to open a file that only a checkpoint names.
-
-    Raises:
-        UserError: `value` is marked; the message names the dotted `key` and the remedy.
+    """Refuse to open a file that only a checkpoint names: `value` is marked. The `UserError` names
+    the dotted `key` and the remedy.
     """
     if isinstance(value, str) and value.startswith(OUTSIDE):
         raise UserError(

@@ -54,11 +54,8 @@ def format_name(template: str, metrics: dict[str, float]) -> str:
 
 
 def try_names(root: Path, template: str, others: list[str]) -> None:
-    """Make what a job will write in `root`, with the longest names, and remove it again.
-
-    Args:
-        template: of `format_name`, for its checkpoints.
-        others: further names.
+    """Make what a job will write in `root`, checkpoints named by `template` and `others`, with the
+    longest names, and remove it again.
 
     Raises:
         SaveError: a name or `root` cannot be written.
@@ -83,12 +80,7 @@ def try_names(root: Path, template: str, others: list[str]) -> None:
 
 
 def mark(folder: Path, manifest_checksum: str) -> None:
-    """Mark a checkpoint as complete.
-
-    Args:
-        folder: in its final place, with everything else in it.
-        manifest_checksum: of its manifest (`checksums.write_manifest`).
-    """
+    """Mark a checkpoint in its final place as complete, by the checksum of its manifest."""
     write_durably(folder / MARKER, f"{manifest_checksum}  {MANIFEST}\n".encode())
 
 
@@ -116,10 +108,8 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Contents of `state.json` of a complete checkpoint, else None.
-
-    Raises:
-        DamagedFileError: it is marked as complete, but is not.
+    """Contents of `state.json` of a complete checkpoint, else None; `DamagedFileError` if it is
+    marked as complete, but is not.
     """
     if not (folder / MARKER).is_file():
         return None
@@ -155,8 +145,7 @@ def _check_mark(folder: Path) -> None:
 
 
 def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
-    """The counter `key` of a checkpoint, by NeMo-Aligner's function; 0, with a warning, if it does
-    not say.
+    """The counter `key` of a checkpoint, by NeMo-Aligner's function; without it 0 and a warning.
 
     It stands in the checkpoint's own `state.json`; NeMo-Aligner read it out of the folder's name,
     which is done here for a folder of another origin.
@@ -174,9 +163,7 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
 
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
-    """Complete checkpoints under `root`, oldest first. One that is marked as complete and is not
-    is left out, with a warning.
-    """
+    """Complete checkpoints under `root`, oldest first; a warning names damaged ones."""
     complete, damaged = _marked_checkpoints(root)
     for _path, error in damaged:
         _warn_once(str(error))
@@ -219,9 +206,7 @@ def is_leftover(path: Path) -> bool:
 
 
 def abandon_after(root: Path, save_number: int) -> None:
-    """Note in the checkpoints under `root` that are newer than `save_number` that the job has gone
-    back behind them.
-    """
+    """Note that the job has gone back behind the checkpoints newer than `save_number`."""
     for path, state in complete_checkpoints(root):
         if state["save_number"] > save_number:
             (path / ABANDONED).touch()
@@ -229,7 +214,6 @@ def abandon_after(root: Path, save_number: int) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether the job has gone back behind the checkpoint `path`."""
     return (path / ABANDONED).exists()
 
 
@@ -266,11 +250,7 @@ def replace_folder(target: Path, written: Path) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a job.
-
-    Args:
-        folder: of the job, or its folder of checkpoints.
-    """
+    """The newest complete checkpoint in the folder of a job, or in its folder of checkpoints."""
     for root in (folder / CHECKPOINTS, folder):
         found = complete_checkpoints(root)
         if found:
@@ -279,9 +259,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:
-    """Text of a warning for a checkpoint without the metric that checkpoints are ranked by, else
-    None.
-    """
+    """The warning about a checkpoint without the metric that they are ranked by, else None."""
     if save_top_k <= 0 or monitor is None or monitor in metrics:
         return None
     return (
@@ -293,16 +271,13 @@ def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int
 def outdated(
     checkpoints: list[Checkpoint], monitor: str | None, mode: str, save_top_k: int
 ) -> list[Path]:
-    """Folders that are neither among the best nor the last two, of which abandoned ones do not
-    count.
+    """Folders neither among the best nor the last two, of which abandoned ones do not count.
 
     If a job dies between the critic's save and the actor's, the older of the last two match.
 
     Args:
-        checkpoints: complete ones, oldest first.
         monitor: metric that they are ranked by. A checkpoint where it is missing or NaN ranks
             last; of equals the newer one wins.
-        mode: "max" or "min".
         save_top_k: how many of the best to keep; below 0: all.
     """
     if save_top_k < 0:

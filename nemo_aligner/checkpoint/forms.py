@@ -116,7 +116,6 @@ def refusal(form: str, path: object, detail: str = "") -> UserError:
 
 
 def loadable_forms() -> str:
-    """The names of the forms that load, for messages."""
     return "; ".join(form.name for form in FORMS.values() if form.loads)
 
 
@@ -132,9 +131,7 @@ def is_weight(member: str) -> bool:
 
 
 def is_weight_of_any(member: str) -> bool:
-    """Whether the path `member` in a `.nemo`, or in a checkpoint of a job, belongs to what is only
-    read when weights are, or when the job resumes.
-    """
+    """Whether `member` of a `.nemo` or checkpoint is read for weights or a resume alone."""
     return is_weight(member) or top_name(member) in (CHECKPOINT_WEIGHTS, RNG_FOLDER)
 
 
@@ -149,7 +146,6 @@ def form_of_weights(
     Args:
         names: of the files and folders at its top.
         backend: content of the distributed checkpoint's `BACKEND_FILE`, if there is one.
-        path: of the checkpoint, for messages.
         formats: of a distributed checkpoint that load.
 
     Raises:

@@ -67,7 +67,6 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
     """What a job is made from, as rank 0 finds it; all ranks call it.
 
     Args:
-        cfg: the whole configuration.
         section: of `cfg.trainer`, with the job's own settings.
         loader: of its training data, as a PyTorch data loader; None: it has none.
     """
@@ -85,11 +84,7 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
 
 
 def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
-    """Compare what a job is made from with what a checkpoint says; what differs is shown.
-
-    Args:
-        stored: contents of its `state.json`.
-        folder: the checkpoint.
+    """Compare what a job is made from with the `state.json` of a checkpoint; show what differs.
 
     Raises:
         UserError: another base, other data or another objective; with the remedies.
@@ -138,8 +133,8 @@ def content_samples(path: Path) -> bytes:
 
 
 def content_hash(path: Path) -> str:
-    """A hash of the content of a file or folder, wherever it lies; of a `.nemo` or a checkpoint
-    that has checksums, of these.
+    """A hash of the content of a file or folder, wherever it lies; of its checksums, if it has
+    some.
     """
     if path.is_dir():
         path = locate(path)
@@ -241,7 +236,6 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
 
 
 def _by_content(shown: str, file: str) -> Any:
-    """A value that names a file, if it does."""
     return {"shown": shown, "content": content_hash(Path(file))} if Path(file).is_file() else shown
 
 

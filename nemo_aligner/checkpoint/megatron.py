@@ -66,7 +66,6 @@ _PLACES = re.compile(
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is the root of such checkpoints, or one of them."""
     return (path / TRACKER).is_file() or _is_iteration(path)
 
 
@@ -135,7 +134,6 @@ def _refusal(where: str) -> transformer_fields.Refusal:
 
 
 def _args(folder: Path) -> dict[str, Any]:
-    """The arguments of Megatron-LM in a checkpoint."""
     ranks = _rank_folders(folder)
     if ranks:
         found = _read_rank(ranks[0])
@@ -243,11 +241,7 @@ def weights(path: Path) -> TensorSource:
 
 
 def check_place(key: str, path: Path) -> None:
-    """Check that a weight of the checkpoint at `path` is one of a GPT.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check that a weight of the checkpoint at `path` is one of a GPT; else `UserError`."""
     if not _PLACES.fullmatch(unnumbered(key)[0]):
         raise UserError(
             f"{path} holds {key.removeprefix('model.')!r}, which has no place in a GPT as both "
@@ -261,7 +255,6 @@ def _read_rank(folder: Path) -> dict[str, Any]:
 
 
 def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
-    """The weights in the files of each rank."""
     args = _args(folder)
     if args.get("num_experts"):
         raise UserError(

@@ -80,15 +80,7 @@ _NOT_TAKEN: dict[str, Any] = {
 
 
 def model_keys(args: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
-    """Keys of `model` for the arguments.
-
-    Args:
-        args: by name.
-        refusal: the error about an argument that has no counterpart.
-
-    Raises:
-        UserError: an argument has none.
-    """
+    """Keys of `model` for the arguments; raises `refusal` of one that has no counterpart."""
     experts = args.get("num_experts") is not None
     idle = _idle(experts, args.get("position_embedding_type"))
     keys = {
@@ -132,10 +124,7 @@ def _idle(experts: bool, positions: Any) -> tuple[str, ...]:
 
 
 def arguments(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a model, in Megatron-LM's old names and its new ones.
-
-    Args:
-        model: section `model`.
+    """The arguments of the section `model`, in Megatron-LM's old names and its new ones.
 
     Raises:
         Unsupported: Megatron-LM has no arguments for it; the message names the keys.

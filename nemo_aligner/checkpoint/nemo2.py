@@ -54,17 +54,12 @@ TOKEN_KINDS = ("mask", "bos", "eos", "pad", "sep", "cls", "unk")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder of NeMo 2.0."""
     context = path / NEMO2_CONTEXT
     return context.is_dir() and any((context / name).is_file() for name in (MODEL_FILE, JSON_FILE))
 
 
 def weights_folder(path: Path) -> Path:
-    """The distributed checkpoint in a folder of NeMo 2.0.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The distributed checkpoint in a folder of NeMo 2.0; `UserError` if there is none."""
     folder = path / NEMO2_WEIGHTS
     if not folder.is_dir():
         raise UserError(f"{path} has no folder {NEMO2_WEIGHTS}; copy it again.")

@@ -70,7 +70,6 @@ def check_restore_path(
     """`path` as an existing `.nemo` file or directory.
 
     Args:
-        path: to check.
         key: configuration key that `path` comes from, for the messages.
 
     Raises:
@@ -124,9 +123,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
 
 
 def _check_end(tar: tarfile.TarFile, path: Path) -> None:
-    """Check that an uncompressed tar file ends where its last member does: reading would end at a
-    damaged header without a word.
-    """
+    """Check that a tar file ends behind its last member: reading ends at a damaged header."""
     if not isinstance(tar.fileobj, io.BufferedReader):  # compressed, which has checksums
         return
     members = tar.getmembers()
@@ -144,9 +141,7 @@ def _member_name(member: tarfile.TarInfo) -> str:
 
 
 def _unpack_small_members(path: Path) -> Path:
-    """Folder with everything but the weights, compared with its checksums; a file is unpacked once
-    per process, and again after it was replaced.
-    """
+    """Folder with all but the weights, compared with its checksums; a file is unpacked once."""
     if path.is_dir():
         _check_small_files(path)
         return path
@@ -191,7 +186,6 @@ def read_config(path: str | Path, base: Path | None = None) -> DictConfig:
     that it names and does not hold stand behind `file_references.OUTSIDE`.
 
     Args:
-        path: of the file or folder.
         base: where the base of adapters lies; None: where they say.
 
     Raises:
@@ -206,7 +200,6 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
     """As `read_config`, with the sections `lora_base` and `peft` of a checkpoint of adapters.
 
     Args:
-        path: of the file or folder.
         model: configuration of the base, for folders of PEFT, which do not hold it; None: that of
             the base that they name.
     """
@@ -278,7 +271,6 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
     together. Those of adapters are the weights of their base with the adapters merged in.
 
     Args:
-        path: of the file or folder.
         base: where the base of adapters lies; None: where they say.
 
     Raises:
@@ -309,11 +301,8 @@ def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[Tenso
 def _base_and_config(
     path: str | Path, base: Path | None
 ) -> tuple[adapters.Base | None, DictConfig]:
-    """The base of the adapters at `path`, or None for a model with all its weights, and what
-    `read_stored_config` says of them.
-
-    Raises:
-        UserError: a `base` is given of what are no adapters.
+    """The base of the adapters at `path`, or None, and what `read_stored_config` says of them;
+    `UserError`: a `base` is given of what are no adapters.
     """
     config = read_stored_config(path, None if base is None else read_config(base))
     expected = adapters.base_in(config)
@@ -328,7 +317,6 @@ def _base_and_config(
 def _merged(
     path: str | Path, base: Path | None, expected: adapters.Base, config: DictConfig
 ) -> Iterator[adapters.MergedTensors]:
-    """The tensors of the base with the adapters at `path`."""
     model = None if base is None else read_config(base)
     with own_tensors(path, model) as own, stored_tensors(_base_path(path, expected)) as source:
         found = adapters.checksum_of_source(source)
@@ -338,7 +326,6 @@ def _merged(
 
 
 def _base_path(path: str | Path, base: adapters.Base) -> Path:
-    """The checkpoint of the base of the adapters at `path`."""
     if base.path is None:
         raise UserError(
             f"{path} holds adapters of a model with random weights, which no checkpoint has."
@@ -354,17 +341,15 @@ def _base_path(path: str | Path, base: adapters.Base) -> Path:
 
 @contextlib.contextmanager
 def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[StoredWeights]:
-    """As `stored_weights`, but of adapters alone without their base; `model` as for
-    `read_stored_config`.
-    """
+    """As `stored_weights`, of adapters alone; `model` as for `read_stored_config`."""
     with own_tensors(path, model) as source:
         yield StoredWeights(source)
 
 
 @contextlib.contextmanager
 def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
-    """As `own_weights`, but for reading one tensor after the other. A file is read without
-    unpacking it, where its form allows.
+    """As `own_weights`, but for reading one tensor after the other, from a file in place if its
+    form allows.
     """
     path = Path(path).resolve()
     if peft_config.is_folder(path):
@@ -439,9 +424,7 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
 @contextlib.contextmanager
 def weights_folder(path: str | Path) -> Iterator[Path]:
     """Folder with the distributed checkpoint of a `.nemo`; all ranks enter it together.
-
-    Raises:
-        UserError: the archive holds no distributed checkpoint.
+    `UserError`: there is none.
     """
     path = Path(path).resolve()
     with _unpacked_weights(path) as folder:

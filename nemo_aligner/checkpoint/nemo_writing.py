@@ -58,9 +58,7 @@ NEMO_TARGETS = {
 
 
 def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
-    """Copy the files that `config` names into `folder`; return a configuration that refers to the
-    copies.
-    """
+    """Copy the files that `config` names into `folder`; return it with references to these."""
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     for key in ARTIFACT_KEYS:
         value = OmegaConf.select(config, key)
@@ -82,9 +80,7 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
 
 
 def _all_but_small_files(source: str, names: list[str]) -> list[str]:
-    """What not to copy of a folder with a tokenizer, which may be that of a whole model: folders
-    and weights.
-    """
+    """What not to copy of a tokenizer's folder, maybe of a whole model: folders, weights."""
     return [
         name for name in names if Path(source, name).is_dir() or name.endswith(_WEIGHT_SUFFIXES)
     ]
@@ -97,9 +93,7 @@ def _archive_name(path: str) -> str:
 
 
 def _first_name(tokenizer: Path) -> str:
-    """Name or path under which the model first got the tokenizer in a folder. The folder may be
-    the copy in a `.nemo`, which has noted it.
-    """
+    """Name or path under which the model first got a tokenizer, as a `.nemo` has noted."""
     config_file = tokenizer.parent / CONFIG_FILE
     if config_file.is_file():
         config: Any = OmegaConf.to_container(OmegaConf.load(config_file), resolve=False)
@@ -123,9 +117,7 @@ def _nemo_config(config: DictConfig) -> DictConfig:
 
 
 def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
-    """`sharded_weights` with the extra state that Transformer Engine's attention asks for, empty
-    as that of the layers beside it.
-    """
+    """With the empty extra state that Transformer Engine's attention asks for."""
     result = {}
     for chunk, items in sharded_weights.items():
         result[chunk] = dict(items)
@@ -138,9 +130,7 @@ def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: DictConfig) -> None:
-    """Write the configuration of a model and its tokenizer's files into `folder`; one rank calls
-    it.
-    """
+    """Write a model's configuration and its tokenizer's files; one rank calls it."""
     OmegaConf.save(_nemo_config(_pack_artifacts(config, folder)), folder / CONFIG_FILE)
 
 
@@ -155,11 +145,7 @@ def write_nemo(
 
     It is written beside its final place and renamed, so that a reader never sees half of it.
 
-    Args:
-        path: of the `.nemo`.
-        config: of the model.
-        sharded_weights: Megatron Core's sharded state dict of the weights.
-        as_directory: leave it as a directory instead of packing a tar file.
+    `as_directory` leaves a directory instead of packing a tar file.
 
     Raises:
         SaveError: on all ranks; there is no space, or the system cannot write. Nothing is left.
@@ -193,11 +179,8 @@ def write_streamed(
     *,
     as_directory: bool = False,
 ) -> None:
-    """Write a `.nemo` tensor by tensor; one process calls it. After an error nothing is left.
-
-    Args:
-        path, config, as_directory: as for `write_nemo`.
-        chunks, read: of the weights, as for `torch_dist_stream.write`.
+    """Write a `.nemo` by `torch_dist_stream.write`; in one process. After an error nothing is
+    left.
     """
     path = Path(path).expanduser().absolute()
     folder = path.with_name(path.name + WRITING_SUFFIX)
@@ -224,7 +207,6 @@ def write_streamed(
 
 
 def _remove_half(folder: Path, path: Path) -> None:
-    """Remove what was written of the `.nemo` at `path`, whose place is still another."""
     shutil.rmtree(folder, ignore_errors=True)
     _packed(path).unlink(missing_ok=True)
 
@@ -257,19 +239,15 @@ class _Member:
         self.file, self.start = file, file.tell()
 
     def write(self, data: Any) -> int:
-        """Write `data`; returns its length."""
         return self.file.write(data)
 
     def tell(self) -> int:
-        """Where the next byte goes."""
         return self.file.tell() - self.start
 
     def flush(self) -> None:
-        """Hand everything to the system."""
         self.file.flush()
 
     def fileno(self) -> int:
-        """Number of the whole file."""
         return self.file.fileno()
 
     def close(self) -> None:
@@ -289,8 +267,7 @@ def _finish(
     checksums: Checksums,
     tar: tarfile.TarFile | None = None,
 ) -> None:
-    """Add configuration, tokenizer and manifest to `folder`, which holds the weights, and give it
-    its place and form.
+    """Add configuration, tokenizer and manifest to `folder`, and give it its place and form.
 
     Args:
         checksums: of the large files of the weights, by name.

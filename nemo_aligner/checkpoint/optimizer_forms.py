@@ -39,9 +39,7 @@ _MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 
 
 def optimizer_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Settings of each parameter group that come from the configuration; rate and weight decay
-    come from the schedule.
-    """
+    """Settings of each parameter group, without those that come from the schedule."""
     keys = ("max_lr", "min_lr", "betas", "eps")
     return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
 
@@ -51,12 +49,6 @@ def sharded_optimizer_state(
 ) -> State:
     """Megatron Core's sharded optimizer state, complete for models with weights of two dtypes, and
     right where gradients are in several buckets.
-
-    Args:
-        optimizer: from `setup_megatron_optimization`.
-        weights: sharded state dict of the weights.
-        is_loading: the state will be loaded, not saved.
-        metadata: of Megatron Core.
     """
     parts = chained_optimizers(optimizer)
     with all_weights_named(parts), places_without_padding(parts):
@@ -68,9 +60,7 @@ def sharded_optimizer_state(
 
 
 def read_main_weights(state: State, stored: set[str]) -> None:
-    """Let `state`, about to be loaded, read the fp32 weights under the names `stored` in the
-    checkpoint.
-    """
+    """Let `state`, about to be loaded, read the fp32 weights by their names in the checkpoint."""
     for tensor in nested_values(state):
         prefix = next(
             (p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None
@@ -83,12 +73,7 @@ def read_main_weights(state: State, stored: set[str]) -> None:
 
 
 def check_same_kind(state: State, stored: set[str]) -> None:
-    """Check that a checkpoint with tensors named `stored` has what `state`, about to be loaded,
-    asks for.
-
-    Raises:
-        UserError: it was saved with another kind of optimizer.
-    """
+    """Check that the tensors `stored` are those that `state` asks for; else `UserError`."""
     wanted = {str(getattr(tensor, "key", "")) for tensor in nested_values(state)}
     for name, kind in (("exp_avg", "Adam"), ("momentum_buffer", "SGD with momentum")):
         prefix = f"optimizer.state.{name}."
@@ -130,9 +115,7 @@ def _parts(state: State) -> list[State]:
 
 
 def _with_step(state: State) -> State:
-    """`state` with a step count: Megatron Core writes none before the first step, but needs one to
-    load.
-    """
+    """`state` with a step count, which Megatron Core needs, but does not write before a step."""
     if "state" in state:
         state["state"].setdefault("common_step", torch.tensor(0.0))
     for key, part in state.items():

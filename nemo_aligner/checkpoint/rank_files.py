@@ -53,7 +53,6 @@ class RankTensors:
     Args:
         stages: the state dicts of tensor-parallel ranks by stage, or virtual stage, in the order
             of their layers; in the last a tied output layer is a copy.
-        path: of the checkpoint, for messages.
         gated: the first linear layer of the MLP holds a gate and its partner (`swiglu`, ...).
 
     Raises:
@@ -118,12 +117,7 @@ class RankTensors:
 
 
 class RankFiles(RankTensors):
-    """A `TensorSource` of NeMo's files in `folder`.
-
-    Args:
-        folder: that holds `model_weights.ckpt` or one folder per rank.
-        path: of the `.nemo`, for messages.
-        gated: as for `RankTensors`.
+    """A `TensorSource` of NeMo's files in `folder`, of the `.nemo` at `path`.
 
     Raises:
         UserError: the file of a rank is missing, holds other objects than tensors, or has layers
@@ -136,7 +130,6 @@ class RankFiles(RankTensors):
 
 
 def _stages(folder: Path, path: Path) -> list[list[Path]]:
-    """The files by pipeline stage and tensor-parallel rank."""
     single = folder / WEIGHTS_FILE
     if single.is_file():
         return [[single]]
@@ -185,7 +178,6 @@ def _bare(name: str) -> str:
 
 
 def _layer(name: str) -> int | None:
-    """The number of the layer that a weight belongs to."""
     number = name.removeprefix(LAYERS).split(".", 1)[0] if name.startswith(LAYERS) else ""
     return int(number) if number.isdigit() else None
 

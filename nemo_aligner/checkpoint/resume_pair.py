@@ -49,7 +49,6 @@ def mismatch_remedy(
     """How to bring an actor and a critic together again, in terms of checkpoints that exist.
 
     Args:
-        actor_step: step of the actor.
         critic_step: actor step of the critic's last checkpoint, written or loaded.
         critic_moved: the critic was trained after that checkpoint.
         actor_checkpoints, critic_checkpoints: folder of each complete checkpoint, by actor step.

@@ -33,11 +33,7 @@ LARGEST_WEIGHT = 65504.0
 
 
 def checked(values: Tensor, name: str, file: Path) -> Tensor:
-    """`values`, a part of the weight `name` in `file`.
-
-    Raises:
-        UserError: one of them is not finite, or beyond `LARGEST_WEIGHT`.
-    """
+    """`values` of the weight `name`; `UserError`: one is not finite, or above `LARGEST_WEIGHT`."""
     if values.is_floating_point() and values.numel():
         # One pass at the speed of memory; NaN comes through.
         ends = torch.stack(torch.aminmax(values if values.itemsize > 1 else values.float()))
@@ -63,14 +59,12 @@ class TensorSource(Protocol):
     """Global tensors that are read in parts."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shape of each tensor, under the names that Megatron Core's models give them; that
-        of a tensor of layers has their number in front.
+        """Global shape of each tensor, by Megatron Core's names; of layers their number is in
+        front.
         """
 
     def read(self, key: str, part: Slice) -> Tensor:
-        """One part of the tensor `key`, `checked`; an int in `part` drops its axis. `part` lies
-        within the tensor's shape.
-        """
+        """A part within the tensor `key`, `checked`; an int in `part` drops its axis."""
 
 
 def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
@@ -81,17 +75,12 @@ def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
 
 
 class StoredWeights:
-    """The weights of one checkpoint, to be loaded into a model.
-
-    Args:
-        source: of their values.
-    """
+    """The weights of one checkpoint, to be loaded into a model."""
 
     def __init__(self, source: TensorSource):
         self.source = source
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As in `TensorSource`."""
         return self.source.shapes()
 
     @torch.no_grad()
@@ -109,7 +98,6 @@ class StoredWeights:
             }
 
     def _value(self, item: Any) -> Any:
-        """The loaded value of one entry of a sharded state dict."""
         if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
             parts: Any = item.build()
             if isinstance(parts, dict):
@@ -140,15 +128,12 @@ class StoredWeights:
 
 
 def unnumbered(key: str) -> tuple[str, int | None]:
-    """The key of a layer's tensor as it is for all layers, and the layer's number from 0 if it is
-    in the key.
-    """
+    """The key of a layer's tensor as for all layers, and its number from 0 if it has one."""
     number, _, name = key.removeprefix(LAYERS).partition(".")
     return (LAYERS + name, int(number)) if number.isdigit() else (key, None)
 
 
 def numbered(key: str, layer: int) -> str:
-    """The key of the tensor of one layer, given that of all layers."""
     return f"{LAYERS}{layer}.{key.removeprefix(LAYERS)}"
 
 
@@ -163,11 +148,7 @@ def distinct(keys: Collection[str]) -> list[str]:
 
 
 class EitherName:
-    """A `TensorSource` that has the layers of another under both names, whichever that has.
-
-    Args:
-        source: the other.
-    """
+    """A `TensorSource` that has the layers of another under both names, whichever that has."""
 
     def __init__(self, source: TensorSource):
         self.source = source

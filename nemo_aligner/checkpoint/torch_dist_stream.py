@@ -75,7 +75,6 @@ def write(
     the checksums of its large files, by name.
 
     Args:
-        chunks: all parts of all tensors.
         read: the values of one part, of the shape `chunk.size`; called once for each, in order.
         open_weights: opens the one large file, given its name, for writing in another place; None:
             it is written into `folder`.
@@ -112,12 +111,7 @@ class _WeightsElsewhere(ChecksummedFiles):
 
 
 class TarFiles(FileSystem):
-    """The files in an uncompressed tar file, read where they lie.
-
-    Args:
-        tar: its table of contents.
-        path: of the tar file, which the paths of its files start with.
-    """
+    """The files in the uncompressed tar file at `path`, read where they lie."""
 
     def __init__(self, tar: tarfile.TarFile, path: Path):
         super().__init__()
@@ -209,7 +203,6 @@ class TorchDistTensors:
     """A `TensorSource` of a distributed checkpoint (torch_dist).
 
     Args:
-        folder: of the checkpoint.
         prefix: that its names have in the place of `model.`.
         files: where `folder` lies; None: among the files of this machine.
 
@@ -249,7 +242,6 @@ class TorchDistTensors:
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
 
     def object(self, key: str) -> io.BytesIO:
-        """The bytes of an object beside the tensors."""
         index, nothing = MetadataIndex(key), torch.Size()
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
         return self._read_item(item, torch.empty(0), ()).content

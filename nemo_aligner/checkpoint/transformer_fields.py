@@ -114,11 +114,9 @@ def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> di
 
     Args:
         fields: by name; classes and functions as `{_target_: <dotted path>}`.
-        refusal: the error about a field that has no key.
-        experts: whether a mixture of experts is read.
 
     Raises:
-        UserError: a field has no counterpart.
+        UserError: `refusal` of a field without a counterpart.
     """
     given = dict(fields)
     keys = {name: given.pop(name) for name in SAME & given.keys()}
@@ -148,22 +146,13 @@ def _activation(given: dict[str, Any], refusal: Refusal) -> dict[str, Any]:
 
 
 def check_neutral(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> None:
-    """Check that fields do not change what a model computes.
-
-    Args:
-        fields, refusal: as for `model_keys`.
-        experts: whether the model has experts.
-
-    Raises:
-        UserError: one would.
-    """
+    """Check that fields do not change what a model computes; raise `refusal` of one that does."""
     for name, value in sorted(fields.items(), key=lambda item: item[0] != NUMBER_OF_EXPERTS):
         if not _has_no_effect(name, value, experts or fields.get(NUMBER_OF_EXPERTS) is not None):
             raise refusal(name, value)
 
 
 def _has_no_effect(name: str, value: Any, experts: bool) -> bool:
-    """Whether the field does not change what the model computes."""
     if name in IGNORED or name.startswith(IGNORED_PREFIXES) or value in (None, False, [], {}, ""):
         return True
     if name.startswith("moe_") and (not experts or name in _EXPERTS_IGNORED):
@@ -175,7 +164,6 @@ def _has_no_effect(name: str, value: Any, experts: bool) -> bool:
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """Megatron Core's defaults."""
     return {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
 
 

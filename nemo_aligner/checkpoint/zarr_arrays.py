@@ -25,11 +25,7 @@ BFLOAT16 = ("bfloat16", "<V2", "|V2", "V2")
 
 
 class ZarrArrays:
-    """A `TensorSource` of the arrays in `folder`.
-
-    Args:
-        folder: of the distributed checkpoint.
-        path: of the `.nemo`, for messages.
+    """A `TensorSource` of the arrays in `folder`, of the `.nemo` at `path`.
 
     Raises:
         UserError: an array is compressed, of an unknown type, or its file is damaged.

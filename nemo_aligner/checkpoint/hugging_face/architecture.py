@@ -104,7 +104,6 @@ def model_keys(
     """Keys of the section `model` for a `config.json`.
 
     Args:
-        architecture: of the model.
         config: the whole configuration, with the defaults of its class.
         defaults: of its class; a key that is not known here must have its default.
 
@@ -145,13 +144,8 @@ def keys_read(architecture: Architecture) -> set[str]:
 def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of `config.json` that say what a model computes.
 
-    Args:
-        architecture: to write.
-        keys: complete section `model`.
-
     Raises:
-        Unsupported: the architecture cannot express the model; every key that it would change is
-            named.
+        Unsupported: the architecture cannot express the model; names every key that would change.
     """
     wanted = computed(keys)
     # Always written: a class may have another default than hidden_size / heads.
@@ -189,11 +183,7 @@ def _changed(
 
 
 def as_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` with the defaults of its class of transformers, which is what counts.
-
-    Raises:
-        Unsupported: the class refuses it.
-    """
+    """A `config.json` with the defaults of its class, which may refuse it: `Unsupported`."""
     from transformers import AutoConfig  # takes a second to import
 
     kind = config["model_type"]
@@ -243,11 +233,7 @@ def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def windowed_layers(keys: Mapping[str, Any]) -> list[int]:
-    """For each layer 1 if its attention has a window, else 0; empty if none has.
-
-    Args:
-        keys: complete section `model`.
-    """
+    """For each layer 1 if its attention has a window, else 0; empty if none has."""
     window, freq = keys.get("window_size"), keys.get("window_attn_skip_freq")
     if window is None or list(window) == [-1, -1]:
         return []
@@ -260,11 +246,7 @@ def windowed_layers(keys: Mapping[str, Any]) -> list[int]:
 
 
 def expert_layers(keys: Mapping[str, Any]) -> list[int]:
-    """For each layer 1 if it has experts, else 0.
-
-    Args:
-        keys: complete section `model`, of a model with experts.
-    """
+    """For each layer 1 if it has experts, else 0; of a model with experts."""
     freq, layers = keys["moe_layer_freq"], int(keys["num_layers"])
     if isinstance(freq, int):
         return [int(layer % freq == 0) for layer in range(layers)]

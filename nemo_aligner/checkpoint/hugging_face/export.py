@@ -27,9 +27,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @dataclass(frozen=True)
 class Written:
-    """Tensors of Hugging Face that come from one tensor of Megatron Core, or from one layer or
-    expert of it.
-    """
+    """Tensors of Hugging Face that come from one of Megatron Core, or a layer or expert of it."""
 
     # key, part: what is read
     key: str
@@ -57,9 +55,6 @@ def plan(
     """What a folder will hold, layer by layer.
 
     Args:
-        source: of the weights.
-        architecture: to write.
-        keys: complete section `model`.
         vocab_rows: rows of the embedding table without its padding; those that the source does
             not have are zeros.
         dtype: to convert to; None: as stored.
@@ -113,7 +108,6 @@ def _order(item: Written) -> tuple[int, int, int, str]:
 
 
 def read_tensors(source: TensorSource, layout: Layout, item: Written) -> dict[str, Tensor]:
-    """The tensors of Hugging Face of one item."""
     stored = source.read(item.key, item.part)
     transposed = item.place.rule.transposed and stored.dim() > 1
     result = {
@@ -140,9 +134,6 @@ def write_tensors(
     """Write `model.safetensors`, or numbered files and their index, into `folder`.
 
     Args:
-        folder: to write to.
-        source, layout: of the weights.
-        items: of `plan`.
         shard_bytes: largest size of a file; a larger tensor has a file of its own.
         progress: called with the number of bytes that were written.
     """
@@ -169,7 +160,6 @@ def write_tensors(
 
 
 def _shards(items: Sequence[Written], shard_bytes: int) -> list[list[Written]]:
-    """The items of each file."""
     shards: list[list[Written]] = [[]]
     size = 0
     for item in items:

@@ -27,16 +27,11 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder of Hugging Face."""
     return path.is_dir() and (path / CONFIG_FILE).is_file()
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        UserError: the file is no JSON object.
-    """
+    """The object in a JSON file; `UserError` if it holds none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -57,11 +52,7 @@ class FolderConfig:
 
 
 def read_config(path: Path) -> FolderConfig:
-    """The configuration in a folder.
-
-    Raises:
-        UserError: the file is damaged or names no class of transformers.
-    """
+    """The configuration in a folder; `UserError`: damaged, or of no class of transformers."""
     from transformers import AutoConfig, PretrainedConfig  # takes a second to import
 
     given = read_json(path / CONFIG_FILE)
@@ -87,7 +78,6 @@ class Tensors:
     """The tensors in the safetensors of a folder, read in parts.
 
     Args:
-        path: of the folder.
         files: the file that holds each tensor; None: those of a model.
 
     Raises:
@@ -118,7 +108,6 @@ class Tensors:
             )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor."""
         return self._shapes
 
     def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
@@ -145,11 +134,7 @@ class Tensors:
 
 
 def names_in(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Names of the tensors in a safetensors file; `UserError` if it is damaged."""
     try:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())

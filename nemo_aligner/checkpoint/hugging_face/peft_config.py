@@ -85,13 +85,7 @@ class AdapterConfig:
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def alpha_for(self, module: str, rank: int) -> float:
-        """The alpha with which `alpha / rank` is what the output of a module's adapter is
-        multiplied by.
-
-        Args:
-            module: its name in the model of Hugging Face.
-            rank: rows of its A.
-        """
+        """The alpha with which `alpha / rank` is what a module's adapter is multiplied by."""
         alpha = float(_matching(self.alpha_pattern, module, self.alpha))
         return alpha * math.sqrt(rank) if self.root_of_rank else alpha
 

@@ -55,12 +55,7 @@ class Weight:
 
 
 class Modules:
-    """The modules with adapters of one model.
-
-    Args:
-        architecture: of Hugging Face.
-        keys: complete section `model`.
-    """
+    """The modules with adapters of one model, with the complete section `model` in `keys`."""
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
         self.architecture, self.keys = architecture, keys
@@ -125,7 +120,6 @@ def modules_of(section: DictConfig, names: Sequence[str] | None = None) -> Modul
     """The modules of a model.
 
     Args:
-        section: the section `model`.
         names: of modules with adapters, which decide between the architectures that can express a
             model that did not come from Hugging Face; None: the first one of them.
 
@@ -159,9 +153,7 @@ def _modules_of(section: str, names: tuple[str, ...] | None) -> Modules:
 
 
 def all_names(modules: Modules) -> dict[str, tuple[Weight, int, int]]:
-    """Each module that can have an adapter: its weight, the number of the projection in it, the
-    layer.
-    """
+    """Each module that can have an adapter: its weight, the projection's number, the layer."""
     return {
         modules.name(weight, index, layer): (weight, index, layer)
         for layer in range(modules.layout.layers)

@@ -43,11 +43,7 @@ _BASE_KEY = "base_model_name_or_path"
 
 
 def base_path(path: Path) -> Path:
-    """The base that a folder of PEFT names.
-
-    Raises:
-        UserError: it names none, or none on this machine.
-    """
+    """The base that a folder of PEFT names; `UserError`: none, or none on this machine."""
     name = peft_config.read(path).base
     if name is not None and Path(name).expanduser().exists():
         return Path(name).expanduser().absolute()
@@ -61,11 +57,7 @@ def base_path(path: Path) -> Path:
 
 
 def adapter_section(path: Path, model: DictConfig) -> DictConfig:
-    """The section `model` of the adapters in a folder, as a checkpoint of adapters has it.
-
-    Args:
-        path: of the folder.
-        model: the section `model` of the base.
+    """The section `model` of the adapters in a folder, given that of their base.
 
     Raises:
         UserError: the folder is damaged or does not fit the model.
@@ -90,10 +82,8 @@ def _checksum(path: Path) -> str | None:
 
 
 def file_tensors(path: Path) -> Tensors:
-    """The tensors in a folder of PEFT by their own names.
-
-    Raises:
-        UserError: the file is missing or damaged, or pickled.
+    """The tensors in a folder of PEFT by their own names; `UserError`: missing, damaged or
+    pickled.
     """
     if (path / WEIGHTS_FILE).is_file():
         return Tensors(path, dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE))
@@ -121,7 +111,6 @@ class PeftTensors:
     """A `TensorSource` of the adapters in a folder of PEFT, and of their head.
 
     Args:
-        path: of the folder.
         model: the section `model` of the base.
 
     Attributes:
@@ -372,10 +361,7 @@ class AsStored:
 
 
 def describe(path: Path) -> tuple[AdapterConfig, Tensors, str | None]:
-    """What a folder of PEFT says by itself, without its base: configuration, tensors, checksum of
-    the base.
-
-    Raises:
-        UserError: a file is damaged.
+    """What a folder of PEFT says without its base: configuration, tensors, checksum of the base;
+    `UserError` if it is damaged.
     """
     return peft_config.read(path), file_tensors(path), _checksum(path)

@@ -56,12 +56,8 @@ def write_folder(
     nothing is left.
 
     Args:
-        target: the folder; one that exists is replaced.
         source: of the adapters and their head, as `checkpoint/adapters.py` names them.
-        section: of the model.
-        settings: what the adapters look like.
         base: of the adapters; its path is what the folder names.
-        dtype: to convert the tensors to; None: as stored.
         drop_head_bias: leave out the bias of a reward model's head, for which Hugging Face has no
             place.
 
@@ -151,8 +147,6 @@ def _pairs(
     """A and B of each module of Hugging Face that a weight is made of.
 
     Args:
-        modules, weight: of the model.
-        settings: of the adapters.
         a: `[dim, in]`, or `[blocks * dim, in]`.
         b: `[out, dim]`.
     """

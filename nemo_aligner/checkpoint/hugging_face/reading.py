@@ -36,11 +36,7 @@ FILES_OF_TOKENIZERS = (
 
 
 def architecture_of(path: Path, config: dict[str, Any]) -> Architecture:
-    """The architecture of a folder.
-
-    Raises:
-        Unsupported: it is not known here, or quantized.
-    """
+    """The architecture of a folder; `Unsupported` if it is not known here, or quantized."""
     kind = config["model_type"]
     if kind not in ARCHITECTURES:
         raise Unsupported(
@@ -118,7 +114,6 @@ def vocab_rows(section: DictConfig, ids: Callable[[], int]) -> int:
 
     Args:
         section: the section `model`; Megatron's noted in `ORIGIN` what its checkpoint says of it.
-        ids: gives the number of ids of the tokenizer.
     """
     origin = section.get(ORIGIN) or {}
     rows = origin["vocab_size"] if "vocab_size" in origin else section.get("override_vocab_size")

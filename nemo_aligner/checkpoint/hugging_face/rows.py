@@ -78,14 +78,11 @@ class _Attention(Rule):
 
 
 def whole(name: str, transposed: bool = False, beside: str | None = None) -> Rule:
-    """The tensor `name` as it is."""
     return Rule((name,), transposed, beside)
 
 
 def joined(*names: str) -> Rule:
-    """The tensors `names`, of equal size, one after the other: the gate of an MLP and its
-    partner.
-    """
+    """The tensors `names`, of equal size, one after the other: an MLP's gate and its partner."""
     return _Joined(names)
 
 

@@ -48,7 +48,6 @@ class Layout:
     """The names of the weights of one model, in both forms.
 
     Args:
-        architecture: of the model.
         keys: of the section `model`: sizes of the attention, numbers of layers and experts, and
             whether the head gives one number per token.
     """
@@ -66,9 +65,7 @@ class Layout:
         self.experts = int(keys.get("num_moe_experts") or 0)
 
     def rules(self) -> Iterator[tuple[str, Rule, bool]]:
-        """Names of Megatron Core but for `weight` or `bias` with their rules, and whether they
-        are a layer's.
-        """
+        """Names but for `weight` or `bias`, with their rules, and whether they are a layer's."""
         for name, rule in self.outside.items():
             yield PREFIX + name, rule, False
         for name, rule in self.names.layer.items():
@@ -126,8 +123,6 @@ class FolderWeights:
     """A `TensorSource` of the weights in a Hugging Face folder.
 
     Args:
-        path: of the folder.
-        architecture: of the model.
         keys: of the section `model`, complete.
         has_head: the model is a reward model or a critic.
 

@@ -56,7 +56,6 @@ def describe(
     computes, and the complete keys of the model.
 
     Args:
-        section: the section `model`.
         model_type: architecture to write; None: the one that the model came from, else the first
             that can express it.
 
@@ -93,11 +92,7 @@ def _first_that_can(keys: Mapping[str, Any]) -> tuple[Architecture, dict[str, An
 
 
 def check(section: DictConfig) -> None:
-    """Check that a model can be written as a Hugging Face folder, before it is trained.
-
-    Raises:
-        UserError: it cannot; the message names the keys.
-    """
+    """Check that a model can be written, before it is trained; `UserError` names the keys."""
     _architecture, _config, keys = describe(section)
     _check_head(keys)
 
@@ -118,15 +113,9 @@ def write_folder(
     error nothing is left.
 
     Args:
-        target: the folder; one that exists is replaced.
-        source: of the weights, by the names of Megatron Core.
-        section: of the model, as for `describe`.
         vocab_rows: rows of the embedding table without the padding of a split.
-        model_type: as for `describe`.
-        dtype: to convert the weights to; None: as stored.
         shard_bytes: largest size of a file of weights.
-        drop_head_bias: leave out the bias of a reward model's head, for which Hugging Face has no
-            place.
+        drop_head_bias: leave out the bias of a reward model's head, which has no place there.
         progress: called with the bytes just written and those of all.
 
     Raises:
@@ -195,11 +184,7 @@ def _check_head(keys: Mapping[str, Any]) -> None:
 def left_out(
     role: str, keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
 ) -> Sequence[str]:
-    """Names of weights that Hugging Face has no place for, and that may be left out.
-
-    Raises:
-        Unsupported: leaving them out would change what the model computes.
-    """
+    """Weights that Hugging Face has no place for; `Unsupported` if the model would change."""
     if role == CAUSAL_LM:
         return ()
     _check_head(keys)
@@ -238,9 +223,7 @@ def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 def _as_it_came(
     architecture: Architecture, config: dict[str, Any], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`config` with what the folder that the model came from says in the place of all that is the
-    same as there.
-    """
+    """`config`, with what the folder that the model came from says of all that is the same."""
     origin: dict[str, Any] = dict(keys.get(ORIGIN) or {})
     came_as = ARCHITECTURES.get(origin.get("model_type", ""), architecture)
     read = keys_read(came_as)
@@ -292,9 +275,7 @@ def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any
 
 
 def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[int] | None) -> None:
-    """Name the tokens that end a response, where transformers would read others: those of the
-    model, or else the tokenizer's.
-    """
+    """Name the tokens that end a response, the model's or else the tokenizer's, if need be."""
     target = folder / GENERATION_FILE
     settings = read_json(target) if target.is_file() else {}
     # transformers does not read those of config.json beside a generation_config.json.
