@@ -15,8 +15,8 @@ from nemo_aligner.parallel.device import get_backend
 
 
 class NLPDDPStrategy(DDPStrategy):
-    """Lightning's strategy as this package's scripts use it: it starts and joins the processes of
-    the job. Megatron reduces the gradients; arguments of NeMo's strategy have no use.
+    """Lightning's strategy, which starts and joins the processes of the job. Megatron reduces the
+    gradients; arguments of NeMo's strategy have no use.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -24,11 +24,7 @@ class NLPDDPStrategy(DDPStrategy):
 
 
 class MegatronTrainerBuilder:
-    """Builds the trainer of a job.
-
-    Args:
-        cfg: the whole configuration, whose `trainer` has Lightning's keys only.
-    """
+    """Builds the trainer of a job; of the whole `cfg`, `trainer` has Lightning's keys only."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg

@@ -143,8 +143,6 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Let the modules of `STAND_INS` be imported in this process, unless NeMo itself has its
-    collection `nlp`.
-    """
+    """Let the modules of `STAND_INS` be imported, unless NeMo itself has its collection `nlp`."""
     if importlib.util.find_spec("nemo.collections") and importlib.util.find_spec(PREFIX) is None:
         sys.meta_path.append(_StandIns())

@@ -17,15 +17,12 @@ from nemo_aligner.core.errors import UserError
 
 
 def is_peft_folder(source: Path) -> bool:
-    """Whether `source` is a folder of PEFT."""
     return peft_config.is_folder(source.expanduser())
 
 
 def are_adapters(source: Path, key: str = "ADAPTERS") -> bool:
-    """Whether the checkpoint `source`, for messages named `key`, holds adapters.
-
-    Raises:
-        UserError: it does not exist, or has a form that does not load.
+    """Whether the checkpoint `source`, for messages named `key`, holds adapters; `UserError` if it
+    does not load.
     """
     source = nemo_archive.check_restore_path(source, key=key)
     if peft_config.is_folder(source):
@@ -39,7 +36,6 @@ def merge(
     """Write adapters merged with their base as a `.nemo`, one tensor in memory at a time.
 
     Args:
-        source: `.nemo` of adapters, checkpoint folder of a job, or folder of PEFT.
         target: a file that ends in `.nemo`, or a folder, which appears when it is complete.
         base: where the base lies; None: where the adapters say.
 
@@ -93,9 +89,7 @@ def to_peft(
     """Write adapters as a folder of PEFT; in one process.
 
     Args:
-        source: as for `merge`.
         target: the folder, which appears when it is complete.
-        drop_head_bias: as for `peft_writing.write_folder`.
         base: the base that the folder names; None: the one that the adapters name.
 
     Raises:
@@ -129,7 +123,6 @@ def _checked_base(base: Path | None) -> Path | None:
 
 @contextlib.contextmanager
 def _opened(source: Path, base: Path | None) -> Iterator[tuple[DictConfig, TensorSource]]:
-    """Configuration and tensors of adapters alone."""
     source = nemo_archive.check_restore_path(source, key="ADAPTERS")
     base = _checked_base(base)
     model = None if base is None else nemo_archive.read_config(base)

@@ -58,11 +58,7 @@ class Options:
 
 
 def check_target(source: Path, target: Path, options: Options) -> Path:
-    """The absolute path of what is written.
-
-    Raises:
-        UserError: something stands there that may not be replaced.
-    """
+    """The absolute path of what is written; `UserError` if something stands there."""
     target = target.expanduser().absolute()
     if source.expanduser().resolve().is_relative_to(target.resolve()):
         raise UserError(f"{target} holds the source; name another target.")
@@ -77,7 +73,6 @@ def check_target(source: Path, target: Path, options: Options) -> Path:
 
 
 def progress_bar(total: int, options: Options) -> tqdm:
-    """A bar that counts bytes."""
     return tqdm(
         total=total, unit="B", unit_scale=True, disable=not options.progress, desc="weights"
     )
@@ -90,7 +85,6 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
     """Write the model in a Hugging Face folder as a `.nemo`; in one process.
 
     Args:
-        source: the folder.
         target: a file that ends in `.nemo`, or a folder, which appears when it is complete.
 
     Raises:
@@ -111,13 +105,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
 def write_chunks(
     target: Path, section: DictConfig, weights: TensorSource, options: Options
 ) -> None:
-    """Write a `.nemo`, or a folder, with a progress bar.
-
-    Args:
-        target: of what is written; see `to_nemo`.
-        section: configuration of the model.
-        weights: that are written.
-    """
+    """Write `weights` as a `.nemo`, or a folder (see `to_nemo`), with a progress bar."""
     parts = parts_of(weights, options)
     with progress_bar(sum(nbytes(chunk) for chunk in parts), options) as bar:
 
@@ -131,9 +119,7 @@ def write_chunks(
 
 
 def parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
-    """What is written, cut by layers and experts, layer after layer, and the part of its tensor
-    that it is read from.
-    """
+    """What is written, cut by layers and experts, in order, and the part that it is read from."""
     found: list[tuple[int, Chunk, Slice]] = []
     for key in distinct(weights.shapes()):
         shape, (_, layer) = weights.shapes()[key], unnumbered(key)
@@ -163,7 +149,6 @@ def _check_vocabulary(section: DictConfig) -> None:
 
 
 def nbytes(chunk: Chunk) -> int:
-    """Bytes of what is written for one part."""
     return torch.Size(chunk.size).numel() * chunk.dtype.itemsize
 
 
@@ -176,7 +161,6 @@ def read_section(
     """A checkpoint of any form, and the configuration of its model.
 
     Args:
-        source: the checkpoint.
         base: where the base of adapters lies; None: where they say.
         tokenizer: folder of Hugging Face, or SentencePiece model, in the place of its own.
 
@@ -220,9 +204,7 @@ def from_nemo(
     their base with them merged in.
 
     Args:
-        source: `.nemo` of any form.
         base: where the base of adapters lies; None: where they say.
-        target: the folder, which appears when it is complete.
         model_type, shard_bytes, drop_head_bias: as for `hugging_face.write_folder`.
         tokenizer: as for `read_section`.
 

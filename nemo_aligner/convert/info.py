@@ -16,11 +16,7 @@ from nemo_aligner.config.values import plain_dict
 
 
 def collect(source: Path) -> dict[str, Any]:
-    """Keys, parameters and tensors of a checkpoint of any form that loads.
-
-    Raises:
-        UserError: the checkpoint is damaged, or its form does not load.
-    """
+    """Keys, parameters and tensors of a checkpoint; `UserError`: it is damaged, or unreadable."""
     source = nemo_archive.check_restore_path(source, key="PATH")
     if peft_config.is_folder(source):
         return _collect_peft(source)
@@ -54,7 +50,6 @@ def _tensors(weights: TensorSource) -> dict[str, Any]:
 
 
 def _described(settings: LoRASettings, base: adapters.Base) -> dict[str, Any]:
-    """What adapters look like and what they belong to."""
     return {
         "target_modules": list(settings.targets),
         "adapter_dim": settings.dim,

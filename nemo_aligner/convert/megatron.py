@@ -40,13 +40,11 @@ def to_megatron(
     """Write a language model as a checkpoint of Megatron-LM (torch_dist); in one process.
 
     Args:
-        source: checkpoint of any form that loads.
         target: the root, which appears when it is complete; `--load` of Megatron-LM.
         base: where the base of adapters lies; None: where they say.
         tokenizer: as for `read_section`.
 
-    Returns:
-        The options with which Megatron-LM goes on with it.
+    Returns the options with which Megatron-LM goes on with it.
 
     Raises:
         UserError: the source is damaged, Megatron-LM cannot express it, or the target exists.

@@ -14,7 +14,6 @@ from nemo_aligner.launch.start_up import long_imports
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
     result = argparse.ArgumentParser(
         prog="nemo-aligner doctor",
         description="Say whether jobs can run on this machine, and what to do where they cannot. "

@@ -18,7 +18,6 @@ class Finding:
     remedy: str = ""  # what to do; empty where nothing has to be done
 
     def line(self) -> str:
-        """The finding in one line."""
         text = " ".join(f"{self.text}. {self.remedy}".split()) if self.remedy else self.text
         return f"{self.status:<9}{self.subject:<20}{text}"
 
@@ -33,7 +32,6 @@ def graded(
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The last line."""
     missing, warned = (
         ", ".join(finding.subject for finding in findings if finding.status == status)
         for status in (MISSING, WARNING)

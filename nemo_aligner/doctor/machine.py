@@ -25,11 +25,7 @@ MB, GB = 2**20, 2**30
 
 
 def find(folder: Path) -> Iterator[Finding]:
-    """All findings.
-
-    Args:
-        folder: in which runs will be written.
-    """
+    """All findings; `folder` is where runs will be written."""
     yield ports()
     yield name_of_this_machine()
     yield shared_memory(SHARED_MEMORY)
@@ -69,9 +65,7 @@ def name_of_this_machine() -> Finding:
 
 
 def shared_memory(path: Path) -> Finding:
-    """Whether there is enough shared memory between Triton and its processes: each has some from
-    the start. Tensors of requests do not pass through it.
-    """
+    """Whether Triton and its processes get the shared memory that each takes at the start."""
     subject, remedy = str(path), "In a container: docker run --shm-size=1g; else mount it anew"
     try:
         size, free = space(path)
@@ -84,11 +78,7 @@ def shared_memory(path: Path) -> Finding:
 
 
 def disk(subject: str, folder: Path, remedy: str) -> Finding:
-    """Whether a folder, which may not exist yet, can be written and has space.
-
-    Args:
-        remedy: where else the files could go.
-    """
+    """Whether a folder, which may not exist yet, can be written and has space."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -146,9 +136,7 @@ def clock(year: int, drift: float) -> Finding:
 
 
 def available_memory() -> int:
-    """Bytes that processes can still take, by the system and by the limit of the control group; 0
-    where the system does not say.
-    """
+    """Bytes that processes can take, by the system and the control group's limit; 0: unknown."""
     available = 0
     with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
         line = next(line for line in file if line.startswith("MemAvailable"))
@@ -175,11 +163,7 @@ def cores(count: int) -> Finding:
 
 
 def open_files(limits: tuple[int, int]) -> Finding:
-    """Whether connections, processes and files of checkpoints stay below the limit.
-
-    Args:
-        limits: soft and hard.
-    """
+    """Whether connections, processes and files stay below the soft and the hard limit."""
     soft, hard = (float("inf") if limit == resource.RLIM_INFINITY else limit for limit in limits)
     enough = min(4096, hard) if hard >= 1024 else 1024
     text = f"{soft:g}, up to {hard:g}"

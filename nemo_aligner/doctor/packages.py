@@ -64,11 +64,7 @@ def libpython() -> Finding:
 
 
 def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
-    """Whether PyTriton has a wheel for this system.
-
-    Args:
-        libc: name and version of the C library; empty where it is not known.
-    """
+    """Whether PyTriton has a wheel for this system and C library (empty: not known)."""
     text = f"{system} {machine}, {libc[0] or 'C library'} {libc[1] or 'not known'}"
     needed = f"PyTriton has wheels for Linux with glibc {GLIBC[0]}.{GLIBC[1]} or later"
     numbers = tuple(int(number) for number in re.findall(r"\d+", libc[1])[:2])
@@ -80,8 +76,7 @@ def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
 
 def unsupported() -> dict[str, str]:
     """`versions.unsupported`, by the names of the packages: "numpy" -> "numpy<2 (installed: 2.1)".
-
-    Without `packaging`, which compares versions, nothing but that is known.
+    Without `packaging` nothing but that is known.
     """
     try:
         found = versions.unsupported()
@@ -94,11 +89,7 @@ def unsupported() -> dict[str, str]:
 
 
 def imported(package: str, wrong: dict[str, str]) -> Finding:
-    """Whether a package is there, can be imported and has the right version.
-
-    Args:
-        wrong: see `unsupported`.
-    """
+    """Whether a package is there, can be imported and has the right version."""
     wanted = wrong.get(package, package).split(" (")[0]
     version = versions.installed_version(package)
     try:

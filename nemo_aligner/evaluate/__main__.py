@@ -48,7 +48,6 @@ EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 
 
 def parser() -> CommandParser:
-    """The parser of the command line."""
     result = CommandParser(
         prog="nemo-aligner evaluate",
         usage="%(prog)s SOURCE [SOURCE] --reward REWARD [--prompts FILE] [--out FOLDER] "
@@ -75,7 +74,6 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    """Evaluate as the command line asks."""
     args, sources, settings = parser().split(sys.argv[1:] if argv is None else argv)
     if not 1 <= len(sources) <= 2:
         raise UserError(
@@ -118,12 +116,7 @@ def evaluate(
     args: argparse.Namespace,
     files: "dict[str, list[Response]]",
 ) -> None:
-    """Get the responses, score them, and show the numbers; all ranks call it.
-
-    Args:
-        args: the options of the command line.
-        files: the responses of those sources that are files.
-    """
+    """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
     from nemo_aligner.evaluate.measures import Bootstrap, Scored, check_pairs, measure
     from nemo_aligner.evaluate.rewards import is_function
     from nemo_aligner.parallel.environment import is_rank_zero
@@ -162,9 +155,7 @@ def _with_models(
     args: argparse.Namespace,
     files: "dict[str, list[Response]]",
 ) -> "tuple[list[list[Response]], list[list[float]] | None]":
-    """The responses of each source, and their rewards if a reward model gives them, one model
-    after the other.
-    """
+    """The responses of each source, and a reward model's rewards, one after the other."""
     from nemo_aligner.evaluate.rewards import is_function, model_rewards, reward_model_settings
     from nemo_aligner.evaluate.sources import responses_of_policy
     from nemo_aligner.generate.policy import quiet_logs

@@ -124,9 +124,7 @@ def _policy(side: Scored, number: Measurer) -> dict[str, Number]:
 
 
 def characters(responses: Sequence[Response]) -> Tensor:
-    """float64 `[N]`: the length of each response in characters, which policies with different
-    tokenizers have in common.
-    """
+    """float64 `[N]`: the characters of each response, whatever the policy's tokenizer."""
     return torch.tensor([len(each.response) for each in responses], dtype=torch.float64)
 
 

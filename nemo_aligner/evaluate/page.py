@@ -16,11 +16,7 @@ MAX_SAMPLES = 24
 
 
 def render(results: Results, sides: Sequence[Scored], facts: Sequence[Row]) -> str:
-    """The HTML page.
-
-    Args:
-        facts: (name, value) of what the numbers were made with.
-    """
+    """The HTML page, with the `facts` (name, value) that the numbers were made with."""
     title = " against ".join(side.name for side in sides)
     curves = {side.name: share_below(side.rewards) for side in sides}
     body = _table(comparison_rows(results)) + _table(policy_rows(results))

@@ -33,9 +33,6 @@ def function_rewards(
     The function gets prompt, response and length in tokens as a reward server gives them
     (docs/rewards.md); where a file of responses has no lengths, the length is 0.
 
-    Args:
-        options: the section `inference` of `conf/evaluate.yaml`.
-
     Raises:
         UserError: the function cannot be loaded, or it failed on a sample and there is no
             fallback.
@@ -58,9 +55,8 @@ def function_rewards(
 
 
 def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
-    """The configuration of a reward model: `reward_model` of `conf/evaluate.yaml` over
-    `conf/inference_rm.yaml`, with the split and the precision of the policies unless it says
-    otherwise.
+    """A reward model's configuration: `reward_model` of `conf/evaluate.yaml` over
+    `conf/inference_rm.yaml`, with the policies' split and precision unless it says otherwise.
 
     Raises:
         UserError: an unknown key, or no reward model there.
@@ -91,10 +87,6 @@ def model_rewards(
 ) -> list[list[float]]:
     """The rewards that a reward model gives to the responses of each policy; all ranks call it,
     and rank 0 gets them.
-
-    Args:
-        rm_cfg: from `reward_model_settings`.
-        trainer: as in `generate.policy.load_policy`.
 
     Raises:
         UserError: it is no reward model, or a sample is longer than it reads.

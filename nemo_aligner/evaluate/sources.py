@@ -51,7 +51,6 @@ def check_sources(sources: Sequence[str], prompts: str | None) -> None:
 
 
 def read_files(sources: Sequence[str]) -> dict[str, list[Response]]:
-    """The responses of those sources that are files."""
     return {source: read_responses(source) for source in sources if is_file_of_responses(source)}
 
 

@@ -27,7 +27,6 @@ EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 
 
 def parser() -> CommandParser:
-    """The parser of the command line."""
     result = CommandParser(
         prog="nemo-aligner generate",
         usage="%(prog)s MODEL [--prompts FILE --out FILE] [--chat | --plain] [key=value ...]",
@@ -52,7 +51,6 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    """Generate as the command line asks."""
     args, models, settings = parser().split(sys.argv[1:] if argv is None else argv)
     if len(models) > 1:
         raise UserError(f"one model is needed, not {len(models)}: {', '.join(models)}.")

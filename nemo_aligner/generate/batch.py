@@ -58,10 +58,6 @@ def respond(
     """The responses of `policy` to `prompts`, in their order; all ranks call it, with the same
     prompts, and all get the responses.
 
-    Args:
-        prompts: their records.
-        source: where the prompts come from, for messages.
-
     Raises:
         UserError: a prompt without tokens, or one that leaves no room for a response.
     """
@@ -200,7 +196,6 @@ def _generate(
 
 
 def _padded(batch: Sequence[Sample], pad_id: int) -> Prompts:
-    """Prompts, their lengths and seeds."""
     lengths = torch.tensor([len(sample.tokens) for sample in batch])
     padded = torch.full((len(batch), int(lengths.max())), pad_id, dtype=torch.int64)
     for row, sample in zip(padded, batch, strict=True):

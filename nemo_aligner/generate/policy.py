@@ -63,7 +63,6 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
 
     Args:
         cfg: checked (`config.checks.check_config`).
-        trainer: of this job; None in a process that has joined its group already.
 
     Raises:
         UserError: no policy can be loaded from there, or it does not fit the settings.
@@ -107,11 +106,7 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
 
 
 def newest_weights(path: str | Path, key: str) -> Path:
-    """`path`, or the newest complete checkpoint of the job whose folder `path` is.
-
-    Args:
-        path: a `.nemo`, a checkpoint folder, or the folder of a job.
-        key: that `path` comes from, for the messages.
+    """`path`, or the newest complete checkpoint of the job whose folder `path` is; the value of `key`.
 
     Raises:
         UserError: the path does not exist or does not load.
@@ -123,9 +118,7 @@ def newest_weights(path: str | Path, key: str) -> Path:
 
 
 def model_config(path: Path, given: DictConfig) -> DictConfig:
-    """The configuration of the model at `path` with the keys `given` over it; a precision of null
-    there means the checkpoint's.
-    """
+    """The model's configuration with `given` keys over it; a null precision means its own."""
     given = given.copy()
     if given.precision is None:
         del given.precision
@@ -146,9 +139,7 @@ def refuse_heads(path: Path) -> None:
 
 
 def check_same_weights(group: ControlGroup, path: Path) -> None:
-    """Raise `UserError` on all ranks if they found different newest checkpoints: the job wrote one
-    meanwhile.
-    """
+    """Raise `UserError` on all ranks if they found different newest checkpoints."""
     found = {str(other) for other in group.gather_objects(str(path))}
     if len(found) > 1:
         raise UserError(

@@ -28,11 +28,7 @@ class ChatForm:
         return cls(None if terminal or system else False, system)
 
     def resolve(self, form: ConversationForm | None) -> bool:
-        """Whether texts are written in `form`.
-
-        Raises:
-            UserError: it is asked for and there is none.
-        """
+        """Whether texts are written in `form`; `UserError`: it is asked for, and there is none."""
         wanted = self.chat or (self.chat is None and self.system is not None)
         if wanted and form is None:
             raise UserError(
@@ -43,9 +39,7 @@ class ChatForm:
         return form is not None if self.chat is None else self.chat
 
     def record(self, prompt: Record, form: ConversationForm | None) -> Record:
-        """The record of a prompt that is written: messages where a text is one, and after the
-        system message of the command line.
-        """
+        """The record of a written prompt: messages where it is one, after the system message."""
         text = prompt_text(prompt)
         if text is not None and self.resolve(form):
             return {"messages": [*self.opening(), {"role": "user", "content": text}]}

@@ -91,11 +91,7 @@ def read_responses(path: str | Path) -> list[Response]:
 
 
 def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
-    """Write a file of responses; a reader sees the whole file or none.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Write a file of responses, whole or not at all; `UserError`: it cannot be written."""
     with replaced(path) as file:
         for response in responses:
             file.write(json.dumps(dataclasses.asdict(response), ensure_ascii=False) + "\n")

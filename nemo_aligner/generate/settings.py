@@ -43,9 +43,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def is_setting(word: str) -> bool:
-    """Whether a word of the command line is `key=value`, in one of Hydra's forms, and not the name
-    of a file.
-    """
+    """Whether a word is `key=value`, in one of Hydra's forms, and not the name of a file."""
     return re.match(r"(~|\+{0,2})[A-Za-z_][\w.]*(=|$)", word) is not None and (
         "=" in word and not os.path.exists(word)
     )

@@ -77,7 +77,6 @@ def _greet(policy: Policy, chat: bool) -> None:
 
 
 def _read_line() -> str | None:
-    """The next line; None at the end of the input, or at Ctrl-C."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
@@ -85,11 +84,8 @@ def _read_line() -> str | None:
 
 
 def _respond(policy: Policy, asked: Record, turn: int, show: bool) -> str:
-    """Generate one response, printed as it comes if `show`; all ranks call it.
-
-    Args:
-        asked: the record of the prompt, a text or the messages of a conversation.
-        turn: number of the response: the same question may get another one later.
+    """Generate a response to `asked`, a text or messages, printed as it comes if `show`; all ranks
+    call it. `turn` is its number: a question may get another response later.
 
     Raises:
         UserError: the prompt has no tokens, or leaves no room; on all ranks.

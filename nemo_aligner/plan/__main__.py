@@ -38,11 +38,7 @@ RESERVE_PERCENT = 10.0
 
 
 def read_memory(text: str) -> float:
-    """Bytes that a text such as `80GB` means.
-
-    Raises:
-        UserError: it means no size.
-    """
+    """Bytes that a text such as `80GB` means; `UserError` if it means no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None or float(match.group(1)) <= 0:
@@ -94,7 +90,6 @@ def _yaml_section(path: Path) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
     result = argparse.ArgumentParser(
         prog="nemo-aligner plan",
         description="Say how much memory a job takes on each GPU, and with which split to start.",
@@ -204,7 +199,6 @@ def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
 
 
 def knows(job: Job, override: str) -> bool:
-    """Whether a job has the key of an override."""
     try:
         check_keys(plain_dict(read_overrides([override])), job.config_name)
     except ConfigError:
@@ -213,7 +207,6 @@ def knows(job: Job, override: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a plan; returns the exit code."""
     args = parser().parse_intermixed_args(argv)
     warn_of_unsupported_versions()
     try:

@@ -135,11 +135,7 @@ JOBS |= {"steerlm2": (STEERLM2,), "distill": (STUDENT, TEACHER)}
 
 
 def read_overrides(texts: list[str]) -> DictConfig:
-    """`key=value` as Hydra takes them, `+` and `++` included.
-
-    Raises:
-        ConfigError: no key, or a value that YAML cannot read.
-    """
+    """`key=value` as Hydra takes them, with `+` and `++`; `ConfigError`: no key, or no value."""
     for text in texts:
         key, sign, _ = text.partition("=")
         if not sign or not key.strip("+ "):
@@ -158,9 +154,7 @@ def job_config(
     """The configuration that the script of the job would compute with, as plain values.
 
     Args:
-        checkpoint: configuration of the model that the job starts from.
         overrides: of the user, for this job.
-        path: of that model.
 
     Raises:
         ConfigError: a key that the job does not have or that needs a value, or a reference that
@@ -206,13 +200,7 @@ def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
 
 
 def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) -> Workload:
-    """What a job computes at once.
-
-    Args:
-        cfg: `job_config`.
-        split: for the micro-batches that each rank gets.
-        on_gpu: with Transformer Engine.
-    """
+    """What a job computes at once, by `job_config` and the split's micro-batches."""
     model, trainer = cfg["model"], cfg["trainer"]
     by_tokens = model.get("dynamic_micro_batch_tokens") is not None
     unit = 1 if by_tokens else job.unit  # by tokens the responses of a pair are dealt out singly
@@ -269,9 +257,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
 
 
 def _samples(job: Job, cfg: Mapping[str, Any], size: int, together: int) -> int:
-    """Of a micro-batch of the longest samples: `size`, or what its tokens allow, times how many of
-    them stay together.
-    """
+    """Of a micro-batch of the longest samples: `size` or what tokens allow, times `together`."""
     tokens = cfg["model"].get("dynamic_micro_batch_tokens")
     if tokens is not None:
         size = max(tokens // (_width(job, cfg["model"]) * together), 1)
@@ -279,7 +265,6 @@ def _samples(job: Job, cfg: Mapping[str, Any], size: int, together: int) -> int:
 
 
 def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
-    """What the updates of a job need."""
     model = cfg["model"]
     together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
     size = (model["steerlm2"] if job is STEERLM2 else model)["micro_batch_size"]
@@ -327,7 +312,6 @@ def _generation(
 
 
 def _width(job: Job, model: Mapping[str, Any]) -> int:
-    """The longest sample of a job in tokens."""
     if job in (SFT, STEERLM2):
         return int(model["data"]["train_ds"]["max_seq_length"] or model["encoder_seq_length"])
     return int(model["encoder_seq_length"])

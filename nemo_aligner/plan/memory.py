@@ -82,7 +82,6 @@ class RankMemory:
 
     @property
     def tightest(self) -> str:
-        """Name of that phase."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
 
@@ -201,9 +200,7 @@ def adapter_bytes(a: Architecture, split: Split, tokens: float, residual: float)
 
 
 def gate_numbers(a: Architecture, on_gpu: bool, training: bool) -> int:
-    """Numbers per unit of a dense feed-forward layer: of the first product, and of what becomes of
-    it.
-    """
+    """Numbers per unit of a dense feed-forward layer: the first product, what becomes of it."""
     if not a.gated:
         return 2
     # With experts anywhere in the model nothing is fused on a GPU.
@@ -244,9 +241,7 @@ def layer_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> flo
 
 
 def kept_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> tuple[float, float]:
-    """What the layers of a stage keep of one micro-batch, and what recomputation adds while they
-    run backward.
-    """
+    """What the layers of a stage keep of one micro-batch, and what recomputation adds backward."""
     kinds = [
         (layer_bytes(kind, split, w.samples, w), count)
         for kind, count in a.kinds_of(stage, split.pp)
@@ -414,9 +409,7 @@ def cache_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> float
 
 
 def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> Parts:
-    """The cache, and a pass over prompts (which are not split over context-parallel ranks) or the
-    choice of a token.
-    """
+    """The cache, and a pass over prompts (whole on context-parallel ranks) or a token's choice."""
     weights = count_weights(a, split, stage)
     parts: Parts = {}
     if w.merges:

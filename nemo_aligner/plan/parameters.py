@@ -40,7 +40,6 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        """GPUs of the job."""
         return self.tp * self.pp * self.cp * self.dp
 
 
@@ -94,7 +93,6 @@ class Architecture:
         return self.groups * self.head_size
 
     def layers_of(self, stage: int, pp: int) -> int:
-        """Layers of a pipeline stage."""
         return self.stages[stage] if self.stages else self.layers // pp
 
     def kinds_of(self, stage: int, pp: int) -> list[tuple["Architecture", int]]:
@@ -125,17 +123,13 @@ class Architecture:
         }
 
     def frozen(self, target: str) -> bool:
-        """Whether a linear layer keeps its weight and has no adapter: autograd then does not keep
-        what it reads.
-        """
+        """Whether a layer keeps its weight and has no adapter: what it reads is not kept."""
         return self.lora is not None and target not in self.lora.targets
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of weights on a rank, by what decides their dtype and over which ranks their
-    optimizer states are spread.
-    """
+    """Numbers of weights on a rank, by their dtype and the ranks that share optimizer states."""
 
     dense: int  # all but the following
     expert: int = 0  # of experts
@@ -145,7 +139,6 @@ class Weights:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.dense + self.expert + self.head + (self.adapters or 0)
 
     @property
@@ -160,7 +153,6 @@ def read_architecture(
     """The sizes in a complete `model` section.
 
     Args:
-        model: plain values (`config.defaults.complete_model`).
         vocab_rows: V, with padding (`config.parallel_rules.count_vocab_rows`).
         head_outputs: of the job's head; 0: a language model.
 
@@ -252,9 +244,7 @@ def count_layer(a: Architecture, tp: int = 1, ep: int = 1) -> Weights:
 
 
 def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int | None, int]:
-    """Weights of the adapters on a rank of a pipeline stage (None: there are none in the model),
-    and weights that hold them after merging.
-    """
+    """Weights of the adapters on a rank of a stage (None: none), and that hold merged ones."""
     if a.lora is None:
         return None, 0
     own = merged = 0
@@ -273,7 +263,6 @@ def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int |
 
 
 def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
-    """Weights on a rank of a pipeline stage."""
     layers = [
         (count_layer(kind, split.tp, split.ep), count)
         for kind, count in a.kinds_of(stage, split.pp)

@@ -132,6 +132,5 @@ def share_one(inputs: list[JobInput], machine: Machine) -> Plan | None:
 def search(
     item: JobInput, gpus: int, machine: Machine, limit: float
 ) -> tuple[list[Candidate], str]:
-    """`find_candidates` for a job."""
     machine = replace(machine, usable=limit)
     return find_candidates(item.job, item.cfg, item.vocab_size, gpus, machine, limit)

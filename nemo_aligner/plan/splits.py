@@ -103,12 +103,7 @@ def with_split(cfg: Mapping[str, Any], split: Split, machine: Machine) -> dict[s
 
 
 def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
-    """The first rule of the job that does not let it start at a split; empty if it can.
-
-    Args:
-        cfg: with the sizes of the split (`with_split`).
-        vocab_size: ids of the tokenizer.
-    """
+    """The first rule that does not let the job start at the split in `cfg`; empty if it can."""
     try:
         check_architecture(cfg["model"], fixed=True)  # the quick one first
         count_vocab_rows(SimpleNamespace(**cfg["model"]), vocab_size)
@@ -151,11 +146,7 @@ def doublings(size: int) -> float:
 
 
 def relative_cost(w: Workload, given: Workload, split: Split) -> float:
-    """The rule of thumb for the time of a step, from 1 up.
-
-    Args:
-        given: the workload before passes without gradient were made smaller.
-    """
+    """The rule of thumb for the time of a step, from 1 up, relative to the `given` workload."""
     cost = 1.0 + (split.pp - 1) / (w.micro_batches * split.vpp) if w.trains else 1.0
     cost *= 1 + TP_COST * doublings(split.tp) + CP_COST * doublings(split.cp)
     cost *= 1 + PP_COST * doublings(split.pp) + EP_COST * doublings(split.ep)
@@ -172,9 +163,7 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
 
 
 def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
-    """The workload with as many samples per pass without gradient, and as many responses that are
-    generated together, as fit.
-    """
+    """The workload with as many samples per pass without gradient, and responses, as fit."""
 
     def fits(phase: str, changed: Workload) -> bool:
         return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
@@ -217,13 +206,7 @@ def candidate(
     recompute: str | None,
     limit: float,
 ) -> Candidate:
-    """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself.
-
-    Args:
-        cfg: with the sizes of the split (`with_split`).
-        vocab_size: ids of the tokenizer.
-        recompute: activations, "selective" or "full".
-    """
+    """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself."""
     model = cfg["model"]
     rows = count_vocab_rows(SimpleNamespace(**model), vocab_size)
     a = read_architecture(model, rows, head_outputs(job, model))
@@ -250,10 +233,8 @@ def candidate(
 def find_candidates(
     job: Job, cfg: Mapping[str, Any], vocab_size: int, gpus: int, machine: Machine, limit: float
 ) -> tuple[list[Candidate], str]:
-    """All ways to run a job on `gpus` ranks, those that fit first, the cheapest of them first.
-
-    Returns:
-        The candidates, and the first rule that forbade a split, for a message if there are none.
+    """All ways to run a job on `gpus` ranks, those that fit and cost least first, and the first
+    rule that forbade a split.
     """
     if gpus > machine.gpus_per_node and gpus % machine.gpus_per_node:
         return [], (

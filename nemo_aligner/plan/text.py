@@ -67,7 +67,6 @@ def memory_table(memory: RankMemory) -> str:
 
 
 def candidate_table(candidates: list[Candidate], limit: float, shown: int) -> str:
-    """One line per candidate."""
     rows = [["split", "peak GiB", "in", "fits", "cost", "with"]]
     for c in candidates[:shown]:
         fits = "yes" if c.memory.peak <= limit else "no"
@@ -94,7 +93,6 @@ def overrides(c: Candidate, item: JobInput, given: list[str], machine: Machine) 
 
 
 def command(c: Candidate, item: JobInput, given: list[str], machine: Machine) -> str:
-    """The command to paste, without the paths of data."""
     words = [shlex.quote(word) for word in overrides(c, item, given, machine)]
     return " \\\n".join([f"  python {item.job.script}", *(f"      {word}" for word in words)])
 
@@ -122,12 +120,7 @@ def plan_text(
     machine: Machine,
     show_all: bool = False,
 ) -> str:
-    """The whole plan.
-
-    Args:
-        given: overrides of the user, by job.
-        show_all: all candidates, not only the best.
-    """
+    """The whole plan, with the user's overrides by job; `show_all`: not the best alone."""
     device = "GPU" if machine.on_gpu else "rank"
     parts = [
         f"{gib(machine.memory)} GiB per {device}, of which {gib(plan.limit)} GiB are planned with "
@@ -199,7 +192,6 @@ def plan_values(
 
 
 def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:
-    """A candidate as plain values."""
     s = c.split
     return {
         "gpus": s.ranks,

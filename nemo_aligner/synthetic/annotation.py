@@ -34,8 +34,6 @@ class AttributeModel:
     """A served reward model with several attributes; call `close()` or use it in a `with` block.
 
     Args:
-        host, port: of the server.
-        model_name: of its endpoint.
         init_timeout_s: how long to wait while the server does not reply, at the start and later.
         inference_timeout_s: how long it may take over a request.
         token_file, tls_ca_file: as in `remote_rm` (docs/config.md).
@@ -85,7 +83,6 @@ class AttributeModel:
         return PendingReply({"attributes": SentRequest(future, self._fleet.describe)})
 
     def close(self) -> None:
-        """End all connections."""
         self._fleet.close()
 
 

@@ -47,10 +47,8 @@ class ChatModel(Protocol):
     def respond(
         self, turns: Sequence[Turn], temperature: float | None = None
     ) -> list[str | Exception]:
-        """The response to each conversation, or the error that it ended with.
-
-        Args:
-            temperature: in place of that of the settings.
+        """The response to each conversation, or its error; `temperature` in place of the
+        settings'.
         """
 
 
@@ -84,11 +82,8 @@ class ServedChatModel:
     Args:
         url: of its completions, ".../v1/chat/completions".
         model: the name that it serves the model under; "": it has one.
-        sampling: of the responses.
         api_key: that it asks for, or None.
         timeout_s: of one request.
-        tries: of a request that gets no usable reply.
-        at_once: most requests in flight.
     """
 
     def __init__(
@@ -114,9 +109,7 @@ class ServedChatModel:
     def respond(
         self, turns: Sequence[Turn], temperature: float | None = None
     ) -> list[str | Exception]:
-        """The response to each conversation, or the error that it ended with; of several ranks the
-        first one asks.
-        """
+        """The response to each conversation, or its error; the first rank asks."""
 
         def ask_all() -> list[str | Exception]:
             with concurrent.futures.ThreadPoolExecutor(self.at_once) as pool:
@@ -143,11 +136,6 @@ class ServedChatModel:
         raise AssertionError("there is at least one try")
 
     def _ask(self, fields: dict[str, Any]) -> str:
-        """The response to one request.
-
-        Raises:
-            NoReplyError: there is none.
-        """
         content = post_json(
             self.url, fields, self._api_key, self.timeout_s, try_again=(*TRY_AGAIN, 500)
         )
@@ -163,10 +151,8 @@ class ServedChatModel:
 
 
 def read_api_key(path: str | None, variable: str) -> str | None:
-    """The key in the file `path`, else that in an environment variable; None without either.
-
-    Raises:
-        UserError: the file cannot be read, or is empty.
+    """The key in the file `path`, else in an environment variable, else None; `UserError`: the
+    file is unreadable or empty.
     """
     if path is None:
         return os.environ.get(variable) or None
@@ -204,11 +190,7 @@ class TextForm:
             raise UserError("--system_default_message needs --system_format.")
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation.
-
-        Raises:
-            UserError: a role that has no format.
-        """
+        """The text of a conversation; `UserError`: a role that has no format."""
         if self.system_default is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_default}, *messages]
         return self.bos + "".join(self._message(message) for message in messages)

@@ -32,13 +32,11 @@ class DataParser(argparse.ArgumentParser):
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
-    """The options `--input-file` and `--output-file`."""
     parser.add_argument("--input-file", required=True, help="conversations, jsonl")
     parser.add_argument("--output-file", required=True, help="jsonl to write")
 
 
 def add_attributes(parser: argparse.ArgumentParser) -> None:
-    """The option `--attributes`."""
     from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES
 
     parser.add_argument(
@@ -50,11 +48,7 @@ def add_attributes(parser: argparse.ArgumentParser) -> None:
 
 
 def open_records(path: str, inspect: "Callable[[Record], int]") -> "Records":
-    """The records of a file, each checked by `inspect`.
-
-    Raises:
-        UserError: the file is missing or empty, or a record is broken; names file and line.
-    """
+    """The records of a file, each checked by `inspect`; `UserError` names file and line."""
     from nemo_aligner.data.nlp.records import Records
 
     return Records([path], [], inspect)
@@ -62,10 +56,7 @@ def open_records(path: str, inspect: "Callable[[Record], int]") -> "Records":
 
 def write_records(path: Path | str, records: "Iterable[Record]") -> int:
     """Write a jsonl file, which takes the place of `path` when it is complete; returns the number
-    of records.
-
-    Raises:
-        UserError: it cannot be written.
+    of records. `UserError`: it cannot be written.
     """
     count = 0
     with replaced(path) as file:

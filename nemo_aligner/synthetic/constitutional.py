@@ -43,11 +43,8 @@ class Principle:
 
 
 def red_team_prompt(record: Record) -> str:
-    """The prompt of a record: its field `text` or `prompt`, or the first turn of a `transcript`
-    of Anthropic's red-teaming attempts.
-
-    Raises:
-        UserError: there is none.
+    """A record's `text` or `prompt`, or the first turn of a `transcript` of Anthropic's red-
+    teaming attempts; `UserError` if there is none.
     """
     text = record.get("text", record.get("prompt"))
     if text is None and isinstance(record.get("transcript"), str):
@@ -62,7 +59,7 @@ def red_team_prompt(record: Record) -> str:
 
 
 def read_principles(path: str) -> list[Principle]:
-    """The requests of a file `{"harmful0": {"prompt": [critique], "edit_request": revision}}`.
+    """The requests in `{"harmful0": {"prompt": [critique], "edit_request": revision}}`.
 
     Raises:
         UserError: it cannot be read, or has another form.
@@ -111,11 +108,7 @@ def read_few_shot(path: str) -> list[Message]:
 
 
 def read_json(path: str) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The content of a JSON file; `UserError` if it cannot be read."""
     try:
         return json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -180,9 +173,7 @@ class Generator:
         return found
 
     def fingerprint(self, *asked: Any) -> dict[str, str]:
-        """The field `settings` of a result, a digest of what it depends on: the model, its
-        settings, the seed, and what is `asked`.
-        """
+        """A digest of what a result depends on: model, settings, seed, and what is `asked`."""
         text = json.dumps([self.model.settings, self.seed, *asked], sort_keys=True)
         return {"settings": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
@@ -190,10 +181,7 @@ class Generator:
         return self.skips_failed or isinstance(error, UserError)
 
     def run(self, progress: Progress, work_on: Callable[[list[int]], list[_Work]]) -> None:
-        """Compute what is missing, a batch after the other.
-
-        Args:
-            work_on: computes the examples of these numbers.
+        """Compute what is missing, a batch after the other, by `work_on` with its numbers.
 
         Raises:
             ServerRequestError: for examples of a batch the server gave no response. Those that
@@ -234,11 +222,6 @@ def revise(
     path: Path,
 ) -> list[Result]:
     """The critique and the revision of a response to each prompt; all ranks call it.
-
-    Args:
-        principles: one is drawn for each prompt.
-        few_shot: what every conversation begins with.
-        path: of the file with the progress.
 
     Returns:
         `initial_prompt`, `initial_response`, `critique_prompt`, `critique_response`,
@@ -330,10 +313,6 @@ def compare(
 ) -> list[Result]:
     """Which of the responses to each prompt a judge finds best and worst; all ranks call it.
 
-    Args:
-        found: from `candidates`.
-        constitution: system message of the judge.
-
     Returns:
         `prompt`, `chosen`, `rejected` and `raw` (how they were found) of each prompt for which
         the judge named two different responses.
@@ -410,8 +389,8 @@ def read_judgement(text: str, count: int) -> tuple[int, int] | None:
 
 
 def preference_texts(result: Result, form: TextForm, eos: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) as the texts that PPO and a reward model read: both responses
-    begin with the prompt and end with `eos`.
+    """(prompt, chosen, rejected) as PPO and a reward model read them: both responses begin with
+    the prompt and end with `eos`.
     """
     asked: Message = {"role": "user", "content": result["prompt"]}
     prompt = form.text([asked])
@@ -433,10 +412,8 @@ def check_shares(shares: Mapping[str, Any]) -> None:
 def split(
     results: Sequence[Result], shares: dict[str, float], shuffle: bool, seed: int
 ) -> dict[str, list[Result]]:
-    """Divide results by shares that add up to 1; each part gets one at least.
-
-    Raises:
-        UserError: shares that do not, or fewer results than parts.
+    """Divide results by shares, one at least to each part; `UserError`: shares that do not add up
+    to 1, or fewer results than parts.
     """
     check_shares(shares)
     if len(results) < len(shares):

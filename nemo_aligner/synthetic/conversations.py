@@ -12,11 +12,7 @@ from nemo_aligner.synthetic.command_line import open_records
 
 
 def check_conversations(path: str) -> list[Record]:
-    """The conversations of a file.
-
-    Raises:
-        UserError: the file is missing, or a record is broken; names file and line.
-    """
+    """The conversations of a file; `UserError` names file and line."""
     return list(open_records(path, check_conversation))
 
 

@@ -25,14 +25,7 @@ def hub_parser(description: str | None, dataset: str) -> DataParser:
 
 
 def load_hub_dataset(name: str, **options: Any) -> Mapping[str, Rows]:
-    """The splits of a data set.
-
-    Args:
-        options: of `datasets.load_dataset`.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """The splits of a data set, by `datasets.load_dataset`; `UserError`: it cannot be loaded."""
     from datasets import load_dataset
 
     try:
@@ -48,11 +41,7 @@ def load_hub_dataset(name: str, **options: Any) -> Mapping[str, Rows]:
 def write_conversations(
     folder: str, rows: Mapping[str, Rows], make: Callable[[Mapping[str, Any]], list[Record]]
 ) -> None:
-    """Write train.jsonl and val.jsonl.
-
-    Args:
-        rows: of `train` and `validation`.
-        make: the conversations of a row; raises `UserError`.
+    """Write train.jsonl and val.jsonl of `train` and `validation`, by `make` of their rows.
 
     Raises:
         UserError: a split is missing, a row is broken, or a file cannot be written.

@@ -43,11 +43,7 @@ class ModelParser(DataParser):
         _add_format(self, defaults)
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """The options; `words` are settings.
-
-        Raises:
-            UserError: a word that is no setting.
-        """
+        """The options; `words` are settings. `UserError`: a word that is none."""
         args = self.parse_intermixed_args(argv)
         others = [word for word in args.words if not is_setting(word)]
         if others:
@@ -129,7 +125,6 @@ class OpenModel:
 
     @property
     def tokenizer(self) -> "Tokenizer | None":
-        """Of the policy."""
         return None if self.policy is None else self.policy.tokenizer
 
 
@@ -171,10 +166,8 @@ def open_model(
 
 
 def engine_settings(args: argparse.Namespace, path: str) -> Any:
-    """The configuration of the engine (conf/generate.yaml) that the options ask for.
-
-    Raises:
-        ConfigError: values that cannot work.
+    """The configuration of the engine (conf/generate.yaml) that the options ask for;
+    `ConfigError`: it cannot work.
     """
     from nemo_aligner.config.checks import check_config
 

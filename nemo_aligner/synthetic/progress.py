@@ -65,11 +65,7 @@ class Progress:
         return [number for number in range(self.count) if number not in self._found]
 
     def add(self, results: Sequence[Result]) -> None:
-        """Keep results, in the file too.
-
-        Raises:
-            SaveError: the file cannot be written; on all ranks.
-        """
+        """Keep results, in the file too; `SaveError` on all ranks if it cannot be written."""
         lines = [json.dumps(result, ensure_ascii=False) + "\n" for result in results]
         on_rank_zero(lambda: append_lines(self.path, lines))
         self._found |= {result[NUMBER]: result for result in results}
