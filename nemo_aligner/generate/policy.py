@@ -106,7 +106,7 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
 
 
 def newest_weights(path: str | Path, key: str) -> Path:
-    """`path`, or the newest complete checkpoint of the job whose folder `path` is; the value of `key`.
+    """The value `path` of `key`, or the newest complete checkpoint in this folder of a job.
 
     Raises:
         UserError: the path does not exist or does not load.

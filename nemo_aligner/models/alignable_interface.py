@@ -59,8 +59,8 @@ class SupervisedInterface(ABC):
         """Called after that `get_loss_and_metrics`."""
 
     def unwrapped(self) -> list[torch.nn.Module]:
-        """This rank's bare model chunks, whose weights the alarms compare with those of their
-        replicas; none are compared of a model that does not override it.
+        """This rank's bare model chunks, whose weights the alarms compare with their replicas;
+        none are compared of a model that does not override it.
         """
         return []
 
@@ -105,8 +105,8 @@ class CriticModelInterface(SupervisedInterface, Inferrable):
         """(rewards, values) of the same sequences, in this order."""
 
     def infer_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """The rewards alone, which a server of both asks for where it scores many sequences; a
-        model whose values cost more than that overrides it.
+        """The rewards alone, for a server that scores many sequences; a model whose values cost
+        more than that overrides it.
         """
         return self.infer_rm_critic(*args, **kwargs)[0]
 

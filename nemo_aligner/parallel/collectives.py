@@ -77,7 +77,6 @@ def broadcast_tensor(
 
     Args:
         tensor: read on `src` only; may be None elsewhere.
-        dtype: to convert to first; None keeps that of `src`.
     """
     if not _several_ranks(group):
         return _cast(_present(tensor), dtype)
@@ -115,10 +114,7 @@ def broadcast_2d_tensor(
 def broadcast_2d_tensor_within_mp(
     tensor: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor of the first rank of this TP x PP x CP group on all its ranks.
-
-    The dtype is kept unless one is given.
-    """
+    """The tensor of the first rank of this TP x PP x CP group on all its ranks, in its dtype."""
     group = parallel_state.get_model_parallel_group()
     if group is None:
         return _cast(_present(tensor), dtype)
@@ -128,10 +124,7 @@ def broadcast_2d_tensor_within_mp(
 def broadcast_tensor_within_pp(
     tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
 ) -> Tensor:
-    """Return the tensor of the last (or first) pipeline stage on all stages.
-
-    The dtype is kept unless one is given.
-    """
+    """The tensor of the last (or first) pipeline stage on all stages, in its dtype."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return _cast(_present(tensor), dtype)
     if from_last:
@@ -151,10 +144,7 @@ def broadcast_2d_tensor_within_pp(
 def gather_tensor(
     tensor: Tensor, dst: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> list[Tensor] | None:
-    """Return the tensors of all ranks, in rank order, on `dst`, and None elsewhere.
-
-    All shapes must be equal.
-    """
+    """The tensors of all ranks, of equal shapes, in rank order on `dst`; None elsewhere."""
     if not _several_ranks(group):
         return [_cast(tensor, dtype)]
     tensor = _ready(tensor, dtype)
@@ -167,18 +157,15 @@ def gather_tensor(
 
 
 def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """Call `fn` on the first rank of each TP x PP x CP group; return None on the others.
-
-    Not a collective.
-    """
+    """Call `fn` on the first rank of each TP x PP x CP group, else give None; no collective."""
     if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
         return fn(*args, **kwargs)
     return None
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """What `function` returns on global rank 0, on all ranks, which call it together; a
-    `UserError` that it raises there is raised on all of them.
+    """What `function` returns on global rank 0, on all ranks, which call it together; so with a
+    `UserError`.
     """
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return function()
@@ -280,7 +267,6 @@ def pad_tensors_to_max_global_seq_len(
 
     Args:
         list_of_tensors: each [length], at least one.
-        pad_value: fills the rest.
         sequence_length_to_pad_to: pad at least to this width; longer tensors are kept whole, with
             a warning.
 

@@ -32,8 +32,6 @@ def width_multiple() -> int:
 def take_share(x: Tensor, dim: int) -> Tensor:
     """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype.
 
-    No communication.
-
     Raises:
         ValueError: S is no multiple of 2*CP.
     """

@@ -40,7 +40,7 @@ def has_avx512() -> bool:
 @functools.cache
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies by packed weights of `dtype` faster than PyTorch by others:
-    float32 beside MKL on CPUs that are not Intel's, bfloat16 where oneDNN has kernels for it.
+    float32 beside MKL on CPUs that are not Intel's, bfloat16 where it has kernels.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, _PRODUCT):
         return False
@@ -98,10 +98,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 @functools.cache
 def take_products_from_mkl() -> torch.library.Library | None:
     """Give this process's large float32 matrix products to oneDNN, where that is faster: all that
-    PyTorch makes of `torch.mm`, thus linear layers and both of their gradients.
-
-    Returns:
-        The registration, None without one.
+    PyTorch makes of `torch.mm`, thus linear layers and both gradients. Returns the registration,
+    None without one.
     """
     if not (onednn_packs(torch.float32) and has_avx512()):
         return None

@@ -51,8 +51,6 @@ def adopt_mpi_ranks(env: MutableMapping[str, str]) -> None:
 
 
 def has_mpi_ranks(env: Mapping[str, str]) -> bool:
-    """Whether `adopt_mpi_ranks` has set the ranks in `env`: mpirun started this process, and no
-    torchrun below it.
-    """
+    """Whether `adopt_mpi_ranks` has set the ranks in `env`, and no torchrun below mpirun."""
     adopted = env.get("RANK") is not None and env.get("RANK") == env.get("OMPI_COMM_WORLD_RANK")
     return adopted and "TORCHELASTIC_RUN_ID" not in env

@@ -327,7 +327,7 @@ def _sets_in_constructor(owner: object, name: str) -> bool:
 
 
 def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
-    """(owner, attribute name, value) of `dotted` in a module; None for an attribute of instances.
+    """(owner, attribute name, value) of `dotted` in a module; None for an instance's.
 
     Raises:
         ImportError: the installed release does not have it; the message names it.
@@ -349,10 +349,8 @@ def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
 
 
 def check_touched_names() -> None:
-    """Check that every name that is touched exists, in Transformer Engine where it is installed.
-
-    Raises:
-        ImportError: one is missing; the message names it.
+    """Check that every name that is touched exists, in Transformer Engine where it is installed;
+    the `ImportError` names one that does not.
     """
     for touched in TOUCHED:
         if importlib.util.find_spec(touched.module.split(".")[0]) is not None:
@@ -360,9 +358,7 @@ def check_touched_names() -> None:
 
 
 def _cpu_constant(constant: Any) -> Any:
-    """`constant` of a code object with the device "cuda" and the names of CUDA tensor types
-    replaced by their CPU counterparts.
-    """
+    """`constant` of a code object with CPU counterparts of "cuda" and CUDA's tensor types."""
     if isinstance(constant, str):
         if constant == "cuda":
             return "cpu"

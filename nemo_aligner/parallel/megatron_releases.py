@@ -29,9 +29,7 @@ def with_class(builder: Any, module: type) -> Any:
 
 
 def take_balance_table() -> dict[str, Tensor]:
-    """Read and empty Megatron Core's table of the losses that balance experts, by their names; a
-    sum for each layer.
-    """
+    """Read and empty Megatron Core's table of the losses that balance experts: sums by layer."""
     try:
         from megatron.core.transformer.moe import moe_logging  # 0.19
     except ImportError:

@@ -59,11 +59,8 @@ def shapes_exchanged(config: TransformerConfig, wanted: bool) -> Iterator[None]:
 
 
 def _leave_context_parallelism(modules: list[Any], owners: list[Any]) -> Callable[[], None]:
-    """Let each module compute as with one context-parallel rank; returns what undoes it.
-
-    Args:
-        modules: modules of the model, of whatever library.
-        owners: these and their configurations.
+    """Let each of `modules`, and of their `owners`, compute as with one context-parallel rank;
+    returns what undoes it.
     """
     configs = [owner for owner in owners if getattr(owner, "context_parallel_size", 1) > 1]
     if not configs:
@@ -100,9 +97,6 @@ def all_weights_named(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
 
     Megatron Core numbers the bf16 weights alone, and would take the state of one weight for that
     of another.
-
-    Args:
-        optimizers: as `training.optim.chained_optimizers` returns them.
     """
     mixed = [part for part in optimizers if hasattr(part, "fp32_from_fp32_groups")]
     numbered = [part.float16_groups for part in mixed]
@@ -125,9 +119,6 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> Iterator[None
     Megatron Core leaves out the padding between buckets when it gathers, but not when it looks for
     a weight: behind padding it would save the state of other weights. Buckets are several with
     `overlap_grad_sync`, and in pipelines with tied embeddings.
-
-    Args:
-        optimizers: as `training.optim.chained_optimizers` returns them.
     """
     distributed = [part for part in optimizers if isinstance(part, DistributedOptimizer)]
     buffers = [buffer for part in distributed for buffer in part.buffers]
@@ -153,9 +144,6 @@ def groups_in_order(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
     """Load parameter groups in the order in which they are given.
 
     Megatron Core matches them by settings, which two groups of different dtype may share.
-
-    Args:
-        optimizers: as `training.optim.chained_optimizers` returns them.
     """
     parts = [part for part in optimizers if not isinstance(part, DistributedOptimizer)]
     for part in parts:

@@ -120,10 +120,7 @@ def _check_sizes(sizes: dict[str, int]) -> None:
 
 
 def _new_replica_group(timeout: timedelta) -> ProcessGroup:
-    """The ranks of this rank's TP x PP x CP, for which Megatron Core has no group.
-
-    Every rank of the job calls it.
-    """
+    """The ranks of this rank's TP x PP x CP, of which Megatron Core has no group; all call it."""
     replicas = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(replicas, _mcore.get_data_parallel_rank())
     groups = [
@@ -163,12 +160,10 @@ def destroy() -> None:
 
 
 def get_rank() -> int:
-    """Global rank."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def get_world_size() -> int:
-    """Number of ranks of this job."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
@@ -198,10 +193,7 @@ def get_data_parallel_src_rank() -> int:
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
-    """The ranks of one replica of the model, TP x PP x CP, by global rank.
-
-    They work on the same samples.
-    """
+    """The ranks of one replica of the model, TP x PP x CP, which work on the same samples."""
     if not is_initialized():
         return None
     return (

@@ -23,12 +23,6 @@ def join_on_loopback(
 ) -> bool:
     """Initialise `torch.distributed` if all ranks are on this machine; every rank calls it.
 
-    Args:
-        backend: "gloo" or "nccl".
-        rank, world_size: of this process, of the job.
-        address, port: where rank 0 listens.
-        timeout: of collectives, and of the wait for the other ranks.
-
     Returns:
         False if the ranks must meet as torch has them.
     """

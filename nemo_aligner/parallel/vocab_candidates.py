@@ -84,7 +84,6 @@ def top_logits(
     Args:
         vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice and share.
         top_k: K, at most the size of the vocabulary.
-        wanted: S, the positions that are computed, at most W.
         vocab_size: number of real tokens; None: all of V is real.
     """
     shard = _shard(vocab_parallel_logits, wanted, 1.0, vocab_size)

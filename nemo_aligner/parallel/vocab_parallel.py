@@ -145,9 +145,7 @@ def calculate_distributed_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """The mean of `distributed_entropy`, by NeMo-Aligner's name: a scalar with `mask` and without
-    it.
-    """
+    """The mean of `distributed_entropy`, with `mask` or without, by NeMo-Aligner's name."""
     return distributed_entropy(vocab_parallel_logits, mask, temperature, vocab_size).mean()
 
 

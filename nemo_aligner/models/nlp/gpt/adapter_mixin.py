@@ -56,9 +56,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         `restore_from_ckpt` they start from those, whose form wins over `lora_tuning`; else from
         initial values with which the model computes the same bits as its base.
 
-        Args:
-            peft_cfg: the section; None: no adapters.
-
         Raises:
             ConfigError: adapters that cannot be built.
             UserError: adapters to start from that do not exist or belong to another base.
@@ -152,9 +149,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         return lora_layers.merged(self._adapters) if self.use_peft else nullcontext()
 
     def adapters_for_generation(self) -> AbstractContextManager[None]:
-        """Inside, responses are generated: `adapters_merged`, unless
-        `model.peft.merge_for_generation` is False.
-        """
+        """`adapters_merged` while responses are generated, unless the configuration says no."""
         return self.adapters_merged() if self._merge_for_generation else nullcontext()
 
     # --- weights --------------------------------------------------------------------------------
@@ -188,9 +183,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
     def load_adapters(self, path: Path) -> None:
         """Load adapters, and heads that the file has, at the split of this job; all ranks call it.
-
-        Args:
-            path: `.nemo` or checkpoint folder of adapters of the form that this model has.
 
         Raises:
             UserError: they belong to another base, or have other shapes.
@@ -266,11 +258,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
 
 def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Path | None:
-    """The adapters that `restore_from_path` or `restore_from_ckpt` names; `model` is the
-    configuration of this job's.
-
-    Raises:
-        UserError: they do not exist or are a model with all weights.
+    """The adapters that `restore_from_path` or `restore_from_ckpt` names; `UserError`: they do not
+    exist, or are a model with all weights.
     """
     key, path = "model.peft.restore_from_path", peft.restore_from_path
     ckpt = peft.restore_from_ckpt

@@ -153,9 +153,7 @@ class RewardModelHead(RowParallelLinear):
             return self._merge(attributes).unsqueeze(-1) if self.merge_attributes else attributes
 
     def _merge(self, attributes: Tensor) -> Tensor:
-        """Weighted sum over the last dimension, in float32: bfloat16 would round different
-        rewards to the same number.
-        """
+        """Weighted sum over the last dimension, in float32: bfloat16 would make rewards equal."""
         return attributes.float() @ self.attributes_weights
 
     def _pool(self, states: Tensor, lengths: Tensor) -> Tensor:
@@ -296,9 +294,7 @@ class GPTRewardModel(GPTModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Weights for a checkpoint that loads at any split; without the head if
-        `return_rm_head_in_state_dict` is False.
-        """
+        """Weights for a checkpoint that loads at any split; the head is a matter of its flag."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         # Not `GPTModel`'s and `LanguageModule`'s own, which expect an output layer.
         sharded = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -33,7 +33,6 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
 
     Args:
         cfg: section `model` of `gpt_sft.yaml` (docs/config.md).
-        trainer: Lightning trainer.
     """
 
     CONFIG_NAME = "gpt_sft"
@@ -55,10 +54,6 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
         """Negative log-likelihood of a global batch, and its gradient unless `forward_only`.
 
         All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
@@ -93,7 +88,6 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
         }
 
     def get_inference_params(self) -> dict[str, Any]:
-        """What `set_inference_params` chose."""
         return self._inference_params
 
     def prepare_for_inference(self) -> None:
@@ -167,8 +161,7 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
     ) -> dict[str, Any]:
         """`generate` in evaluation mode, by default as `set_inference_params` chose.
 
-        Args:
-            inference_batch: `text` int64 `[B, W]` and `length` int64 `[B]`.
+        `inference_batch`: `text` int64 `[B, W]` and `length` int64 `[B]`.
         """
         chosen = self.get_inference_params()
         self.prepare_for_inference()

@@ -29,7 +29,6 @@ class GPTSteerLMModel(GPTSFTModel):
     Args:
         cfg: section `model` of `gpt_sft.yaml` (docs/config.md); `steerlm2` has the sizes of
             micro-batches, in responses.
-        trainer: Lightning trainer.
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -37,11 +36,7 @@ class GPTSteerLMModel(GPTSFTModel):
         self.forward_micro_batch_size: int = self.cfg.steerlm2.forward_micro_batch_size
 
     def check_responses(self, num_responses: int) -> None:
-        """Raise `ConfigError` unless the responses of an update make whole micro-batches.
-
-        Args:
-            num_responses: n of the training data.
-        """
+        """Raise `ConfigError` unless n responses make whole micro-batches of an update."""
         if self.micro_batch_tokens is not None:
             return
         prompts = self.cfg.global_batch_size // parallel_state.get_data_parallel_world_size()
@@ -66,7 +61,6 @@ class GPTSteerLMModel(GPTSFTModel):
         Args:
             batch: this data-parallel rank's share of the global batch, from
                 `SteerLM2Dataset.collate_fn`.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the prompts of the global batch: `loss` (the divergence of a prompt
@@ -109,8 +103,7 @@ class GPTSteerLMModel(GPTSFTModel):
         return metrics["loss"], metrics
 
     def response_log_probs(self, batch: Batch) -> Tensor:
-        """float32 `[R]`: the log-prob of each of R responses, a sum over its tokens; all ranks
-        call it.
+        """float32 `[R]`: the log-prob of each of R responses, over its tokens; all ranks call it.
 
         Args:
             batch: `tokens`, `labels` int64 `[R, S]` and `mask` `[R, S]`, non-zero where the label

@@ -42,7 +42,6 @@ def copy_model_states_to_cpu(
     """Copy the model's weights to host memory, over an earlier copy `cpu_dict` if there is one.
 
     Args:
-        megatron_amp_O2: as for `retrieve_model_state_dict_in_cpu`.
         sync: wait until the copies are complete; a `MegatronGPTModel` always waits.
         alias_non_tensor: do not copy what is not a tensor.
     """
@@ -88,9 +87,7 @@ def cpu_weight_swap(
 
 
 def convert_to_amp_o2_format(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """`state_dict` with `model.` in its names replaced by `model.module.`, once, where that is not
-    there yet: the names under NeMo's precision wrapper.
-    """
+    """`state_dict` with `model.` in names made `model.module.`, as under NeMo's wrapper."""
     return {
         name if "model.module." in name else name.replace("model.", "model.module.", 1): value
         for name, value in state_dict.items()
@@ -99,11 +96,7 @@ def convert_to_amp_o2_format(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def adapter_control(model: Any) -> Iterator[None]:
-    """Inside, the model computes without its adapters.
-
-    Raises:
-        UserError: the model trains adapters but cannot switch them off.
-    """
+    """Inside, the model computes without its adapters; `UserError`: it cannot switch them off."""
     if not getattr(model, "use_peft", False):
         yield  # it has none
         return

@@ -11,8 +11,6 @@ def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list
     """`model.<key>`, checked: a number of which Megatron Core makes a pattern, or the pattern.
 
     Args:
-        cfg: complete `model` section, in which the key has a value.
-        least: smallest number.
         one: what a layer with 1 has or is, for the message.
 
     Raises:

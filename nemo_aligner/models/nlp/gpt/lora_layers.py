@@ -44,13 +44,8 @@ GATED = "mlp_fc1"
 
 
 def blocks_of_rows(target: str, rows: int, config: TransformerConfig) -> Tensor:
-    """int64 `[rows]`: which projection each row of a fused weight, or of one rank's part of it,
+    """int64 `[rows]`: the projection that each row of a fused weight, or of a rank's part of it,
     belongs to; 0 for other weights.
-
-    Args:
-        target: name of `TARGETS`.
-        rows: of the weight or the part.
-        config: Megatron Core's configuration.
     """
     if target == "attention_qkv":
         heads, groups, size = (
@@ -71,10 +66,7 @@ class LoRA(torch.nn.Module):
 
     Args:
         linear: the layer, of Megatron Core or Transformer Engine.
-        target: name of `TARGETS`.
         layer_number: of the transformer layer, from 1, over all stages.
-        settings: of all adapters.
-        config: Megatron Core's configuration.
         seed: of the initial values, which do not depend on the split.
 
     Attributes:
@@ -199,9 +191,7 @@ class LoRA(torch.nn.Module):
 
     @torch.no_grad()
     def merge(self, linear: Any) -> None:
-        """Put `delta` into the weight of `linear` until `unmerge`; needs memory for one more copy
-        of it.
-        """
+        """Put `delta` into the weight of `linear` until `unmerge`; needs memory for a copy."""
         self._whole_weight = linear.weight.data
         linear.weight.data = (linear.weight.float() + self.delta()).to(linear.weight.dtype)
         self.merged = True
@@ -214,11 +204,7 @@ class LoRA(torch.nn.Module):
     # --- checkpoints ----------------------------------------------------------------------------
 
     def sharded(self, prefix: str) -> dict[str, Any]:
-        """Entries of a sharded state dict.
-
-        Args:
-            prefix: of the linear layer's names in the state dict of its chunk.
-        """
+        """Entries of a sharded state dict; the linear layer's names begin with `prefix`."""
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         rank = parallel_state.get_tensor_model_parallel_rank()
         result: dict[str, Any] = {}
@@ -280,9 +266,7 @@ class _WithAdapter:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The layer's entries under the names that they have without an adapter, and those of the
-        adapter.
-        """
+        """The layer's entries as without an adapter, and those of the adapter."""
         parent: Any = super()
         entries = parent.sharded_state_dict(prefix, sharded_offsets, metadata)
         own = f"{prefix}{ADAPTER}."
@@ -314,14 +298,8 @@ def linear_layers(module: Any) -> Iterator[tuple[int, str, Any]]:
 def add_adapters(
     modules: list[Any], settings: LoRASettings, config: TransformerConfig, seed: int
 ) -> list[tuple[Any, LoRA]]:
-    """Give the linear layers that `settings` selects their adapters, and freeze all other weights.
-
-    Args:
-        modules: bare Megatron modules of this stage.
-        settings, config, seed: as for `LoRA`.
-
-    Returns:
-        The linear layers with their adapters.
+    """Give the linear layers that `settings` selects their adapters, freeze all other weights, and
+    return both; arguments as for `LoRA`.
     """
     added: list[tuple[Any, LoRA]] = []
     tied: dict[str, LoRA] = {}

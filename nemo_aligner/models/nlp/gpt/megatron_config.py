@@ -26,9 +26,7 @@ from nemo_aligner.models.nlp.gpt.megatron_positions import YarnTransformerConfig
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU with tanh in place of the error function: GPT-2's form, and that of Megatron Core's
-    fused kernels.
-    """
+    """GELU with tanh for the error function: GPT-2's, and Megatron Core's fused kernels'."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -60,11 +58,7 @@ PRECISIONS = {
 
 
 def torch_dtype(precision: str | int) -> torch.dtype:
-    """Compute dtype of `trainer.precision`: float32 or bfloat16.
-
-    Raises:
-        ConfigError: another precision.
-    """
+    """Compute dtype of `trainer.precision`: float32 or bfloat16; else `ConfigError`."""
     try:
         return PRECISIONS[str(precision).lower()]
     except KeyError:
@@ -80,15 +74,7 @@ def use_transformer_engine() -> bool:
 
 
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
-    """Megatron Core's configuration.
-
-    Args:
-        cfg: complete `model` section (`config.defaults.complete_model`).
-
-    Raises:
-        ConfigError: an activation, normalization, precision or mixture of experts that is not
-            supported.
-    """
+    """Megatron Core's configuration for a complete section; `ConfigError`: it is not supported."""
     dtype = torch_dtype(cfg.precision)
     optional = {"kv_channels": cfg.kv_channels} if cfg.kv_channels else {}
     yarn = yarn_settings(cfg)
@@ -298,10 +284,6 @@ def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
     """Refuse settings of Megatron Core that `cfg` gives by their own names and that were not
     passed on: NeMo set them on the `TransformerConfig`, one by one and as
     `mcore_customization_config`.
-
-    Args:
-        cfg: complete `model` section.
-        config: that was built from it.
 
     Raises:
         ConfigError: a setting has another value in `config`.

@@ -27,9 +27,6 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
     No token is ever dropped, and the router computes in float32: a policy and its reference, two
     ranks, training and decoding must choose the same experts.
 
-    Args:
-        cfg: complete `model` section (`config.defaults.complete_model`).
-
     Raises:
         ConfigError: a combination that Megatron Core cannot compute, or that gives other results
             at another split.
@@ -64,9 +61,7 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _layers_with_experts(cfg: DictConfig) -> int | list[int]:
-    """`model.moe_layer_freq`; a list of ones is 1, because a checkpoint names the layers of a
-    mixed model otherwise than those of a uniform one.
-    """
+    """`model.moe_layer_freq`; a list of ones is 1, for checkpoints name mixed layers otherwise."""
     pattern = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
     return 1 if pattern == [1] * cfg.num_layers else pattern
 
@@ -181,9 +176,7 @@ class Router(TopKRouter):
         return F.linear(input.float(), self.weight.float(), bias)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Do nothing: there is no expert bias, and Megatron Core's method needs a C++ compiler to
-        find that out.
-        """
+        """Do nothing: there is no expert bias, and Megatron Core's would need a C++ compiler."""
 
 
 class Experts(SequentialMLP):

@@ -44,10 +44,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     and are in the module only while it scores; training, saving and loading put the critic back
     first. Weights are copied in place, so the optimizer and its fp32 copies stay valid.
 
-    Args:
-        cfg: section `model` of `gpt_ppo_critic.yaml` (docs/config.md).
-        trainer: Lightning trainer.
-
     Attributes:
         loaded_state_dict: whose weights are in the module.
         rm_state_dict_cpu: the reward model's weights in host memory, from `set_reward_model`.
@@ -159,9 +155,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.onload_optimizer(self.to_offload_adam_states)
 
     def prepare_for_training_step(self) -> None:
-        """Prepare as the base class does; the host copy of the critic is out of date from here
-        on.
-        """
+        """As the base class; the host copy of the critic is out of date from here on."""
         self._load(StateDictState.CRITIC)
         self._critic_copy_is_current = False
         super().prepare_for_training_step()
@@ -179,7 +173,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
 
         Args:
             batch: this data-parallel rank's share of the global batch.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all
@@ -224,9 +217,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     # --- inference ------------------------------------------------------------------------------
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode (dropout off); with `offload_adam_states` move Adam's states to
-        host memory.
-        """
+        """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         super().prepare_for_inference()
         self.offload_optimizer(self.to_offload_adam_states)
 

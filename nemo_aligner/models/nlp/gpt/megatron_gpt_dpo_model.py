@@ -16,10 +16,6 @@ from nemo_aligner.models.nlp.gpt.direct_preference import DirectPreferenceMixin
 class MegatronGPTDPOModel(DirectPreferenceMixin):
     """Policy of DPO on Megatron Core, with the weights of the reference policy in host memory, or
     with adapters whose base is the reference policy.
-
-    Args:
-        cfg: section `model` of `gpt_dpo.yaml` (docs/config.md).
-        trainer: Lightning trainer.
     """
 
     CONFIG_NAME = "gpt_dpo"

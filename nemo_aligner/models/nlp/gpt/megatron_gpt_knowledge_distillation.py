@@ -30,10 +30,6 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
     """Student of a teacher whose largest logits stand beside the data, or are served
     (`algorithms/on_policy_distillation.py`).
 
-    Args:
-        cfg: section `model` of `gpt_knowledge_distillation.yaml` (docs/config.md).
-        trainer: Lightning trainer.
-
     Attributes:
         loss_settings: arguments of `core.distillation.distillation_loss`.
         logits_scale: factor of the student's logits.
@@ -94,12 +90,6 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         self, batch: DistillationBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Divergence from the teacher over a global batch, and its gradient unless `forward_only`.
-
-        All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
-            forward_only: compute no gradient.
 
         Raises:
             ConfigError: the teacher gives one logit of a token, of which nothing can be learned.

@@ -29,10 +29,6 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     """Policy of KTO on Megatron Core, with the weights of the reference policy in host memory, or
     with adapters whose base is the reference policy.
 
-    Args:
-        cfg: section `model` of `gpt_kto.yaml` (docs/config.md).
-        trainer: Lightning trainer.
-
     Attributes:
         loss_settings: arguments of `core.kto.kto_loss`.
     """
@@ -114,7 +110,6 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
         Args:
             batch: this data-parallel rank's share of the global batch, with the log-probs of the
                 reference policy (`get_ref_policy_logprobs`).
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the samples that count, the metrics of `kto_loss`, `kl` (the

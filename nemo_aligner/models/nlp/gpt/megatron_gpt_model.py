@@ -133,14 +133,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     @classmethod
     def check_config(cls, cfg: DictConfig) -> None:
-        """Check values that only this role reads; called by the constructor.
-
-        Args:
-            cfg: complete `model` section.
-
-        Raises:
-            ConfigError: an unsupported value or combination.
-        """
+        """Check values that only this role reads in a complete `cfg`; raises `ConfigError`."""
 
     def _num_chunks(self) -> int:
         return self.transformer_config.virtual_pipeline_model_parallel_size or 1
@@ -200,18 +193,14 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return unwrap_model(self.model)
 
     def cuda(self, device: Any = None) -> "MegatronGPTModel":
-        """The model itself: its weights are on `get_device()` since it was built, on a machine
-        without CUDA too.
-        """
+        """The model itself: its weights are on `get_device()` since it was built."""
         return self
 
     def set_train(self) -> None:
-        """Put all chunks into training mode."""
         for chunk in self.model:
             chunk.train()
 
     def set_eval(self) -> None:
-        """Put all chunks into evaluation mode."""
         for chunk in self.model:
             chunk.eval()
 
@@ -220,8 +209,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks for data parallelism and build optimizer and schedule; all ranks call
-        it, once.
+        """Wrap the chunks for data parallelism, build optimizer and schedule; on all ranks, once.
 
         Args:
             max_steps: optimizer updates of the whole job (horizon of the learning rate).
@@ -269,9 +257,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self.onload_optimizer(getattr(self, "to_offload_adam_states", True))
 
     def prepare_for_training_step(self) -> None:
-        """Enter training mode and empty the gradient buffers; called before the passes of one
-        global batch.
-        """
+        """Enter training mode and empty the gradient buffers, before a global batch."""
         self.set_train()
         for chunk in self.model:
             # The fp32 optimizer leaves `grad` pointing into the buffer; the next backward would
@@ -280,16 +266,12 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             chunk.zero_grad_buffer()
 
     def finish_training_step(self) -> None:
-        """Do nothing: Megatron's schedule reduces the gradients over ranks after the last
-        micro-batch.
-        """
+        """Do nothing: Megatron's schedule reduces the gradients over ranks."""
 
     def prepare_for_validation_step(self) -> None:
-        """Enter evaluation mode."""
         self.set_eval()
 
     def finish_validation_step(self) -> None:
-        """Enter training mode."""
         self.set_train()
 
     # --- weights --------------------------------------------------------------------------------
@@ -303,11 +285,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     @torch.no_grad()
     def weights_to_cpu(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Copy this rank's weights to host memory (pinned with CUDA).
-
-        Args:
-            into: an earlier copy to overwrite.
-        """
+        """Copy this rank's weights to host memory (pinned with CUDA), over the copy `into`."""
         if into is None:
             pin = torch.cuda.is_available()
             into = {
@@ -322,9 +300,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     @torch.no_grad()
     def load_cpu_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy weights from `weights_to_cpu` into the model, in place: optimizer and DDP buffers
-        stay attached.
-        """
+        """Copy weights from `weights_to_cpu` in place: optimizer and DDP buffers stay attached."""
         for name, tensor in self._named_weights():
             tensor.copy_(weights[name], non_blocking=True)
         if torch.cuda.is_available():
@@ -341,9 +317,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             self.load_cpu_weights(self._swap_buffer)
 
     def sharded_weights(self, metadata: dict | None = None) -> dict[str, dict[str, Any]]:
-        """Megatron Core's sharded state dict of each chunk, under NeMo's key prefix `model.`; all
-        ranks call it.
-        """
+        """Megatron Core's sharded state dict of each chunk, under `model.`; all ranks call it."""
         sharded = {}
         for index, chunk in enumerate(self.unwrapped()):
             # Virtual chunks share one name space: Megatron Core numbers layers globally.
@@ -351,9 +325,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return sharded
 
     def checksum_of_base(self) -> str:
-        """Checksum of the weights without adapters (`adapters.checksum_of_model`), which does not
-        depend on the split; all ranks call it.
-        """
+        """Checksum of the weights without adapters, at any split the same; all ranks call it."""
 
         def add_over_ranks(tensor: Tensor) -> None:
             if torch.distributed.is_initialized():
@@ -376,29 +348,21 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def sharded_reference(
         self, weights: dict[str, dict[str, Any]], is_loading: bool
     ) -> dict[str, dict[str, Any]]:
-        """What a checkpoint holds of a reference policy that changes during training: nothing
-        here; see `reference_policy.MovingReferenceMixin`.
-        """
+        """What a checkpoint holds of a moving reference (`MovingReferenceMixin`): nothing."""
         return {}
 
     def load_sharded_reference(self, loaded: dict[str, dict[str, Any]]) -> None:
         """Take over what was loaded for `sharded_reference`."""
 
     def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`; all ranks call it. A path that ends in "/" or has no suffix becomes a
-        directory.
-        """
+        """Write a `.nemo`, or without a suffix a directory; all ranks call it."""
         as_directory = str(save_path).endswith("/") or not Path(save_path).suffix
         nemo_writing.write_nemo(
             save_path, self._resolved_config(), self.sharded_weights(), as_directory=as_directory
         )
 
     def check_hugging_face(self) -> None:
-        """Check that Hugging Face can express the model.
-
-        Raises:
-            UserError: it cannot; the message names the keys.
-        """
+        """Check that Hugging Face can express the model; `UserError` names the keys."""
         hugging_face.check(self.cfg)
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
@@ -407,10 +371,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
         A bias of a reward model's head, for which Hugging Face has no place, is left out with a
         warning: all rewards shift by it.
-
-        Args:
-            folder: to write; one that exists is replaced.
-            weights: distributed checkpoint with the weights of this model.
 
         Raises:
             UserError: on all ranks, if it cannot be written.
@@ -443,9 +403,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             )
 
     def save_config_to(self, folder: Path) -> None:
-        """Write the configuration and the tokenizer's files into `folder`, as a `.nemo` has them;
-        one rank calls it.
-        """
+        """Write configuration and tokenizer into `folder`, as a `.nemo` has; one rank calls it."""
         nemo_writing.write_config(folder, self._resolved_config())
 
     def _resolved_config(self) -> DictConfig:
@@ -461,7 +419,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Load the weights of a `.nemo` at the split of this job; all ranks call it.
 
         Args:
-            restore_path: the file or folder.
             strict: the file must have all weights of this model but those of `missing_ok`.
             missing_ok: names (prefixes after `model.`) that the file may lack, such as a new head;
                 they keep their initial values.
@@ -497,21 +454,14 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     ) -> None:
         """Check that a checkpoint has the weights `sharded` of this model, in the same shapes.
 
-        Args:
-            path: of the checkpoint, for the messages.
-            stored: global shapes of its tensors, by key.
-            sharded: the weights that are to be loaded, by chunk.
-            strict: all of them must be there.
-
         Raises:
             UserError: a weight is missing or has another shape.
         """
         _check_stored_weights(path, stored, sharded, strict)
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Check that the training checkpoint `folder` belongs to this model, before it is loaded;
-        all ranks call it. Here nothing needs a check: missing weights are an error when they are
-        loaded.
+        """Check that a training checkpoint belongs to this model, before it is loaded; all ranks
+        call it. Here nothing needs a check: missing weights are an error when they are loaded.
         """
 
     @classmethod
@@ -530,11 +480,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         ranks call it.
 
         Args:
-            restore_path: the file or folder.
             override_config_path: configuration to use instead of the file's own.
             strict: as for `load_nemo_weights`.
-            return_config: only return the configuration.
-            trainer: as for the constructor.
             save_restore_connector: `CustomSaveRestoreConnector`, or None; of another connector
                 nothing is used, because the format needs none.
             map_location, validate_access_integrity: no effect; weights go to this process's
@@ -576,9 +523,6 @@ def _check_stored_weights(
     """Check that a `.nemo` has the weights of a model, in the same shapes.
 
     Args:
-        restore_path: of the `.nemo`, for the messages.
-        stored: global shapes of its tensors, by key.
-        sharded: the weights that are to be loaded, by chunk.
         strict: all of them must be there.
 
     Raises:

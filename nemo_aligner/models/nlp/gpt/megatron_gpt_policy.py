@@ -40,10 +40,6 @@ from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy
 class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     """Policy on Megatron Core; a subclass adds the loss (`get_loss_and_metrics`).
 
-    Args:
-        cfg: section `model` of `CONFIG_NAME` (docs/config.md).
-        trainer: Lightning trainer.
-
     Attributes:
         SECTION: name of the part of `cfg` that holds the settings of this policy.
         settings: that part.
@@ -148,14 +144,11 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         """Do nothing: there is nothing to undo."""
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode (dropout off); with `offload_adam_states` move Adam's states to
-        host memory.
-        """
+        """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         self.set_eval()
         self.offload_optimizer(self.to_offload_adam_states)
 
     def finish_inference(self) -> None:
-        """Enter training mode."""
         self.set_train()
 
     # --- generation -----------------------------------------------------------------------------
@@ -255,15 +248,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return dataclasses.replace(self.generation_params, return_logprobs=wanted)
 
     def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
-        """A seed for each prompt: a polynomial hash (mod 2^61 - 1) of its tokens mixed with
-        `model.seed`.
-
-        Args:
-            prompts: int64 `[B, W]`.
-            lengths: int64 `[B]`, P.
-
-        Returns:
-            int64 `[B]`.
+        """A seed int64 `[B]` for each prompt, int64 `[B, W]` with lengths int64 `[B]`: a
+        polynomial hash (mod 2^61 - 1) of its tokens mixed with `model.seed`.
         """
         hashes = []
         for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
@@ -297,9 +283,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     def logprobs_and_entropy(
         self, logits: Tensor, tokens: Tensor, inference_only: bool
     ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, to the bit, and the entropy `[b, S-1]` of the same distributions, at little
-        extra cost.
-        """
+        """`logprobs`, to the bit, and the entropy `[b, S-1]` of the same distributions."""
         return logprobs_and_entropy(
             logits,
             tokens,

@@ -25,10 +25,6 @@ from nemo_aligner.training.megatron_steps import Batch, forward_backward
 class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):
     """Policy of PPO on Megatron Core.
 
-    Args:
-        cfg: section `model` of `gpt_ppo_actor.yaml` (docs/config.md).
-        trainer: Lightning trainer.
-
     Attributes:
         entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
         train_on_truncated: responses that did not end count in the loss too.
@@ -69,7 +65,6 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         Args:
             batch: this data-parallel rank's share of the global batch; `init_logprobs` is needed
                 with `kl_loss_coef`.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.

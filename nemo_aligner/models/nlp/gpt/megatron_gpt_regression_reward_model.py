@@ -42,7 +42,6 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         cfg: section `model` of `training_rm.yaml` or `inference_rm.yaml`, as for
             `MegatronGPTRewardModel`. `reward_standardization` is refused: the labels define the
             scale of the rewards.
-        trainer: Lightning trainer.
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -100,10 +99,6 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         loss of pairs what the base class computes.
 
         All ranks call it. A label equal to `loss_mask_val` does not count.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the labels that count: `loss`, `weights` (their number) and

@@ -22,11 +22,8 @@ from nemo_aligner.training.megatron_steps import Batch, forward_backward
 class MegatronGPTReinforceActorModel(
     ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference
 ):
-    """Policy of REINFORCE on Megatron Core.
-
-    Args:
-        cfg: section `model` of `gpt_reinforce_actor.yaml` (docs/config.md).
-        trainer: Lightning trainer.
+    """Policy of REINFORCE on Megatron Core, with the section `model` of
+    `gpt_reinforce_actor.yaml`.
     """
 
     CONFIG_NAME = "gpt_reinforce_actor"
@@ -44,10 +41,6 @@ class MegatronGPTReinforceActorModel(
         gradient unless `forward_only`.
 
         Only samples whose response ended (`is_end`) count. All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and the metric `loss` over the global batch, equal on every rank.

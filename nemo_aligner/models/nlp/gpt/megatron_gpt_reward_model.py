@@ -56,7 +56,6 @@ class MegatronGPTRewardModel(
     Args:
         cfg: section `model` of `training_rm.yaml` or `inference_rm.yaml` (docs/config.md). The
             head is never narrower than the model, whatever `force_head_dtype` says.
-        trainer: Lightning trainer.
 
     Attributes:
         has_trained_head: the weights were loaded with a head trained to give rewards. A language
@@ -85,9 +84,7 @@ class MegatronGPTRewardModel(
 
     @classmethod
     def check_config(cls, cfg: DictConfig) -> None:
-        """Check the head's dtype, the attribute weights and the standardization (see the base
-        class).
-        """
+        """Check the head's dtype, the attribute weights and the standardization."""
         if str(cfg.force_head_dtype) not in HEAD_DTYPES:
             raise ConfigError(
                 f"model.force_head_dtype={str(cfg.force_head_dtype)!r} is not supported; use "
@@ -104,10 +101,8 @@ class MegatronGPTRewardModel(
 
     @classmethod
     def check_training_config(cls, cfg: DictConfig) -> None:
-        """Check that this kind of reward model can be trained with the `model` section `cfg`.
-
-        Raises:
-            ConfigError: the head's output is not what the loss compares.
+        """Check that this kind can be trained with the section `cfg`: what the head gives must be
+        what the loss compares; else `ConfigError`.
         """
         cfg = complete_model(cfg, cls.CONFIG_NAME)
         if cfg.output_sequence:
@@ -219,7 +214,6 @@ class MegatronGPTRewardModel(
         Args:
             batch: this data-parallel rank's share of the global batch; with margins where
                 `pair_loss` needs them.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the pairs that count: `loss`, `acc` (share in the right order),
@@ -270,11 +264,9 @@ class MegatronGPTRewardModel(
     # --- inference ------------------------------------------------------------------------------
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode (dropout off)."""
         self.set_eval()
 
     def finish_inference(self) -> None:
-        """Enter training mode."""
         self.set_train()
 
     def infer(
@@ -283,8 +275,8 @@ class MegatronGPTRewardModel(
         add_BOS: bool | None = None,
         add_EOS: bool = False,
     ) -> Tensor:
-        """Rewards, or with `output_sequence` the value of every position; every rank of a TP x PP
-        x CP group calls it with the same samples.
+        """Rewards, or with `output_sequence` values of all positions; every rank of a TP x PP x CP
+        group calls it with the same samples.
 
         Args:
             inputs: N strings, or (tokens int64 [N, S], lengths int64 [N] or [N, 1]) with lengths

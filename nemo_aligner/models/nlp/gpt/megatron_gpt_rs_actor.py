@@ -17,10 +17,6 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
 
     Its log-probs are at temperature 1, whatever the sampling temperature: the loss is the
     likelihood under the model itself.
-
-    Args:
-        cfg: section `model` of `gpt_rs_actor.yaml` (docs/config.md).
-        trainer: Lightning trainer.
     """
 
     CONFIG_NAME = "gpt_rs_actor"
@@ -36,7 +32,6 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
 
         Args:
             batch: this data-parallel rank's share of the global batch.
-            forward_only: compute no gradient.
 
         Returns:
             The loss and the metric `loss` over the global batch, equal on every rank.

@@ -33,10 +33,6 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
 
     Its log-probs are at temperature 1, whatever the sampling temperature.
 
-    Args:
-        cfg: section `model` of `gpt_spin.yaml` (docs/config.md).
-        trainer: Lightning trainer.
-
     Attributes:
         ref_policy_kl_penalty: beta of the loss, in the iteration at hand.
         validation_micro_batch_size: samples per forward pass of validation.
@@ -62,10 +58,8 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         return self.loss_settings["beta"]
 
     def set_KL_penalty_by_iteration(self, iteration: int) -> None:
-        """Take beta of the loss for an iteration, the first of which is 0.
-
-        Raises:
-            ConfigError: `model.spin.ref_policy_kl_penalty` has no value for it.
+        """Take beta of the loss for an iteration, from 0; `ConfigError`: the section has none for
+        it.
         """
         penalty = self.settings.ref_policy_kl_penalty
         if isinstance(penalty, ListConfig):
@@ -80,9 +74,6 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
     def get_ref_policy_logprobs(self, batch: Any) -> Tensor:
         """Log-probs of both samples of each pair under the reference policy, without dropout; all
         ranks call it.
-
-        Args:
-            batch: a `SelfPlayBatch`.
 
         Returns:
             float32 `[2B, S-1]`, those of all samples of the data before those generated.
@@ -103,7 +94,6 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         Args:
             batch: this data-parallel rank's share of the global batch, a `SelfPlayBatch` with the
                 log-probs of the reference policy (`get_ref_policy_logprobs`).
-            forward_only: compute no gradient.
 
         Returns:
             The loss and, over the pairs that count, those metrics of
@@ -150,9 +140,7 @@ def _preference_pairs(batch: Mapping[str, Tensor]) -> DirectPairBatch:
 
 
 def _generation_metrics(batch: SelfPlayBatch) -> dict[str, float]:
-    """Means over the generated responses of the pairs that count, of all data-parallel ranks;
-    NaN where none counts.
-    """
+    """Means over the generated responses of all ranks' pairs that count; NaN if none does."""
     counts = batch["loss_mask"].ne(0).any(dim=1).double()
     equal = (batch["actual"] == batch["generated"]) | (batch["actual_mask"] == 0)
     identical = equal.all(dim=1) & (batch["actual_length"] == batch["generated_length"])

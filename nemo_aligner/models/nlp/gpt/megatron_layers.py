@@ -71,9 +71,7 @@ class SDPAttention(MegatronModule):
             self.window = config.window_size[0]
 
     def _visible(self, positions: Tensor, width: int) -> Tensor:
-        """bool `[len(positions), width]`: which of `width` positions each of `positions` attends
-        to.
-        """
+        """bool `[len(positions), width]`: which of `width` positions each of them attends to."""
         distance = positions.unsqueeze(1) - torch.arange(width, device=positions.device)
         visible = distance >= 0
         if self.window is not None:
@@ -255,9 +253,7 @@ def compute_logits_batch_first(model: Any) -> None:
 def build_layer_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Layers of a GPT for this pipeline stage: Transformer Engine's where it is available, else
-    the local ones.
-    """
+    """Layers of a GPT for this stage: Transformer Engine's if it is available, else local ones."""
     engine = use_transformer_engine()
     block = get_gpt_decoder_block_spec(
         config, engine, normalization=config.normalization, vp_stage=vp_stage

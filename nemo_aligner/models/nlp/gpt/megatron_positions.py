@@ -30,9 +30,7 @@ NOT_WITH_YARN = {
 
 @dataclass
 class YarnTransformerConfig(TransformerConfig):
-    """`TransformerConfig` with the settings that Megatron Core reads from it for YaRN
-    (arXiv 2309.00071), and has no fields for.
-    """
+    """`TransformerConfig` with what Megatron Core reads for YaRN (arXiv 2309.00071) beside it."""
 
     yarn_rotary_scaling_factor: float = 1.0  # how many times longer sequences become
     yarn_original_max_position_embeddings: int = 4096  # the longest sequence before
@@ -49,9 +47,6 @@ class YarnTransformerConfig(TransformerConfig):
 
 def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
     """Fields of `YarnTransformerConfig` alone; none for other positions.
-
-    Args:
-        cfg: complete `model` section.
 
     Raises:
         ConfigError: YaRN lacks a value, or is combined with what Megatron Core leaves out of it.
@@ -75,9 +70,6 @@ def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
 
 def position_arguments(cfg: DictConfig) -> dict[str, Any]:
     """Arguments of `GPTModel` that say how it knows positions.
-
-    Args:
-        cfg: complete `model` section.
 
     Raises:
         ConfigError: an unsupported kind of positions, or a setting of another kind.

@@ -93,9 +93,7 @@ class ReferencePolicyMixin(LogProbsMixin):
 
     @property
     def ref_policy_state_dict(self) -> dict[str, Tensor] | None:
-        """`init_policy_state_dict`, by the name that it has in NeMo-Aligner's models of DPO and
-        KTO.
-        """
+        """`init_policy_state_dict`, by the name in NeMo-Aligner's models of DPO and KTO."""
         return self.init_policy_state_dict
 
     @ref_policy_state_dict.setter
@@ -127,7 +125,6 @@ class ReferencePolicyMixin(LogProbsMixin):
         return self.use_peft
 
     def check_reference_policy(self) -> None:
-        """Raise `UserError` if `set_reference_policy` was not called."""
         is_there = self.init_policy_state_dict is not None or self._is_reference
         if not is_there and not self._reference_is_base():
             raise UserError(
@@ -141,9 +138,6 @@ class ReferencePolicyMixin(LogProbsMixin):
     ) -> Tensor:
         """`get_inference_log_probs` under the reference policy: swaps the weights once, and back,
         or switches the adapters off.
-
-        Args:
-            response_tokens, response_lengths: as there.
 
         Returns:
             float32 `[B, S-1]`.
@@ -176,9 +170,7 @@ class MovingReferenceMixin(ReferencePolicyMixin):
         return False
 
     def set_reference_policy(self) -> None:
-        """Keep a copy of the present weights (with adapters, of these alone) as the reference
-        policy, in place of the one before.
-        """
+        """Keep a copy of the present weights, or adapters, in place of the reference before."""
         self.init_policy_state_dict = self.weights_to_cpu(into=self.init_policy_state_dict)
 
     def forget_reference_policy(self) -> None:
@@ -187,11 +179,8 @@ class MovingReferenceMixin(ReferencePolicyMixin):
 
     @contextlib.contextmanager
     def reference_policy(self) -> Iterator[None]:
-        """Inside, the model computes as the reference policy: one swap of weights for all that is
-        computed, and one back.
-
-        Raises:
-            UserError: there is no reference policy.
+        """Inside, the model computes as the reference policy, by one swap of weights and back;
+        `UserError`: there is none.
         """
         self.check_reference_policy()
         with self._reference_policy(), self.as_reference_policy():

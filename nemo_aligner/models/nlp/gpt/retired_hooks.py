@@ -37,11 +37,7 @@ RETIRED_HOOKS = {
 
 
 class RetiredHooks:
-    """Base class of models: refuses classes that override what nothing calls.
-
-    Raises:
-        ConfigError: when a subclass is defined that overrides a method of `RETIRED_HOOKS`.
-    """
+    """Base class of models: refuses classes that override what nothing calls (`ConfigError`)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

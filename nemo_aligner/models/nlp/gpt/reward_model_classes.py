@@ -29,11 +29,7 @@ REWARD_MODEL_CLASS_DICT = {
 
 
 def reward_model_type(name: str | None) -> RewardModelType:
-    """The kind that `model.reward_model_type` names; None means binary ranking.
-
-    Raises:
-        ConfigError: an unknown kind.
-    """
+    """The kind that `model.reward_model_type` names, or `ConfigError`; None: binary ranking."""
     try:
         return RewardModelType.BINARY_RANKING if name is None else RewardModelType(name)
     except ValueError:

@@ -23,14 +23,12 @@ def sft_loss_and_metrics(
     micro_batch_size: int,
     forward_only: bool,
 ) -> tuple[float, dict[str, float]]:
-    """Negative log-likelihood of a global batch, and its gradient unless `forward_only`.
-
-    All ranks call it.
+    """Negative log-likelihood of a global batch, and its gradient unless `forward_only`; all ranks
+    call it.
 
     Args:
         batch: this data-parallel rank's share of the global batch.
         loss_reduction, micro_batch_size: see `losses.loss_weights`.
-        forward_only: compute no gradient.
 
     Returns:
         The loss and, over the global batch, `loss` and `weights`: how many tokens count, or how

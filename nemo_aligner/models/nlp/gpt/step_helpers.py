@@ -45,17 +45,12 @@ def set_sync_funcs(ptl_model: MegatronGPTModel, forward_only: bool) -> None:
 
 
 def grad_reductions(ptl_model: MegatronGPTModel) -> None:
-    """Do nothing: Megatron's schedule reduces the gradients over ranks after the last
-    micro-batch.
-    """
+    """Do nothing: Megatron's schedule reduces the gradients over ranks."""
 
 
 def clip_gradients(ptl_model: MegatronGPTModel | Optimizer, clip_val: float | None) -> None:
-    """Set the gradient norm to which the next step of the optimizer clips; None or <= 0 switches
-    clipping off.
-
-    Args:
-        ptl_model: the model, or its optimizer.
+    """Set the norm of gradients to which the next step clips, of a model or its optimizer; None or
+    <= 0 switches clipping off.
     """
     optimizer: Any = ptl_model
     if isinstance(ptl_model, MegatronGPTModel):
