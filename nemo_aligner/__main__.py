@@ -34,9 +34,9 @@ One process per device: with trainer.devices=N the command starts them itself; t
 work as well. The same command resumes a training from the last checkpoint in
 exp_manager.explicit_log_dir.
 
-KEY=VALUE sets a key, ++KEY=VALUE one that the YAML file does not list; `nemo-aligner config {}`
-prints all of them. -v shows the configuration and what libraries say. The other options are
-Hydra's: --config-dir, --config-name, --cfg job and so on (--hydra-help).
+KEY=VALUE sets a key; `nemo-aligner config {}` prints all of them. -v shows the configuration and
+what libraries say. The other options are Hydra's: --config-dir, --config-name, --cfg job and so on
+(--hydra-help).
 """
 
 

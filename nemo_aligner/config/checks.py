@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.defaults import CONF, complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.old_forms import LATER, old_form_notes
 from nemo_aligner.config.rules import check_values, job_of_model, restore_key
@@ -29,6 +30,23 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 # Flag of a configuration that `check_config` has passed.
 CHECKED = "nemo_aligner_checked"
+
+# How alike a wrong name and the one that it was meant to be are at least, by `difflib`: of four
+# letters one may be wrong, as in most typing errors; unrelated names rarely share three of four.
+ALIKE = 0.75
+LIGHTNING_KEYS = {"trainer.max_epochs", "trainer.max_steps"}  # not what a job goes by
+# Names of keys in other libraries, by the name here.
+COMMON_NAMES = {
+    "lr": ("learning_rate",),
+    "global_batch_size": ("batch_size", "train_batch_size"),
+    "micro_batch_size": ("per_device_train_batch_size",),
+    "max_epochs": ("epochs", "num_epochs", "num_train_epochs"),
+    "encoder_seq_length": ("max_seq_len",),
+    "max_length": ("max_new_tokens",),
+    "ref_policy_kl_penalty": ("beta",),
+    "restore_from_path": ("model_name_or_path",),
+    "explicit_log_dir": ("output_dir",),
+}
 
 
 def check_config(
@@ -130,9 +148,23 @@ def unknown_keys(tree: Mapping, config_name: str) -> list[str]:
     unknown = []
     for key in _walk(tree, config_name):
         if key not in known:
-            suggestion = nearest_key(key, LIVE[config_name])
-            unknown.append(key + (f" (did you mean {suggestion}?)" if suggestion else ""))
+            near = nearest_key(key, LIVE[config_name] - LIGHTNING_KEYS)
+            unknown.append(f"{key} (did you mean {_place(near, config_name)}?)" if near else key)
     return unknown
+
+
+def _place(key: str, config_name: str) -> str:
+    """`key`, and where it stands in the YAML file of the job, if it does."""
+    path = CONF.resolve() / f"{config_name}.yaml"
+    node, line = yaml.compose(path.read_text(encoding="utf-8")), 0
+    for name in key.split("."):
+        entries = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(mark, value) for mark, value in entries if mark.value == name]
+        if not found:
+            return key
+        line, node = found[0][0].start_mark.line + 1, found[0][1]
+    near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{key}, {near}:{line}"
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
@@ -152,25 +184,24 @@ def check_keys(tree: Mapping, config_name: str) -> None:
 
 
 def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `key` was probably meant to be; None without candidates.
+    """The one of `candidates`, or of the sections that they are in, that `key` was probably meant
+    to be; None where nothing is near.
 
-    In this order: the same name elsewhere, a sibling of similar name, a similar name elsewhere,
-    the closest spelling.
+    In this order: the same name elsewhere, a sibling of similar name, a similar name elsewhere. A
+    name may also be one of `COMMON_NAMES`.
     """
     parent, _, leaf = key.rpartition(".")
-    parts = [(*c.rpartition(".")[::2], c) for c in sorted(candidates)]  # (parent, name, whole key)
+    parts = []  # (parent, name, whole key)
+    for candidate in sorted(_with_sections(candidates)):
+        above, _, name = candidate.rpartition(".")
+        parts += [(above, each, candidate) for each in (name, *COMMON_NAMES.get(name, ()))]
 
     def similar(pairs: list[tuple[str, str, str]], cutoff: float) -> list[str]:
         names = difflib.get_close_matches(leaf, {name for _, name, _ in pairs}, n=1, cutoff=cutoff)
         return [whole for _, name, whole in pairs if name in names]
 
     siblings = [part for part in parts if part[0] == parent]
-    found = (
-        similar(parts, 1.0)
-        or similar(siblings, 0.75)
-        or similar(parts, 0.75)
-        or [whole for *_, whole in parts]
-    )
+    found = similar(parts, 1.0) or similar(siblings, ALIKE) or similar(parts, ALIKE)
     return max(
         found, key=lambda whole: difflib.SequenceMatcher(None, whole, key).ratio(), default=None
     )
@@ -201,12 +232,14 @@ def inert_notes(tree: Mapping, config_name: str) -> list[str]:
 @functools.cache
 def _known_prefixes(config_name: str) -> set[str]:
     """Every known key with all its parents."""
-    prefixes: set[str] = set()
     later = [key for job, key in LATER if job == config_name]
-    for key in [*LIVE[config_name], *INERT[config_name], *ONLY, *later]:
-        parts = key.split(".")
-        prefixes.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    return prefixes
+    return _with_sections([*LIVE[config_name], *INERT[config_name], *ONLY, *later])
+
+
+def _with_sections(keys: Iterable[str]) -> set[str]:
+    """`keys` with all their parents."""
+    parts = [key.split(".") for key in keys]
+    return {".".join(names[:n]) for names in parts for n in range(1, len(names) + 1)}
 
 
 def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict[str, object]:

@@ -16,7 +16,7 @@ ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 # Sizes may come from a checkpoint, where the user never saw them.
 EP_REMEDY = (
-    "a checkpoint's own value counts unless it is overridden: ++model.expert_model_parallel_size=1"
+    "a checkpoint's own value counts unless it is overridden: model.expert_model_parallel_size=1"
 )
 RECOMPUTE = "model.activations_checkpoint_"
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

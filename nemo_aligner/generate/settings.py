@@ -50,9 +50,7 @@ def is_setting(word: str) -> bool:
 
 
 def compose_settings(name: str, settings: list[str]) -> DictConfig:
-    """`conf/<name>.yaml` with `settings` over it.
-
-    The words are those of the scripts, except that a key that the YAML file lacks needs no `++`.
+    """`conf/<name>.yaml` with `settings`, words of the command line, over it.
 
     Raises:
         UserError: a word that is no `key=value`.

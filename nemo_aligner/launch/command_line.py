@@ -4,6 +4,7 @@
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -33,9 +34,9 @@ def hydra_runner(
 
     NeMo's own imports all of NeMo, which takes seconds; with this one, `--help` and a mistake in
     the configuration are answered at once. The command line is the same: `key=value`, `+key=`,
-    `++key=`, `~key`, `--config-path`, `--config-name`, `--config-dir`, `--cfg job`, `--multirun`.
-    A command line of which Hydra can make no configuration ends the process with
-    `ExitCode.USER_ERROR`.
+    `++key=`, `~key`, `--config-path`, `--config-name`, `--config-dir`, `--cfg job`, `--multirun`;
+    the first three mean the same. A command line of which Hydra can make no configuration ends the
+    process with `ExitCode.USER_ERROR`.
 
     Args:
         config_path: folder of the YAML files, relative to the script.
@@ -67,7 +68,9 @@ def hydra_runner(
             if arguments is not None and args.config_path:
                 args.config_path = os.path.abspath(args.config_path)
             _check_words(args.overrides)
-            args.overrides.extend(HYDRA_OVERRIDES)
+            has_own_files = bool(args.config_dir or args.config_path)
+            words = [_forced(word, has_own_files) for word in args.overrides]
+            args.overrides = [*words, *HYDRA_OVERRIDES]
             try:
                 _run_hydra(
                     args=args,
@@ -84,6 +87,19 @@ def hydra_runner(
         return run
 
     return decorator
+
+
+def _forced(word: str, may_be_group: bool) -> str:
+    """A word that sets a key, so that Hydra also takes one that the YAML file does not list:
+    whether there is such a key the job says.
+
+    Args:
+        may_be_group: a key without a dot may name a folder of YAML files to choose from.
+    """
+    found = re.match(r"\+{0,2}(?!hydra\.)([A-Za-z_][\w.]*)=", word)
+    if found is None or (may_be_group and "." not in found[1]):
+        return word
+    return f"++{word[found.start(1) :]}"
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of a configuration: which keys are known, and which values can work together."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from nemo_aligner.config.checks import (
     check_keys,
     inert_notes,
     nearest_key,
+    unknown_keys,
 )
 from nemo_aligner.config.defaults import drop_unset
 from nemo_aligner.config.inert_keys import INERT
@@ -24,7 +26,7 @@ from nemo_aligner.config.parallel_rules import (
 )
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.schema import CONFIG_NAMES
-from nemo_aligner.config.values import require_multiple
+from nemo_aligner.config.values import plain_dict, require_multiple
 from nemo_aligner.core.errors import ConfigError, UserError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -108,18 +110,38 @@ def test_resolvers():
 def test_unknown_key_is_refused_with_the_nearest_one(key, nearest, tmp_path):
     with pytest.raises(ConfigError) as caught:
         check("gpt_ppo_actor", tmp_path, f"{key}=1")
-    assert f"{key} (did you mean {nearest}?)" in str(caught.value)
+    found = re.search(r"\(did you mean ([\w.]+), (\S+):(\d+)\?\)", str(caught.value))
+    line = Path(found[2]).read_text().splitlines()[int(found[3]) - 1]
+    assert found[1] == nearest and line.strip().startswith(nearest.rpartition(".")[2] + ":")
 
 
 def test_all_unknown_keys_come_in_one_error():
-    with pytest.raises(ConfigError, match=r"trainer\.pop .*; model\.ppo\.foo "):
+    with pytest.raises(ConfigError, match=r"trainer\.pop; model\.ppo\.foo\."):
         check_keys(
             {"trainer": {"pop": {"x": 1, "y": 2}}, "model": {"ppo": {"foo": 1}}}, "gpt_ppo_actor"
         )
 
 
-def test_nearest_key_always_names_something():
-    assert nearest_key("zzz", ["model.seed"]) == "model.seed"
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("model.lerning_rate", "model.optim.lr"),  # a name of other libraries, with a typo
+        ("batch_size", "model.global_batch_size"),
+        ("model.num_epochs", "trainer.sft.max_epochs"),
+        ("modle", "model"),
+        ("trainer.sfft", "trainer.sft"),
+        ("model.sede", "model.seed"),
+        ("model.tensor_model_paralel_size", "model.tensor_model_parallel_size"),
+        ("zzz", None),
+        ("model.foo", None),
+        ("trainer.learner", None),
+    ],
+)
+def test_a_key_is_named_only_where_one_is_near(key, nearest):
+    (note,) = unknown_keys(plain_dict(OmegaConf.from_dotlist([f"{key}=1"])), "gpt_sft")
+    assert re.sub(r", \S+:\d+\?", "?", note) == (
+        f"{key} (did you mean {nearest}?)" if nearest else key
+    )
     assert nearest_key("zzz", []) is None
 
 

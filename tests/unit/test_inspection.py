@@ -307,7 +307,7 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     error = error_of(
         capsys, "inspect", text, "--model", model, "--job", "training_rm", "model.data.chat_temp=x"
     )
-    assert "model.data.chat_temp (did you mean model.data.chat_template?)" in error
+    assert "model.data.chat_temp (did you mean model.data.chat_template" in error
     assert "nowhere" in error_of(capsys, "inspect", text, "--model", "nowhere", "--job", "gpt_sft")
 
 
