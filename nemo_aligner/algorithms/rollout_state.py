@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the state that a job with rollouts resumes from."""
 
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 
 
 def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples: int) -> None:
@@ -35,10 +33,7 @@ def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples:
 
 def check_all_ranks_agree(state: dict[str, Any]) -> None:
     """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
-    if parallel_state.get_world_size() == 1:
-        return
-    states = cast(list[dict[str, Any]], [None] * parallel_state.get_world_size())
-    torch.distributed.all_gather_object(states, state)
+    states = gathered(state)
     for rank, other in enumerate(states):
         if other != states[0]:
             raise RuntimeError(

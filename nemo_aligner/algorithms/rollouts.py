@@ -23,7 +23,7 @@ from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import rebalance_nd_tensor
+from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
 
 # ---------------------------------------------------------------------------- joining and dealing
@@ -131,10 +131,8 @@ def _common_layout(rollout_batches: list[Any]) -> _Layout:
     if parallel_state.get_world_size() == 1:
         return layout
     # A rank whose queue was empty knows neither keys nor dtypes: it learns them from the others.
-    layouts: list[Any] = [None] * parallel_state.get_world_size()
-    torch.distributed.all_gather_object(layouts, layout)
     common: _Layout = {}
-    for other in layouts:
+    for other in gathered(layout):
         for key, (dtype, width) in other.items():
             _widen(common, key, dtype, width)
     return common

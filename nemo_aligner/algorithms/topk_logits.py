@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
@@ -21,7 +20,7 @@ from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.topk_logits import EXAMPLE, TopKExample, check_record, to_line
 from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import on_rank_zero
+from nemo_aligner.parallel.collectives import gathered, on_rank_zero
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 
@@ -110,12 +109,7 @@ def _lines(
             log_sum_exp_logits=log_sum_exp[row, counts],
         )
         found[number] = to_line(example, number, rows, *source)
-    parts: list[dict[int, str]] = [found]
-    if size > 1:
-        parts = [{} for _ in range(size)]
-        torch.distributed.all_gather_object(
-            parts, found, group=parallel_state.get_data_parallel_group()
-        )
+    parts = gathered(found, parallel_state.get_data_parallel_group())
     lines = {number: line for part in parts for number, line in part.items()}
     return [lines[number] for number in numbers]
 

@@ -85,6 +85,7 @@ from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 
 
 class CheckpointedModel(Protocol):
@@ -256,7 +257,7 @@ class CheckpointCallback:
 
     def check_save(self) -> None:
         """Do `finish_save` if all ranks have written their parts; all ranks call it."""
-        if self._begun is not None and all(dist_ckpt.gathered(self._begun.save.is_written())):
+        if self._begun is not None and all(gathered(self._begun.save.is_written())):
             self.finish_save()
 
     def finish_save(self) -> None:
@@ -308,7 +309,7 @@ class CheckpointCallback:
         folder = self.folder
         if not self.enabled or folder is None:
             return
-        if not dist_ckpt.gathered((folder / EXPORTED).exists())[0]:
+        if not gathered((folder / EXPORTED).exists())[0]:
             logging.info(f"the job died after {folder}: writing what comes at the end of training")
             self._export(folder, is_train_end=True)
 
@@ -429,7 +430,7 @@ class CheckpointCallback:
         while True:
             with failing_together(self.root):
                 chosen = self._newest(accept) if parallel_state.get_rank() == 0 else None
-            folder: Path | None = dist_ckpt.gathered(chosen)[0]
+            folder: Path | None = gathered(chosen)[0]
             if folder is None or self.is_sound(folder):
                 return folder
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 import xxhash
 from nemo.utils import logging
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from nemo_aligner.checkpoint.forms import MARKER
 from nemo_aligner.core.errors import DamagedFileError, SaveError
 from nemo_aligner.core.progress import progress
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 
 MANIFEST = "CHECKSUMS.xxh128"
 Checksums = dict[str, str]  # path below the folder -> hexadecimal digits
@@ -284,24 +285,17 @@ def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _n
     Raises:
         DamagedFileError: on all ranks; names the files that are missing or others.
     """
-    rank, size = 0, 1
-    several = torch.distributed.is_initialized()
-    if several:
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     outcome: str | None = None
     try:
         checksums = read_manifest(folder) or {}
         names = sorted(filter(select, checksums))
         if checksums:
             check_all_are_listed(folder, select, checksums)
+        rank, size = parallel_state.get_rank(), parallel_state.get_world_size()
         check_files(folder, names[rank::size], checksums)
     except DamagedFileError as error:
         outcome = str(error)
-    outcomes = [outcome]
-    if several:
-        outcomes = [None] * size
-        torch.distributed.all_gather_object(outcomes, outcome)
-    messages = [message for message in outcomes if message is not None]
+    messages = [message for message in gathered(outcome) if message is not None]
     if messages:
         raise DamagedFileError("\n".join(dict.fromkeys(messages)))
 

@@ -55,6 +55,7 @@ from nemo_aligner.checkpoint.data_only import (
     reason,
 )
 from nemo_aligner.core.errors import SaveError, UserError
+from nemo_aligner.parallel.collectives import gathered
 
 
 def barrier() -> None:
@@ -65,15 +66,6 @@ def barrier() -> None:
 
 # What a checkpoint takes beside its tensors is less than this, and in it is a margin for the rest.
 _MARGIN_BYTES = 8 << 20
-
-
-def gathered(mine: Any) -> list[Any]:
-    """`mine` of every rank, in their order, on every rank; all ranks call it."""
-    if not torch.distributed.is_initialized():
-        return [mine]
-    found = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    return found
 
 
 @contextlib.contextmanager
@@ -246,9 +238,8 @@ def _common_written_together() -> Iterator[None]:
 
 def _checksums_of_all(writer: _CheckedWriter) -> Checksums:
     """Checksums of the files of all ranks; all ranks call it."""
-    return {
-        name: found for part in gathered(writer.files.checksums) for name, found in part.items()
-    }
+    parts = gathered(writer.files.checksums)
+    return {name: found for part in parts for name, found in part.items()}
 
 
 class BackgroundSave:

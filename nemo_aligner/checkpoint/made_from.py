@@ -21,11 +21,12 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.checksums import MANIFEST
-from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.megatron import locate
 from nemo_aligner.config.access import shown_url
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.kl import name_kl_estimator
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
 
 MadeFrom = dict[str, dict[str, Any]]

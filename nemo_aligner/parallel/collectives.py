@@ -156,6 +156,15 @@ def gather_tensor(
     return pieces
 
 
+def gathered(mine: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """`mine` of every rank, in their order, on every rank; all ranks of `group` call it."""
+    if not _several_ranks(group):
+        return [mine]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """Call `fn` on the first rank of each TP x PP x CP group, else give None; no collective."""
     if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
@@ -241,11 +250,7 @@ def all_reduce_dict(
 
 def get_global_set(local_data_ids: set[Any]) -> set[Any]:
     """The union of the sets of all ranks of the job, which all call it."""
-    if not _several_ranks(None):
-        return set(local_data_ids)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, local_data_ids)
-    return set().union(*everywhere)
+    return set().union(*gathered(local_data_ids))
 
 
 def pad_list(tensor_list: list[Tensor], pad_value: float) -> list[Tensor]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.schema import Arrays
 
@@ -75,11 +76,7 @@ class ControlGroup:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order, on every rank."""
-        if self.group is None:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else gathered(value, self.group)
 
 
 class StoreLostError(RuntimeError):

@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.futures import FutureResult, PendingReply
 from nemo_aligner.servers.schema import Arrays
@@ -110,10 +111,7 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
             if state == "failed":
                 failure = result
             left.pop(0)
-        outcomes: list[Any] = [(failure, not left)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            outcomes = [None] * dist.get_world_size()
-            dist.all_gather_object(outcomes, (failure, not left))
+        outcomes = gathered((failure, not left))
         for error, _ in outcomes:
             if error is not None:
                 raise error

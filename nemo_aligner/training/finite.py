@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from nemo_aligner.core.errors import NonFiniteError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 
 REMEDY = (
@@ -58,20 +59,14 @@ def check_finite(
     """
     found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
     wrong = torch.tensor(found, dtype=torch.int32, device=get_device())
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if several:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     if not wrong.any():
         return
     bad_loss, bad_gradient = wrong.tolist()
-    mine = (
-        _where_loss_is_wrong(shares, rows),
-        _weights_with_wrong_gradients(model_chunks),
+    by_rank = gathered(
+        (_where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks))
     )
-    by_rank = [mine]
-    if several:
-        by_rank = [mine] * dist.get_world_size()
-        dist.all_gather_object(by_rank, mine)
     places = [place for place, _ in by_rank if place]
     names = sorted({name for _, names in by_rank for name in names})
     parts = []

@@ -7,6 +7,7 @@ module. Such an override would be ignored: defining the class is an error that s
 override instead.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -37,7 +38,9 @@ RETIRED_HOOKS = {
 
 
 class RetiredHooks:
-    """Base class of models: refuses classes that override what nothing calls (`ConfigError`)."""
+    """Base class of models, with methods that raise `UserError` in the place of the retired ones:
+    refuses classes that override these (`ConfigError`).
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -47,47 +50,13 @@ class RetiredHooks:
                     f"{cls.__name__}.{name} would never be called in this package: {instead}."
                 )
 
-    def get_forward_output_and_loss_func(self, validation_step: bool = False) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("get_forward_output_and_loss_func")
 
-    def get_actor_forward_output_and_loss_func(self) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("get_actor_forward_output_and_loss_func")
-
-    def loss_func(self, output_tensor: Any, label_tensor: Any = None) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("loss_func")
-
-    def bt_loss_func(self, output_tensor: Any, label_tensor: Any) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("bt_loss_func")
-
-    def reg_loss_func(self, output_tensor: Any, label_tensor: Any) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("reg_loss_func")
-
-    def split_output_tensor(self, output_tensor: Any) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("split_output_tensor")
-
-    def get_forward_output_only_func(self) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("get_forward_output_only_func")
-
-    def get_logprob_output_only_func(self, inference_only: bool = True) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("get_logprob_output_only_func")
-
-    def forward_step(
-        self, data_iter: Any, micro_batch_size: int, sequence_length: int, num_microbatches: int
-    ) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("forward_step")
-
-    def model_provider_func(self, pre_process: bool, post_process: bool) -> NoReturn:
-        """Raise `UserError`; see `RETIRED_HOOKS`."""
-        self._refuse("model_provider_func")
-
-    def _refuse(self, name: str) -> NoReturn:
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: RetiredHooks, *args: Any, **kwargs: Any) -> NoReturn:
         raise UserError(f"{type(self).__name__}.{name} is not used: {RETIRED_HOOKS[name]}.")
+
+    return refuse
+
+
+for _name in RETIRED_HOOKS:
+    setattr(RetiredHooks, _name, _refusing(_name))
