@@ -138,6 +138,14 @@ class PPOTrainer(PolicyGradientTrainer):
                 f"the loss by model.ppo.kl_loss_coef={kl_loss_coef}. Both apply; set one of them "
                 "to 0 unless you mean that."
             )
+        rescaled_by = self.data_settings.rescaled_by()
+        if kl_loss_coef > 0 and rescaled_by:
+            logging.warning(
+                f"model.ppo.kl_loss_coef={kl_loss_coef} is not in units of the reward: "
+                f"trainer.ppo.{rescaled_by} divides the rewards or advantages by their standard "
+                "deviation, and not this KL. Where it is to be beta, take rloo, or gae with "
+                "normalize_advantages=False, or initial_policy_kl_penalty (docs/ppo.md)."
+            )
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
         self._critic_save: Pending[int | None] | None = None  # that nobody has waited for

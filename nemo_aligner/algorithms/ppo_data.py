@@ -76,6 +76,14 @@ class DataSettings:
         """What follows from the choice of `advantage_estimator`."""
         return ADVANTAGE_ESTIMATORS[self.advantage_estimator]
 
+    def rescaled_by(self) -> str | None:
+        """The setting by which advantages have another scale than the rewards; None: the same."""
+        if self.estimator.divides_by_std:
+            return f"advantage_estimator={self.advantage_estimator}"
+        if self.normalize_advantages and not self.estimator.compares_responses:
+            return "normalize_advantages=True"
+        return "whiten_rewards=True" if self.whiten_rewards else None
+
     def harm_of_kl_estimator(self) -> str | None:
         """What is wrong with this KL in the reward, for a warning; None for k1."""
         name = name_kl_estimator(self.use_absolute_kl, self.kl_estimator)

@@ -18,13 +18,14 @@ class AdvantageEstimator:
     # it compares the responses to one prompt with each other, so there must be at least two, and
     # their advantages have a scale of their own (no normalization)
     compares_responses: bool = False
+    divides_by_std: bool = False  # that scale is not the rewards'
 
 
 ADVANTAGE_ESTIMATORS = {
     "gae": AdvantageEstimator(needs_critic=True),
     "reinforce_plus_plus": AdvantageEstimator(),
     "rloo": AdvantageEstimator(compares_responses=True),
-    "grpo": AdvantageEstimator(compares_responses=True),
+    "grpo": AdvantageEstimator(compares_responses=True, divides_by_std=True),
 }
 
 # What GRPO makes of rewards of steps or tokens: their sum, or each compared with the others'.

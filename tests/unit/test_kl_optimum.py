@@ -331,6 +331,18 @@ def test_kl_in_the_loss_reaches_the_optimum_of_what_it_penalises():
         assert logits.softmax(-1)[0].tolist() == pytest.approx(policy, abs=0.02), name
 
 
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_coefficient_in_the_loss_is_beta_where_nothing_rescales(estimator, normalized):
+    """Rewards and beta ten times smaller have the same optimum."""
+    problem = Problem(one_token().reference, one_token().rewards / 10, beta=0.1)
+    changes = {"normalize_advantages": normalized}
+    options = {"kl_penalty": 0.0, "kl_loss_coef": problem.beta, "kl_loss_estimator": "k2"}
+    gap = problem.gap_closed(train(problem, estimator, **options, **changes))
+    rescaled_by = settings(advantage_estimator=estimator, **changes).rescaled_by()
+    assert gap > ENOUGH if rescaled_by is None else gap < -0.25
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_default_reaches_the_optimum_of_other_problems(estimator):

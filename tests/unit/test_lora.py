@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import load_tensors_metadata
+from nemo.utils import logging
 from omegaconf import OmegaConf, open_dict
 from torch.func import functional_call
 
@@ -24,6 +25,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticMod
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import train_on_batch
 from tests.tiny_models import PPO, tiny_config
@@ -224,7 +226,7 @@ def test_gradients_and_optimizer_hold_adapters_alone(bases):
 # --- checkpoints
 
 
-def test_a_nemo_of_adapters_is_small_and_stands_for_the_merged_model(bases, tmp_path):
+def test_a_nemo_of_adapters_is_small_and_stands_for_the_merged_model(bases, tmp_path, monkeypatch):
     model = actor_with(bases, variant="canonical")
     train(model)
     expected, path = logits_of(model), tmp_path / "adapters.nemo"
@@ -238,8 +240,17 @@ def test_a_nemo_of_adapters_is_small_and_stands_for_the_merged_model(bases, tmp_
         merged = load_from_nemo(MegatronGPTModel, OmegaConf.create(keys), None, restore_path=path)
         bounds = {"rtol": 1e-5, "atol": 1e-5} if not keys else {"rtol": 0.1, "atol": 0.15}
         torch.testing.assert_close(logits_of(merged).float(), expected, **bounds)
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda text, *_: said.append(text))
     again = load(bases)
     again.init_peft({**peft(adapter_dim=9), "restore_from_path": str(path)})
+    assert ["the KL does not start at 0" in line for line in said] == [False, True]
+    spin = OmegaConf.create({"sampling_params": PPO["sampling_params"]})
+    load(bases, model_class=MegatronGPTSPINModel, spin=spin).init_peft(
+        {**peft(), "restore_from_path": str(path)}
+    )
+    load(bases).init_peft({"peft_scheme": "lora"})
+    assert len(said) == 3  # SPIN's reference moves; new adapters change nothing
     assert again.lora.dim == 4  # the file says what the adapters look like
     assert not again.starts_as_reference and not model.starts_as_reference  # normal B
     assert torch.equal(logits_of(again), expected)

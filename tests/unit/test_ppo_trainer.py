@@ -608,12 +608,35 @@ def warnings(monkeypatch):
 
 @pytest.mark.parametrize("penalty, coefficient", [(0.01, 0.0), (0.0, 0.1), (0.01, 0.1)])
 def test_a_kl_in_reward_and_loss_is_warned_of(penalty, coefficient, warnings):
-    make_trainer(initial_policy_kl_penalty=penalty, kl_loss_coef=coefficient)
+    settings = {"normalize_advantages": False, "initial_policy_kl_penalty": penalty}
+    make_trainer(**settings, kl_loss_coef=coefficient)
     twice = [line for line in warnings if "penalized twice" in line]
     assert len(twice) == bool(penalty and coefficient) == len(warnings)
     for line in twice:
         assert "trainer.ppo.initial_policy_kl_penalty=0.01" in line
         assert "model.ppo.kl_loss_coef=0.1" in line and "set one of them to 0" in line
+
+
+@pytest.mark.parametrize(
+    "settings, rescaled_by",
+    [
+        ({}, "normalize_advantages=True"),
+        ({"normalize_advantages": False}, None),
+        ({"normalize_advantages": False, "whiten_rewards": True}, "whiten_rewards=True"),
+        ({"advantage_estimator": "grpo"}, "advantage_estimator=grpo"),
+        ({"advantage_estimator": "rloo"}, None),
+    ],
+)
+def test_a_coefficient_in_the_loss_that_is_no_beta_is_warned_of(settings, rescaled_by, warnings):
+    for coefficient in (0.0, 0.1):
+        make_trainer(
+            initial_policy_kl_penalty=0.0,
+            kl_loss_coef=coefficient,
+            num_rollouts_per_prompt=2,
+            **settings,
+        )
+        assert len(warnings) == bool(coefficient and rescaled_by)
+    assert not rescaled_by or f"trainer.ppo.{rescaled_by} divides" in warnings[0]
 
 
 def stored(trainer):

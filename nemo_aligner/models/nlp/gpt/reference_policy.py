@@ -6,11 +6,13 @@ Shapes: B samples on this rank, S padded length, R total length of a sample.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from nemo.utils import logging
+from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_reference
@@ -119,6 +121,15 @@ class ReferencePolicyMixin(LogProbsMixin):
             yield
         finally:
             self._is_reference = False
+
+    def init_peft(self, peft_cfg: DictConfig | Mapping[str, Any] | None) -> None:
+        super().init_peft(peft_cfg)
+        if self._reference_is_base() and not self.starts_as_reference:
+            logging.warning(
+                "the reference policy is the base without the adapters that the policy starts "
+                "from: the KL does not start at 0, nor the loss of DPO at log 2. For a reference "
+                "with them, name them in pretrained_checkpoint.restore_from_path instead."
+            )
 
     def _reference_is_base(self) -> bool:
         """Whether the reference policy is the model without its adapters."""
