@@ -814,6 +814,13 @@ MUTANTS = [
         _unit("test_spin_model.py", "test_samples_of_the_rollouts_are_written"),
     ),
     Mutant(
+        "a dropout that the checkpoint stores acts in DPO",
+        "launch/model_loading.py",
+        "    if job in WITHOUT_DROPOUT and stored:",
+        "    if job in () and stored:",
+        _unit("test_dpo_model.py", "test_a_stored_dropout_is_off_unless_it_is_asked_for"),
+    ),
+    Mutant(
         "the alarms of SPIN judge the first steps of an iteration",
         "algorithms/alarms.py",
         "(step if age is None else age) < watched.first_step",

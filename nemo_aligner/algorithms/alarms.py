@@ -55,6 +55,7 @@ class Watched:
         bad_above: True if the quantity is bad above the threshold, False if below.
         meaning: the usual causes, and what to do.
         first_step: before this step the quantity is expected to be bad.
+        last_step: after this step it may be anything; None: it counts to the end.
     """
 
     key: str
@@ -62,6 +63,12 @@ class Watched:
     bad_above: bool
     meaning: str
     first_step: int = 0
+    last_step: int | None = None
+
+
+def _first_rewards(metrics: Metrics) -> float | None:
+    mean, std = metrics.get("rewards_all_mean"), metrics.get("rewards_all_std")
+    return None if mean is None or std is None else math.hypot(mean, std)
 
 
 def _truncated_fraction(metrics: Metrics) -> float | None:
@@ -78,6 +85,24 @@ WARNINGS = (
         "every update is off-policy from its start. Usual causes: a temperature that one of them "
         "does not apply, dropout left on, another precision or kernel in decoding, or stale "
         "weights in the sampler. See sampling_ratio_max for the worst token.",
+    ),
+    Watched(
+        "first_update_kl",
+        lambda metrics: metrics.get("first_update_kl"),
+        True,
+        "The first update of a rollout finds other probabilities than its log-probs, though no "
+        "weight has changed: they are off-policy, and the ratios wrong. Usual causes: a dropout "
+        "(model.hidden_dropout, attention_dropout, peft.lora_tuning.adapter_dropout), another "
+        "precision or kernel in training, or model.ppo.rollout_logprobs=sampler.",
+    ),
+    Watched(
+        "first_rewards",
+        _first_rewards,
+        True,
+        "Before the first update the policy is its reference, so all rewards must be 0, and the "
+        "loss log 2. Usual causes: a dropout (model.hidden_dropout, attention_dropout, "
+        "peft.lora_tuning.adapter_dropout), or another precision or kernel in training.",
+        last_step=0,
     ),
     Watched(
         "clip_fraction",
@@ -213,17 +238,17 @@ class Alarms:
             metrics.
         """
         for watched in WARNINGS:
-            value = watched.quantity(metrics)
+            value, now = watched.quantity(metrics), step if age is None else age
             if (
                 watched.key not in self.thresholds
                 or value is None
                 or math.isnan(value)
-                or (step if age is None else age) < watched.first_step
+                or now < watched.first_step
             ):
                 continue
             threshold = self.thresholds[watched.key]
             bad = value > threshold if watched.bad_above else value < threshold
-            if not bad:
+            if not bad or watched.last_step is not None and now > watched.last_step:
                 self.active.discard(watched.key)
             elif watched.key not in self.active:
                 self.active.add(watched.key)

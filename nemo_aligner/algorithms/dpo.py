@@ -32,6 +32,8 @@ class DPOTrainer(SupervisedTrainer):
         super().__init__(*args, **kwargs)
         self.collate_fn = collate_fn
         self.model: Any  # of MegatronGPTDPOModel's interface
+        if not getattr(self.model, "starts_as_reference", True):
+            self.alarms.thresholds.pop("first_rewards", None)
 
     def train_single_step(self, batch: Any) -> dict[str, float]:
         """One optimizer update on this rank's share of a global batch; returns its metrics."""

@@ -224,8 +224,10 @@ class PPOTrainer(PolicyGradientTrainer):
         """
         metrics: dict[str, Any] = {"loss": 0.0}
         early_stop = EarlyStop(self.cfg.target_kl)
-        for metrics in self.updates(early_stop.until_reached(dataloader_iter)):
+        for number, metrics in enumerate(self.updates(early_stop.until_reached(dataloader_iter))):
             early_stop.check(metrics)
+            if number == 0:
+                self.alarms.watch({"first_update_kl": metrics.get("approx_kl")}, self.step)
         skipped = early_stop.metrics()
         self.log_update(skipped)
         return metrics["loss"], metrics | skipped

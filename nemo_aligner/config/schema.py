@@ -169,8 +169,8 @@ _ACTOR = (
         trt_llm.reshard batch_iterator.use_flask advantage_estimator kl_estimator
         adaptive_kl.enable adaptive_kl.target adaptive_kl.horizon target_kl critic_gae_lambda
         advantage_clip reward_clip whiten_rewards process_rewards overlong_buffer_len
-        overlong_penalty_factor alarms.sampling_mismatch alarms.clip_fraction
-        alarms.explained_variance""",
+        overlong_penalty_factor alarms.sampling_mismatch alarms.first_update_kl
+        alarms.clip_fraction alarms.explained_variance""",
     )
     | dotted(
         "remote_critic_rm",
@@ -233,7 +233,8 @@ _PREFERENCES = """ref_policy_kl_penalty preference_average_log_probs sft_average
 _DPO = (
     dotted(
         "trainer.dpo",
-        f"{_SUPERVISED} alarms.likelihood_fall alarms.accuracy alarms.margin",
+        f"""{_SUPERVISED} alarms.likelihood_fall alarms.first_rewards alarms.accuracy
+        alarms.margin""",
     )
     | dotted(
         "model.dpo",
@@ -265,7 +266,7 @@ _DISTILLATION = (
 )
 _KTO = dotted(
     "trainer.kto",
-    f"{_SUPERVISED} alarms.likelihood_fall alarms.margin",
+    f"{_SUPERVISED} alarms.likelihood_fall alarms.first_rewards alarms.margin",
 ) | dotted(
     "model.kto",
     f"{_PREFERENCES} desirable_loss_weight undesirable_loss_weight",
@@ -295,7 +296,7 @@ _SPIN = (
     dotted(
         "trainer.spin",
         f"""{_SUPERVISED} max_iterations alarms.truncated_fraction alarms.identical_fraction
-        alarms.likelihood_fall alarms.accuracy alarms.margin""",
+        alarms.likelihood_fall alarms.first_rewards alarms.accuracy alarms.margin""",
     )
     | dotted(
         "model.spin",

@@ -18,7 +18,7 @@ from nemo_aligner.config.rules import job_of_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.parallel.environment import adopt_mpi_ranks
+from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 
 Model = TypeVar("Model", bound=MegatronGPTModel)
 
@@ -32,6 +32,19 @@ PARALLEL_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
+# Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
+# dropout of the checkpoint's pretraining would be noise in them.
+WITHOUT_DROPOUT = (
+    "gpt_ppo_actor",
+    "gpt_ppo_critic",
+    "gpt_rs_actor",
+    "gpt_reinforce_actor",
+    "gpt_dpo",
+    "gpt_kto",
+    "gpt_spin",
+    "gpt_knowledge_distillation",
+)
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Sections of other jobs, which a checkpoint that such a job trained may hold.
 OTHER_POLICIES = {"gpt_rs_actor": ("ppo",), "gpt_reinforce_actor": ("ppo", "rs")}
 
@@ -46,7 +59,8 @@ def load_and_override_model_config(
     (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
     part of the file's configuration before. Where the tokenizer is not given, the file's own is
     used. Parallel sizes that neither has are those of `conf/model_fallbacks.yaml`: older YAML
-    files refer to them.
+    files refer to them. In jobs `WITHOUT_DROPOUT` the file's dropout is off where its key is not
+    given, and a line says so.
 
     Where `model_cfg_to_overwrite` is the section `model` of a job's configuration, the whole of it
     is checked (`check_loaded`).
@@ -65,7 +79,17 @@ def load_and_override_model_config(
     for key in PARALLEL_SIZES:
         if key not in merged:
             merged[key] = model_fallback(key)
-    for section in OTHER_POLICIES.get(job_of_model(model_cfg_to_overwrite) or "", ()):
+    job = job_of_model(model_cfg_to_overwrite) or ""
+    stored = [key for key in DROPOUTS if key not in model_cfg_to_overwrite and merged.get(key)]
+    if job in WITHOUT_DROPOUT and stored:
+        if is_rank_zero():
+            values = ", ".join(f"{key}={merged[key]}" for key in stored)
+            logging.info(
+                f"the dropout of the checkpoint's configuration ({values}) is off in this job; "
+                f"++model.{stored[0]}={merged[stored[0]]} would switch it on"
+            )
+        merged.update(dict.fromkeys(stored, 0.0))
+    for section in OTHER_POLICIES.get(job, ()):
         merged.pop(section, None)  # of the job that trained the checkpoint; it has other lengths
     check_loaded(model_cfg_to_overwrite, merged, restore_path)
     return merged
@@ -179,6 +203,8 @@ def load_from_nemo(
     cfg.pop("target", None)
     launch_processes(trainer)
     model = cls(cfg, trainer=trainer)
+    if cls.CONFIG_NAME in WITHOUT_DROPOUT:
+        model.stored_dropout = {key: file_cfg[key] for key in DROPOUTS if file_cfg.get(key)}
     model.load_nemo_weights(
         restore_path,
         strict=strict,

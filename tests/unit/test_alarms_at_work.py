@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 # Defaults of gpt_ppo_actor.yaml, but for the critic: the fake one knows nothing.
 THRESHOLDS = {
     "sampling_mismatch": 0.05,
+    "first_update_kl": 0.01,
     "clip_fraction": 0.3,
     "explained_variance": None,
     "truncated_fraction": 0.9,
@@ -174,6 +175,16 @@ def test_dropout_left_on_is_heard_by_the_reference_and_the_sampler(
             match="before the first update, log-probs of the policy and of the referen",
         ):
             trainer.fit()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_dropout_in_training_is_heard_at_the_first_update(tiny_tokenizer_dir, warnings, dropout):
+    trainer = make_job(make_actor(tiny_tokenizer_dir, hidden_dropout=dropout))
+    trainer.fit()
+    (_, kl), *_ = trainer.logger.series("train_optim/approx_kl")
+    (_, ratio), *_ = trainer.logger.series("train_optim/ppo_ratio")
+    assert (kl < 1e-8 and abs(ratio - 1) < 1e-5) == (dropout == 0)
+    assert ("first_update_kl" in alarms_of(warnings)) == (dropout > 0)
 
 
 # -------------------------------------------------------------------------------- other warnings

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
@@ -25,15 +26,17 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_dpo_datasets,
 )
 from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset
-from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests import hugging_face
 from tests.chat_forms import TEMPLATES
 from tests.oracles import trl_dpo
 from tests.tiny_models import tiny_config
 from tests.trl_dpo_steps import PEERS
 from tests.unit.test_config_checks import check
+from tests.unit.test_script_steps import job_configuration
 
 pytestmark = pytest.mark.slow
 
@@ -312,6 +315,41 @@ def test_twenty_steps_end_at_the_weights_of_trl(
     assert_same_weights(ours, dict(hf.named_parameters()))
 
 
+@pytest.mark.parametrize("asked", ["", "dropout", "adapters"])
+def test_a_stored_dropout_is_off_unless_it_is_asked_for(
+    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch, asked
+):
+    said, base = [], tmp_path / "base"
+    for level in ("info", "warning"):
+        monkeypatch.setattr(logging, level, lambda text, *_: said.append(text))
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **dropout)).save_to(f"{base}/")
+    sizes = {"model.global_batch_size": PAIRS, "model.micro_batch_size": 2}
+    tuning = {"adapter_dropout": 0.5, "row_init_method": "normal"}
+    changes = {
+        "": {},
+        "dropout": {"model.hidden_dropout": 0.1},
+        "adapters": {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning": tuning},
+    }[asked]
+    cfg = job_configuration("gpt_dpo", base, **sizes, **changes)
+    cfg.model = load_and_override_model_config(base, cfg.model)
+    model = load_from_nemo(MegatronGPTDPOModel, cfg.model, None, restore_path=base)
+    model.init_peft(cfg.model.peft)
+    model.set_reference_policy()
+    data = DPOModelDataset([write(tmp_path / "p.jsonl", records(PAIRS))], tiny_tokenizer, LENGTH)
+    trainer, log = trainer_of(model, data, max_steps=1)
+    trainer.fit()
+    assert (log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)) == (not asked)
+    off = "(attention_dropout=0.2)" if asked == "dropout" else "(hidden_dropout=0.1, attention"
+    assert sum("is off in this job" in line and off in line for line in said) == 1
+    # Of a policy that starts from other weights than its reference, a line says so before.
+    assert sum("first_rewards is" in line for line in said) == (asked == "dropout")
+    assert sum("DPO at log 2" in line for line in said) == (asked == "adapters")
+    model.save_config_to(tmp_path)
+    stored = OmegaConf.load(tmp_path / "model_config.yaml")
+    assert {key: stored[key] for key in dropout} == dropout
+
+
 @pytest.mark.full
 @pytest.mark.timeout(400)
 def test_twenty_steps_end_at_the_weights_of_trls_trainer(
@@ -382,7 +420,7 @@ def test_an_alarm_when_both_responses_become_unlikely(
     model.set_reference_policy()
     given = list(records(3 * PAIRS))
     data = DPOModelDataset([write(tmp_path / "p.jsonl", given)], tiny_tokenizer, LENGTH)
-    trainer, log = trainer_of(model, data, alarms={"likelihood_fall": 0.5})
+    trainer, log = trainer_of(model, data, alarms={"likelihood_fall": 0.5, "first_rewards": None})
     said = []
     trainer.alarms._warn = said.append
     for weight in model.unwrapped()[0].output_layer.parameters():

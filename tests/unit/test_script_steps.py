@@ -420,6 +420,22 @@ def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file,
     assert loaded.ppo.length_params.max_length == 24  # half of the job's length
 
 
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_a_stored_dropout_is_off_where_it_is_noise(name, nemo_file, tmp_path):
+    cfg = utils.load_checkpoint_model_config(nemo_file)
+    cfg.hidden_dropout = cfg.attention_dropout = 0.1
+    OmegaConf.save(cfg, tmp_path / "model_config.yaml")
+    own = {"gpt_sft": 0.0, "training_rm": 0.1, "inference_rm": 0.1}.get(name)  # SFT: of its YAML
+    for given, value in (
+        ({}, own or 0.0),
+        ({"hidden_dropout": 0.2}, 0.2),
+        (dict.fromkeys(["hidden_dropout"]), 0.1),
+    ):
+        job = job_configuration(name, tmp_path, **{f"model.{k}": v for k, v in given.items()})
+        loaded = utils.load_and_override_model_config(tmp_path, job.model)
+        assert (loaded.hidden_dropout, loaded.attention_dropout) == (value, own or 0.0)
+
+
 def test_a_section_that_is_no_part_of_a_job_is_not_checked(nemo_file, calls):
     job = job_configuration("gpt_ppo_actor", nemo_file)
     other = OmegaConf.create({"trainer": {"my_algorithm": {}}, "model": {"seed": 1}})

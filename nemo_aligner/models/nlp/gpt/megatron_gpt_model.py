@@ -83,6 +83,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             padding.
         micro_batch_tokens: most tokens of a forward pass in place of a number of samples, or None.
         restore_path: checkpoint that the weights were loaded from; None: they are random.
+        stored_dropout: keys of that checkpoint which are written again where this job has 0.
 
     Raises:
         UserError: the processes of the job are not connected, or the tokenizer cannot be read.
@@ -128,6 +129,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self._swap_buffer: dict[str, Tensor] | None = None
         self.micro_batch_tokens: int | None = self.cfg.dynamic_micro_batch_tokens
         self.restore_path: Path | None = None
+        self.stored_dropout: dict[str, float] = {}
 
     # --- construction ---------------------------------------------------------------------------
 
@@ -407,7 +409,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         nemo_writing.write_config(folder, self._resolved_config())
 
     def _resolved_config(self) -> DictConfig:
-        return OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
+        config = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
+        config.update({key: self.cfg[key] or kept for key, kept in self.stored_dropout.items()})
+        return config
 
     def load_nemo_weights(
         self,
