@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_aligner import jobs
-from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.core.endings import ExitCode, interruptible
 
 # The module of each tool, whose `main` gets the words behind its name; what the tool does.
 TOOLS = {
@@ -96,6 +96,7 @@ def show_config(words: list[str], modules: Mapping[str, str]) -> int | None:
     return None
 
 
+@interruptible()
 def main(argv: list[str] | None = None) -> int | None:
     """Run what the command line names; returns an exit code, None for 0."""
     argv = sys.argv[1:] if argv is None else argv

@@ -7,6 +7,7 @@ import errno
 import sys
 from pathlib import Path
 
+from nemo_aligner.core.endings import interruptible
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.remarks import remarks
 from nemo_aligner.launch.versions import warn_of_unsupported_versions
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@interruptible()
 @remarks.aside()
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""

@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import secrets
+import sys
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from enum import IntEnum
 from pathlib import Path
@@ -28,8 +30,9 @@ class ExitCode(IntEnum):
     FAILED = 1  # an error, an alarm, or what a server reported
     USER_ERROR = 2  # a key, a file or an address to correct; the disk is full
     TIME = 75  # the time limit is over
-    PRE_EMPTED = 76  # SIGTERM or SIGUSR1
+    PRE_EMPTED = 76  # SIGTERM, Ctrl-C or SIGUSR1
     LOST_PEER = 77  # a process that the job needs has ended, or hangs
+    INTERRUPTED = 130  # Ctrl-C on a command that is no job
 
 
 RUN_AGAIN = (ExitCode.TIME, ExitCode.PRE_EMPTED, ExitCode.LOST_PEER)
@@ -48,6 +51,16 @@ class JobStopped(SystemExit):
     def __init__(self, code: ExitCode, reason: str):
         super().__init__(code)
         self.code, self.reason = code, reason
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, a Ctrl-C that nobody else takes ends the process in one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nCtrl-C: the command has ended.", file=sys.stderr, flush=True)
+        raise SystemExit(ExitCode.INTERRUPTED) from None
 
 
 def keep_ending_in(folder: Path, is_rank_zero: bool = True) -> None:

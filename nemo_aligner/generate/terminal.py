@@ -39,8 +39,8 @@ def converse(policy: Policy, form: ChatForm) -> None:
     first = parallel_state.get_rank() == 0
     if first:
         _greet(policy, chat)
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends the job
+    # Ctrl-C is for rank 0, which leaves the terminal as it was and ends the job.
+    signal.signal(signal.SIGINT, signal.default_int_handler if first else signal.SIG_IGN)
     messages = form.opening()
     turn = 0
     while (line := policy.group.gathered(_read_line() if first else None)[0]) is not None:
@@ -59,8 +59,6 @@ def converse(policy: Policy, form: ChatForm) -> None:
             if first:
                 print(f"({error})", file=sys.stderr, flush=True)
             continue
-        except KeyboardInterrupt:  # within a response, where other ranks wait for this one
-            raise SystemExit(130) from None
         turn += 1
         if chat:
             messages = [*asked, {"role": "assistant", "content": response}]
@@ -79,7 +77,7 @@ def _greet(policy: Policy, chat: bool) -> None:
 def _read_line() -> str | None:
     try:
         return input("> " if sys.stdin.isatty() else "")
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         return None
 
 

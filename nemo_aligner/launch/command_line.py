@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.access import shown_word
-from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.core.endings import ExitCode, interruptible
 from nemo_aligner.core.gpus import hide_gpus
 
 # The script stays in its working directory, writes no .hydra folder and logs to stdout only;
@@ -49,6 +49,7 @@ def hydra_runner(
 
     def decorator(main: Callable[[DictConfig], None]) -> Callable[..., None]:
         @functools.wraps(main)
+        @interruptible()
         def run(cfg: DictConfig | None = None, arguments: list[str] | None = None) -> None:
             if cfg is not None:
                 main(cfg)

@@ -12,11 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, ParamSpec, TypeVar
 
-from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending
+from nemo_aligner.core.endings import ExitCode, JobStopped, interruptible, note_ending
 from nemo_aligner.core.errors import (
     AlarmError,
     LostPeerError,
@@ -36,6 +37,8 @@ R = TypeVar("R")
 started_processes: list[subprocess.Popen] = []
 # The lists of them that Lightning's launcher watches.
 _watched: list[list[subprocess.Popen]] = []
+# Another thread ends this process.
+_ends_at_once = threading.Event()
 # In the environment of such a process: who has started it.
 STARTED_BY = "NEMO_ALIGNER_STARTED_BY"
 
@@ -47,20 +50,22 @@ _RANK_ZERO_FIRST_S = 10.0
 _EXIT_GRACE_S = 60.0
 
 
-def user_errors_end_the_job(main: Callable[P, R]) -> Callable[P, R]:
+def user_errors_end_the_job(main: Callable[P, R], is_job: bool = False) -> Callable[P, R]:
     """Decorator of a script's `main`: every process of the job ends with it, in success and in
     failure, with a code of `ExitCode`.
 
     An error whose message says what to do (of a user, a server or an alarm) is printed as one
     message, by rank 0 if all ranks have it, without a traceback. Any other error keeps its
-    traceback. Either way the processes that `launch_processes` started end too. SIGTERM and
-    SIGUSR1 are requests to end (training/stop_requests.py).
+    traceback. Either way the processes that `launch_processes` started end too. SIGTERM, Ctrl-C
+    and SIGUSR1 are requests to end (training/stop_requests.py).
+
+    Args:
+        is_job: the same command continues what a Ctrl-C ends.
     """
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        stops = stop_requests.watching(lambda number: end_at_once(ExitCode.PRE_EMPTED, number))
-        with remarks.aside(), stops:
+        with interruptible(), remarks.aside(), stop_requests.watching(end_at_once, is_job):
             return _run(main, *args, **kwargs)
 
     return run
@@ -71,7 +76,8 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     try:
         adopt_mpi_ranks(os.environ)  # here, so that its error is one message too
         warn_of_unsupported_versions()
-        result = main(*args, **kwargs)
+        with _waiting_for_the_end():
+            result = main(*args, **kwargs)
     except (UserError, ServerRequestError, ServerJobError, AlarmError) as error:
         if not is_rank_zero():
             time.sleep(_RANK_ZERO_FIRST_S)  # rank 0 ends this process if it has failed too
@@ -84,6 +90,9 @@ def _run(main: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         _end_started_processes(_EXIT_GRACE_S)
         if _was_started():
             raise SystemExit(ExitCode.FINISHED) from None
+        raise
+    except KeyboardInterrupt:
+        _end_started_processes(0.0)
         raise
     except BaseException as error:
         if not isinstance(error, SystemExit):
@@ -113,6 +122,7 @@ def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     Args:
         asked_by: the signal, which rank 0 is to get as well.
     """
+    _ends_at_once.set()
     if _was_started():
         for _ in range(2):  # the first one alone may wait for the end of a step
             if asked_by is not None:
@@ -121,6 +131,16 @@ def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     _end_started_processes(0.0)
     sys.stdout.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def _waiting_for_the_end() -> Iterator[None]:
+    """Inside, an error that follows from the end of other processes in `end_at_once` is silent."""
+    try:
+        yield
+    finally:
+        if _ends_at_once.is_set():
+            time.sleep(_EXIT_GRACE_S)
 
 
 def end_with_starter() -> None:

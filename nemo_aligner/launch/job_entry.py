@@ -27,7 +27,7 @@ def job_main(
     """
 
     def decorator(main: Main) -> Main:
-        @user_errors_end_the_job
+        @functools.partial(user_errors_end_the_job, is_job=True)
         @functools.wraps(main)
         def run(cfg: DictConfig) -> None:
             cfg = complete_config(cfg, config_name)

@@ -58,6 +58,7 @@ from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
 from nemo_aligner.servers.hosts import Frontend
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
+from nemo_aligner.training.stop_requests import REPEATED_S
 
 CHECK_INTERVAL_S = 5.0  # between two looks at what hosts the endpoints
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
@@ -388,15 +389,17 @@ class ServerLoop:
     def _watcher(self) -> Iterator[None]:
         """Install signal handlers and the watcher thread while `run` runs.
 
-        After a stop request SIGTERM and SIGINT have no effect: launchers repeat them while the job
-        ends by itself.
+        After a stop request SIGTERM has no effect: launchers repeat it while the job ends by
+        itself. A second Ctrl-C does not wait for that.
         """
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         previous = {}
         if threading.current_thread() is threading.main_thread():
             previous = {
-                s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)
+                number: signal.signal(number, lambda *_: None)
+                for number in (signal.SIGTERM, signal.SIGINT)
+                if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN
             }
             # SIGUSR1 asks the actor. Ignored, not handled: processes that start here inherit that.
             previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -422,12 +425,14 @@ class ServerLoop:
             os.close(write_end)
 
     def _forget_signals(self) -> None:
-        """Restore signals in a forked child, so that SIGTERM ends it and not this process."""
+        """Restore signals in a forked child, so that SIGTERM ends it and not this process; Ctrl-C is
+        for this process alone.
+        """
         if self._watching.is_set():
             with contextlib.suppress(ValueError):
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _watch(self, read_end: int) -> None:
         """Thread: pass signals and notes of other ranks on; end a process that cannot continue."""
@@ -436,7 +441,7 @@ class ServerLoop:
             if select.select([read_end], [], [], 0.3)[0]:
                 for number in os.read(read_end, 64):
                     if number in (signal.SIGTERM, signal.SIGINT):
-                        self.stop(f"received {signal.Signals(number).name}")
+                        self._take(signal.Signals(number))
             failure = None
             try:
                 self._read_stop_request()
@@ -463,6 +468,13 @@ class ServerLoop:
                     ExitCode.FAILED,
                     f"a rank failed and the others cannot continue without it: {failure}",
                 )
+
+    def _take(self, number: signal.Signals) -> None:
+        at = self._stopped_at
+        if number == signal.SIGINT and at and time.monotonic() > at + REPEATED_S:
+            code = ExitCode.PRE_EMPTED if self._is_saving else ExitCode.FINISHED
+            self._abandon(code, "a second Ctrl-C")
+        self.stop(f"received {number.name}")
 
     def _check_stop_deadline(self, now: float) -> None:
         """End the process if what runs since before the stop request takes too long."""

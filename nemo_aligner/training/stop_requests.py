@@ -1,10 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to end a job before its last step: SIGTERM, SIGUSR1 (pre-emption) and the time limit.
+"""Requests to end a job before its last step: SIGTERM, Ctrl-C (SIGINT), SIGUSR1 (pre-emption) and
+the time limit.
 
 A request that comes in a step waits for its end, where all ranks agree on it, save and leave. One
-that comes before the first step, and a second SIGTERM, end the process at once. Servers have their
-own way to end (`servers/server_loop.py`). Imports nothing heavy.
+that comes before the first step, and a second SIGTERM or Ctrl-C, end the process at once. Servers
+have their own way to end (`servers/server_loop.py`). Imports nothing heavy.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ from nemo_aligner.parallel.environment import is_rank_zero
 if TYPE_CHECKING:
     from nemo_aligner.core.interfaces import RunTimer
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # One request may arrive twice: a launcher hands on what the process got with its group already.
 REPEATED_S = 1.0
-TIME_IS_OVER = 1  # as a request, below both signals
+TIME_IS_OVER = 1  # as a request, below all signals
 AGAIN = "The same command continues."
 
 
@@ -52,29 +53,37 @@ class StopRequests:
         self.max_steps = 0
         self._saves = True
         self._has_left = False
-        self._first_term: float | None = None
+        self._first: dict[signal.Signals, float] = {}  # when each came
         self._last_boundary = 0.0
         self._step_s: float | None = None  # of the step before
-        self._exit: Callable[[int], object] = lambda _number: None
+        self._is_job = False
+        self._exit: Callable[[ExitCode, int], object] = lambda _code, _number: None
 
     # ---- signals ----
 
     @contextlib.contextmanager
-    def watching(self, end: Callable[[int], object]) -> Iterator[None]:
-        """Inside, SIGTERM and SIGUSR1 are requests. A thread sees them: the main thread may be in
-        a collective that never ends.
+    def watching(
+        self, end: Callable[[ExitCode, int], object], is_job: bool = True
+    ) -> Iterator[None]:
+        """Inside, `SIGNALS` are requests, except a Ctrl-C that a shell keeps from jobs in its
+        background. A thread sees them: the main thread may be in a collective that never ends.
 
         Args:
-            end: ends the process at once, with what belongs to it; gets the signal.
+            end: ends the process at once, with what belongs to it; gets the code and the signal.
+            is_job: the same command continues what a Ctrl-C ends.
         """
         if self._watching or threading.current_thread() is not threading.main_thread():
             yield
             return
         self._clear()
-        self._exit, self._watching = end, True
+        self._exit, self._is_job, self._watching = end, is_job, True
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
-        handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        handlers = {
+            number: signal.signal(number, lambda *_: None)
+            for number in SIGNALS
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+        }
         old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget)
         thread = threading.Thread(
@@ -94,14 +103,15 @@ class StopRequests:
 
     def _forget(self) -> None:
         """In a forked child: signals are no longer of this process. One to the whole process group
-        asks the job, so SIGUSR1 means nothing to a child.
+        asks the job, so SIGUSR1 and Ctrl-C mean nothing to a child.
         """
         if self._watching:
             self._watching = False
             with contextlib.suppress(ValueError):  # forked by another thread
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                for number in (signal.SIGUSR1, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)
 
     def _watch(self, read_end: int) -> None:
         """Thread: take the signals."""
@@ -113,23 +123,21 @@ class StopRequests:
 
     def _take(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if self._has_left:
-            return
+        if self._has_left or signal.getsignal(number) == signal.default_int_handler:
+            return  # a conversation in the terminal takes it itself
         if not self._in_loop:
             when = "before the first step" if self.step is None else "at the end of the job"
-            self._end_at_once(number, f"{number.name} {when}")
-        if number == signal.SIGTERM:
-            if self._first_term is None:
-                self._first_term = now
-            elif now > self._first_term + REPEATED_S:
-                self._end_at_once(number, "a second SIGTERM")
+            self._end_at_once(number, f"{_name(number)} {when}")
+        if now > self._first.setdefault(number, now) + REPEATED_S and number != signal.SIGUSR1:
+            self._end_at_once(number, f"a second {_name(number)}")
         if self.received is None:
             self.received = number
             if is_rank_zero():
-                _say(self._announcement(number.name, now))
+                _say(self._announcement(number, now))
 
-    def _announcement(self, name: str, now: float) -> str:
+    def _announcement(self, number: signal.Signals, now: float) -> str:
         """What a request leads to, and when."""
+        name = _name(number)
         if self.step == self.max_steps:
             return f"{name}: the job has made its last step and ends by itself."
         what = "saves" if self._saves else "does not save (save_interval)"
@@ -137,13 +145,17 @@ class StopRequests:
         if self._step_s is not None:
             left = max(self._last_boundary + self._step_s - now, 0.0)
             text += f", in about {left:.0f} s by the step before"
-        return f"{text}. A second SIGTERM ends it at once."
+        again = name if number == signal.SIGINT else signal.SIGTERM.name
+        return f"{text}. A second {again} ends it at once."
 
     def _end_at_once(self, number: signal.Signals, reason: str) -> None:
+        code, text = ExitCode.PRE_EMPTED, f"the job ends at once, without saving. {AGAIN}"
+        if number == signal.SIGINT and not self._is_job and self.step is None:
+            code, reason, text = ExitCode.INTERRUPTED, _name(number), "the command has ended."
         if is_rank_zero():
-            _say(f"{reason}: the job ends at once, without saving. {AGAIN}")
-        note_ending(ExitCode.PRE_EMPTED, reason, self.step)
-        self._exit(number)
+            _say(f"{reason}: {text}")
+        note_ending(code, reason, self.step)
+        self._exit(code, number)
 
     # ---- the loop over the steps; every rank calls these ----
 
@@ -184,7 +196,7 @@ class StopRequests:
             return None
         if number == TIME_IS_OVER:
             return JobStopped(ExitCode.TIME, "time limit (max_time_per_run)")
-        return JobStopped(ExitCode.PRE_EMPTED, signal.Signals(number).name)
+        return JobStopped(ExitCode.PRE_EMPTED, _name(number))
 
     def leave(self, stop: JobStopped) -> None:
         """End the job, which has saved; `ending.json` is there before any rank has left.
@@ -223,6 +235,11 @@ def _largest_of_ranks(number: int) -> int:
     largest = torch.tensor([number], device=get_device())
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return int(largest)
+
+
+def _name(number: int) -> str:
+    """A signal as a user calls it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def _say(text: str) -> None:

@@ -657,13 +657,26 @@ def test_sigterm_waits_for_a_save(frontend):
 
 
 @asgi_frontend
-def test_a_save_that_is_abandoned_is_no_success(frontend):
-    with CriticJob(save_s=60.0, save_grace_s=1.0, server={"frontend": frontend}) as job:
+@pytest.mark.parametrize(
+    "grace_s, number, times, why",
+    [
+        (1.0, signal.SIGTERM, 1, "the running save did not end in 1 s"),
+        (60.0, signal.SIGINT, 2, "a second Ctrl-C"),
+    ],
+)
+def test_a_save_that_is_abandoned_is_no_success(frontend, grace_s, number, times, why):
+    """On both ranks, as a terminal sends Ctrl-C to all processes."""
+    own = {"save_grace_s": grace_s, "server": {"frontend": frontend}}
+    with CriticJob(ranks=2, save_s=60.0, **own) as job:
         errors, thread = save_in_background(job)
-        job.signal_rank(0)
-        job.must_exit_with(ExitCode.PRE_EMPTED)
+        for _ in range(times):
+            for rank in (0, 1):
+                job.signal_rank(rank, number)
+            wait_until(lambda: "ending the job after the running save" in job.log(), 10, job.log)
+            time.sleep(1.2 * (times > 1))
+        job.must_exit_with(ExitCode.PRE_EMPTED, ExitCode.PRE_EMPTED)
         thread.join(patience(10))
-        assert errors and "the running save did not end in 1 s" in str(errors[0])
+        assert errors and why in str(errors[0])
         job.assert_nothing_left()
 
 

@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands generate and evaluate as users start them, in processes of their own."""
 
+import contextlib
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +24,17 @@ LINES = ["the film", "a dull plot", "Review: the film was bad."]
 CPU = ("trainer.accelerator=cpu", "length_params.max_length=7")
 
 
-def command(name: str, *words: str, torchrun: int = 0, stdin: str = "", limit_s: float = 120):
-    """`python -m nemo_aligner.<name> words`, or under torchrun with so many ranks."""
+def command(
+    name: str,
+    *words: str,
+    torchrun: int = 0,
+    stdin: str = "",
+    limit_s: float = 120,
+    terminal=False,
+):
+    """`python -m nemo_aligner.<name> words`, or under torchrun with so many ranks; in a `terminal`
+    in place of this process.
+    """
     launcher = [sys.executable]
     if torchrun:
         launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={torchrun}"]
@@ -33,8 +46,11 @@ def command(name: str, *words: str, torchrun: int = 0, stdin: str = "", limit_s:
     }
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    line = [*launcher, "-m", f"nemo_aligner.{name}", *words]
+    if terminal:
+        os.execve(line[0], line, environment)
     return subprocess.run(
-        [*launcher, "-m", f"nemo_aligner.{name}", *words],
+        line,
         input=stdin,
         env=environment,
         capture_output=True,
@@ -75,6 +91,32 @@ def test_a_conversation_with_two_ranks(folder):
     assert first == second and first.endswith("\n") and len(first) > 3
     assert ended.stderr.count("has 60 tokens; the model has 48 positions") == 1
     assert ended.stderr.count("each line is a prompt of its own") == 1
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("chats", [True, False])
+def test_ctrl_c_in_a_terminal_ends_two_ranks_in_one_line(folder, tmp_path, chats):
+    """At the prompt, where readline has changed the terminal, and while responses are written."""
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    process, terminal = pty.fork()
+    if not process:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        two = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+        policy = str(folder / "policy.nemo")
+        command("generate", policy, *CPU, *two, *([] if chats else prompts), terminal=True)
+    shown = b""
+    wait_until_s = time.monotonic() + patience(120)
+    with contextlib.suppress(OSError):  # nobody has the terminal open any more
+        while time.monotonic() < wait_until_s:
+            shown += os.read(terminal, 4096)
+            if b"\x03" not in shown and shown.endswith(b"> " if chats else b"\n"):
+                os.write(terminal, b"\x03")
+                shown += b"\x03"
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == ExitCode.INTERRUPTED, shown
+    os.close(terminal)
+    said = shown.partition(b"\x03")[2].decode().replace("^C", "").split("\r\n")
+    assert [line for line in said if line] == ["Ctrl-C: the command has ended."], shown
 
 
 @pytest.mark.full

@@ -46,10 +46,10 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
     # Those that are stopped save in the background, and wait for it.
     limits.append("exp_manager.checkpoint_callback_params.async_save=True")
     folder, done = tmp_path / "stopped", 0
-    for launcher, number, rank in [
-        ("python", signal.SIGTERM, "all"),  # the process group
-        ("python", signal.SIGUSR1, 1),
-        ("torchrun", signal.SIGTERM, None),  # torchrun hands it on
+    for launcher, number, name, rank in [
+        ("python", signal.SIGINT, "Ctrl-C", "all"),  # the process group, as a terminal does
+        ("python", signal.SIGUSR1, "SIGUSR1", 1),
+        ("torchrun", signal.SIGTERM, "SIGTERM", None),  # torchrun hands it on
     ]:
         with sft(data, tiny_tokenizer_dir, folder, *limits, ranks=2, launcher=launcher) as job:
             wait_until(
@@ -70,11 +70,11 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
             assert code == (1 if launcher == "torchrun" else ExitCode.PRE_EMPTED), job.log[-3000:]
             assert not job.leftovers()
         assert "Traceback" not in job.log or launcher == "torchrun", job.log[-3000:]
-        assert f"{number.name}: the job ends after step" in job.log
+        assert f"{name}: the job ends after step" in job.log
         if rank != 1:
-            assert f"{number.name}: the job saves and ends after the running step" in job.log
+            assert f"{name}: the job saves and ends after the running step" in job.log
         found = ending(folder)
-        assert (found["code"], found["reason"]) == (ExitCode.PRE_EMPTED, number.name)
+        assert (found["code"], found["reason"]) == (ExitCode.PRE_EMPTED, name)
         assert done < found["step"] < STEPS
         done = found["step"]
         assert (folder / f"checkpoints/step-step={done}/COMPLETE").exists()

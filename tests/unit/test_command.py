@@ -4,6 +4,7 @@
 
 import importlib
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -167,3 +168,16 @@ def test_a_word_that_cannot_be_read_is_named(word, says, capsys):
         command.main(["train", "ppo", word])
     error = capsys.readouterr().err
     assert ended.value.code == ExitCode.USER_ERROR and says in error and "hidden" not in error
+
+
+def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
+    def interrupted(_args):
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr("nemo_aligner.convert.__main__._run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["convert", "nemo-info", "a.nemo"])
+    signal.signal(signal.SIGINT, before)
+    assert ended.value.code == ExitCode.INTERRUPTED == 130
+    assert capsys.readouterr().err.strip() == "Ctrl-C: the command has ended."

@@ -16,18 +16,20 @@ import time
 import pytest
 
 from nemo_aligner.core.endings import ExitCode, JobStopped, keep_ending_in, note_ending
-from nemo_aligner.training.stop_requests import stop_requests
+from nemo_aligner.training.stop_requests import SIGNALS, stop_requests
 from tests.patience import patience, wait_until
 from tests.ppo_fakes import FakeRunTimer
 
 
 @pytest.fixture
 def watching():
-    """SIGTERM and SIGUSR1 to this process are requests."""
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
-    with stop_requests.watching(lambda number: os._exit(1)):
+    """SIGTERM, SIGINT and SIGUSR1 to this process are requests."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with stop_requests.watching(lambda code, number: os._exit(1)):
         yield
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    signal.signal(signal.SIGINT, handler)
 
 
 def send(number):
@@ -35,8 +37,15 @@ def send(number):
     wait_until(lambda: stop_requests.received, 10, lambda: "the signal to be seen")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_in_a_step_ends_the_job_after_it(watching, number, capfd, tmp_path):
+@pytest.mark.parametrize(
+    "number, name, again",
+    [
+        (signal.SIGTERM, "SIGTERM", "SIGTERM"),
+        (signal.SIGUSR1, "SIGUSR1", "SIGTERM"),
+        (signal.SIGINT, "Ctrl-C", "Ctrl-C"),
+    ],
+)
+def test_a_signal_in_a_step_ends_the_job_after_it(watching, number, name, again, capfd, tmp_path):
     keep_ending_in(tmp_path)
     with stop_requests.in_loop(4, 10, saves=True):
         assert stop_requests.after_step(5, FakeRunTimer()) is None
@@ -46,12 +55,12 @@ def test_a_signal_in_a_step_ends_the_job_after_it(watching, number, capfd, tmp_p
         stop_requests.leave(stop)
     assert stopped.value.code == ExitCode.PRE_EMPTED == 76
     first, last = (line for line in capfd.readouterr().err.splitlines() if line)
-    assert first.startswith(f"{number.name}: the job saves and ends after the running step, in a")
-    assert "step before. A second SIGTERM ends it at once" in first
-    assert f"{number.name}: the job ends after step 6 of 10, with exit code 76" in last
+    assert first.startswith(f"{name}: the job saves and ends after the running step, in a")
+    assert f"step before. A second {again} ends it at once" in first
+    assert f"{name}: the job ends after step 6 of 10, with exit code 76" in last
     ending = json.loads((tmp_path / "ending.json").read_text())
     assert ending.pop("time")
-    expected = {"code": 76, "name": "PRE_EMPTED", "reason": number.name, "step": 6}
+    expected = {"code": 76, "name": "PRE_EMPTED", "reason": name, "step": 6}
     assert ending == expected
 
 
@@ -88,7 +97,8 @@ def test_children_do_not_take_the_signals_of_the_job(watching):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
         time.sleep(0.3)
-        os.kill(child.pid, signal.SIGUSR1)
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            os.kill(child.pid, number)
         time.sleep(0.3)
         assert child.is_alive()
         child.terminate()
@@ -99,14 +109,15 @@ def test_children_do_not_take_the_signals_of_the_job(watching):
 
 # A job whose steps last; a process that it started lasts too.
 JOB = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.launch import endings
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
 from pathlib import Path
 
-@user_errors_end_the_job
+signal.signal(signal.SIGINT, getattr(signal, sys.argv[3]))
+
 def main():
     keep_ending_in(Path(sys.argv[2]))
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -118,38 +129,69 @@ def main():
             time.sleep(60)
     time.sleep(60)
 
-main()
+user_errors_end_the_job(main, is_job=sys.argv[1] != "command")()
 """
 
 
-@pytest.mark.parametrize("phase", ["start", "loop"])
-def test_before_the_first_step_and_asked_twice_a_job_ends_at_once(phase, tmp_path):
+@pytest.mark.parametrize(
+    "phase, number, name, code",
+    [
+        ("start", signal.SIGTERM, "SIGTERM", ExitCode.PRE_EMPTED),
+        ("loop", signal.SIGTERM, "SIGTERM", ExitCode.PRE_EMPTED),
+        ("loop", signal.SIGINT, "Ctrl-C", ExitCode.PRE_EMPTED),
+        ("command", signal.SIGINT, "Ctrl-C", ExitCode.INTERRUPTED),
+    ],
+)
+def test_before_the_first_step_and_asked_twice_a_job_ends_at_once(
+    phase, number, name, code, tmp_path
+):
+    job = started(phase, tmp_path, "default_int_handler")
+    child = int(job.stdout.readline().split()[1])
+    if phase == "loop":
+        assert job.stdout.readline() == "in a step\n"
+        for _ in range(2):  # the same request, to the process and to its group
+            job.send_signal(number)
+        time.sleep(1.5)
+        assert job.poll() is None
+    job.send_signal(number)
+    _, said = job.communicate()
+    assert job.returncode == code, said
+    why = f"a second {name}" if phase == "loop" else f"{name} before the first step"
+    if phase == "command":
+        why = name
+        assert said.strip() == "Ctrl-C: the command has ended."
+    else:
+        assert f"{why}: the job ends at once, without saving. The same command continues." in said
+    ending = json.loads((tmp_path / "ending.json").read_text())
+    assert (ending["code"], ending["reason"]) == (code, why)
+    assert ending["step"] == (3 if phase == "loop" else None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def started(phase, folder, interrupt_handler):
+    """`JOB` in `phase`; it does not outlive the test."""
     job = subprocess.Popen(
-        [sys.executable, "-c", JOB, phase, str(tmp_path)],
+        [sys.executable, "-c", JOB, phase, str(folder), interrupt_handler],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     guard = threading.Timer(patience(30), job.kill)
+    guard.daemon = True
     guard.start()
-    child = int(job.stdout.readline().split()[1])
-    if phase == "loop":
-        assert job.stdout.readline() == "in a step\n"
-        for _ in range(2):  # the same request, to the process and to its group
-            job.send_signal(signal.SIGTERM)
-        time.sleep(1.5)
+    return job
+
+
+def test_a_ctrl_c_that_a_shell_keeps_from_its_background_jobs_asks_nothing(tmp_path):
+    job = started("loop", tmp_path, "SIG_IGN")
+    job.stdout.readline()
+    assert job.stdout.readline() == "in a step\n"
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
         assert job.poll() is None
-    job.send_signal(signal.SIGTERM)
-    _, said = job.communicate()
-    guard.cancel()
-    assert job.returncode == ExitCode.PRE_EMPTED, said
-    why = "SIGTERM before the first step" if phase == "start" else "a second SIGTERM"
-    assert f"{why}: the job ends at once, without saving. The same command continues." in said
-    ending = json.loads((tmp_path / "ending.json").read_text())
-    assert (ending["code"], ending["reason"]) == (76, why)
-    assert ending["step"] == (None if phase == "start" else 3)
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+        job.send_signal(number)
+        time.sleep(1.2)
+    assert "Ctrl-C" not in job.communicate()[1]
 
 
 def test_the_first_ending_counts_and_a_new_run_removes_it(tmp_path):
