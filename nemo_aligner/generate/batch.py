@@ -85,7 +85,7 @@ def generate_samples(
     """
     own = _generate(policy, prompts, deal(samples, policy.micro_batch_size))
     is_source = parallel_state.get_model_parallel_src_rank() == parallel_state.get_rank()
-    parts = policy.group.gathered(own if is_source else {})
+    parts = policy.group.gather_objects(own if is_source else {})
     by_place = {place: response for part in parts for place, response in part.items()}
     return [by_place[place] for place in range(len(samples))]
 

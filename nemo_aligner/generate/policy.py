@@ -140,7 +140,7 @@ def refuse_heads(path: Path) -> None:
 
 def check_same_weights(group: ControlGroup, path: Path) -> None:
     """Raise `UserError` on all ranks if they found different newest checkpoints."""
-    found = {str(other) for other in group.gathered(str(path))}
+    found = {str(other) for other in group.gather_objects(str(path))}
     if len(found) > 1:
         raise UserError(
             f"the job wrote a checkpoint while its newest one was looked for: "

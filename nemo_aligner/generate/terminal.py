@@ -43,7 +43,7 @@ def converse(policy: Policy, form: ChatForm) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler if first else signal.SIG_IGN)
     messages = form.opening()
     turn = 0
-    while (line := policy.group.gathered(_read_line() if first else None)[0]) is not None:
+    while (line := policy.group.gather_objects(_read_line() if first else None)[0]) is not None:
         if line.strip() == EXIT:
             break
         if line.strip() == NEW:
