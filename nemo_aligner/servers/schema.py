@@ -106,42 +106,45 @@ class Endpoint:
         }
 
 
+def _needed(name: str, dtype: type, shape: tuple[int, ...], meaning: str) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, False, meaning)
+
+
+def _optional(name: str, dtype: type, shape: tuple[int, ...], meaning: str) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, True, meaning)
+
+
 _SCORING_INPUTS = (
-    TensorSpec("sentences", np.bytes_, (-1,), True, "text, UTF-8; wins over `tokens`"),
-    TensorSpec("tokens", np.int64, (-1,), True, "token ids, right-padded [N, S]"),
-    TensorSpec(
-        "sequence_lengths", np.int64, (-1,), True, "number of real tokens of each row [N, 1]"
-    ),
+    _optional("sentences", np.bytes_, (-1,), "text, UTF-8; wins over `tokens`"),
+    _optional("tokens", np.int64, (-1,), "token ids, right-padded [N, S]"),
+    _optional("sequence_lengths", np.int64, (-1,), "number of real tokens of each row [N, 1]"),
 )
 # A server with another tokenizer refuses the request: the same ids would mean other tokens. One
 # per sample, as all inputs of requests that Triton may merge.
-_TOKENIZER = TensorSpec(
-    "tokenizer",
-    np.bytes_,
-    (1,),
-    True,
-    "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]",
-)
-
+_FINGERPRINT = "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]"
+_TOKENIZER = _optional("tokenizer", np.bytes_, (1,), _FINGERPRINT)
 # Where the response starts: a reward that is a function gets prompt and response apart.
-_PROMPT_LENGTHS = TensorSpec(
-    "prompt_lengths",
-    np.int64,
-    (1,),
-    True,
-    "number of prompt tokens of each row [N, 1]; models do without",
+_PROMPTS = "number of prompt tokens of each row [N, 1]; models do without"
+_PROMPT_LENGTHS = _optional("prompt_lengths", np.int64, (1,), _PROMPTS)
+_DUMMY = _needed("dummy_var", np.int64, (1,), "any number (Triton needs an input)")
+_STATUS = (
+    _needed("actor_step", np.int64, (1,), "actor step of the last checkpoint; -1 unknown"),
+    _needed("critic_step", np.int64, (1,), "optimizer steps of the weights in memory"),
+    _needed("saved_critic_step", np.int64, (1,), "optimizer steps of the last checkpoint"),
+    _needed("checkpoints", np.bytes_, (1,), "JSON: folder of each checkpoint, by its actor step"),
 )
+# Its sum over the tokens is the reward of the sample.
+_TOKEN_REWARDS = _needed(
+    "token_rewards", np.float32, (-1,), "reward of each token, NaN where there is none [N, S]"
+)
+ATTRIBUTES = _needed("rewards", np.float32, (-1,), "attributes of each sample [N, A]")
 
 
 def critic_infer_endpoint(combined: bool) -> Endpoint:
     """Values [N, S] of each token; with `combined` also the reward [N, 1] of each sample."""
-    outputs: tuple[TensorSpec, ...] = (
-        TensorSpec("values", np.float32, (-1,), meaning="value at each token position [N, S]"),
-    )
-    if combined:
-        outputs += (
-            TensorSpec("rewards", np.float32, (-1,), meaning="reward of each sample [N, 1]"),
-        )
+    values = _needed("values", np.float32, (-1,), "value at each token position [N, S]")
+    rewards = _needed("rewards", np.float32, (-1,), "reward of each sample [N, 1]")
+    outputs = (values, rewards) if combined else (values,)
     return Endpoint(CRITIC_INFER, (*_SCORING_INPUTS, _TOKENIZER), outputs, batching=True)
 
 
@@ -153,108 +156,40 @@ def critic_train_endpoint() -> Endpoint:
     `request_id` (pieces.py). The reply to the last one is that of the whole; before, `loss_mean`
     is NaN.
     """
+    piece = "first row of this piece, and the rows of all pieces together"
+    loss = "mean loss over the optimizer steps of this request"
     return Endpoint(
         CRITIC_TRAIN,
         (
-            TensorSpec("tokens", np.int64, (-1, -1), meaning="token ids, right-padded [N, S]"),
-            TensorSpec(
-                "returns",
-                np.float32,
-                (-1, -1),
-                meaning="regression target of each transition [N, S-1]",
-            ),
-            TensorSpec(
-                "prev_values", np.float32, (-1, -1), meaning="values at rollout time [N, S-1]"
-            ),
-            TensorSpec(
-                "mask",
-                np.float32,
-                (-1, -1),
-                meaning="1 on transitions into response tokens [N, S-1]",
-            ),
-            TensorSpec("request_id", np.bytes_, (1,), True, "the sender's id of this update"),
-            TensorSpec(
-                "piece",
-                np.int64,
-                (2,),
-                True,
-                "first row of this piece, and the rows of all pieces together",
-            ),
+            _needed("tokens", np.int64, (-1, -1), "token ids, right-padded [N, S]"),
+            _needed("returns", np.float32, (-1, -1), "regression target per transition [N, S-1]"),
+            _needed("prev_values", np.float32, (-1, -1), "values at rollout time [N, S-1]"),
+            _needed("mask", np.float32, (-1, -1), "1 on transitions into a response [N, S-1]"),
+            _optional("request_id", np.bytes_, (1,), "the sender's id of this update"),
+            _optional("piece", np.int64, (2,), piece),
         ),
-        (
-            TensorSpec(
-                "loss_mean",
-                np.float32,
-                (1,),
-                meaning="mean loss over the optimizer steps of this request",
-            ),
-        ),
+        (_needed("loss_mean", np.float32, (1,), loss),),
         batching=False,
     )
 
 
 def critic_save_endpoint() -> Endpoint:
     """Write a checkpoint; `actor_step` is stored with it and checked when both jobs resume."""
-    return Endpoint(
-        CRITIC_SAVE,
-        (
-            TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),
-            TensorSpec(
-                "actor_step", np.int64, (1,), True, "the actor's step this checkpoint belongs to"
-            ),
-        ),
-        (TensorSpec("status", np.int64, (1,), meaning="0"),),
-        batching=False,
-    )
-
-
-_STATUS = (
-    TensorSpec(
-        "actor_step", np.int64, (1,), meaning="actor step of the last checkpoint; -1 unknown"
-    ),
-    TensorSpec("critic_step", np.int64, (1,), meaning="optimizer steps of the weights in memory"),
-    TensorSpec(
-        "saved_critic_step", np.int64, (1,), meaning="optimizer steps of the last checkpoint"
-    ),
-    TensorSpec(
-        "checkpoints",
-        np.bytes_,
-        (1,),
-        meaning="JSON: folder of each checkpoint, by its actor step",
-    ),
-)
+    meaning = "the actor's step this checkpoint belongs to"
+    inputs = (_DUMMY, _optional("actor_step", np.int64, (1,), meaning))
+    outputs = (_needed("status", np.int64, (1,), "0"),)
+    return Endpoint(CRITIC_SAVE, inputs, outputs, batching=False)
 
 
 def critic_resume_endpoint() -> Endpoint:
     """Go back to the checkpoint of an actor step, if need be; the status after it."""
-    return Endpoint(
-        CRITIC_RESUME,
-        (TensorSpec("actor_step", np.int64, (1,), meaning="where the actor resumes"),),
-        _STATUS,
-        batching=False,
-    )
+    inputs = (_needed("actor_step", np.int64, (1,), "where the actor resumes"),)
+    return Endpoint(CRITIC_RESUME, inputs, _STATUS, batching=False)
 
 
 def critic_status_endpoint() -> Endpoint:
     """The critic's optimizer steps, the actor step of its last checkpoint, all checkpoints."""
-    return Endpoint(
-        CRITIC_STATUS,
-        (TensorSpec("dummy_var", np.int64, (1,), meaning="any number (Triton needs an input)"),),
-        _STATUS,
-        batching=False,
-    )
-
-
-# Its sum over the tokens is the reward of the sample.
-TOKEN_REWARDS = TensorSpec(
-    "token_rewards",
-    np.float32,
-    (-1,),
-    meaning="reward of each token, NaN where there is none [N, S]",
-)
-
-
-ATTRIBUTES = TensorSpec("rewards", np.float32, (-1,), meaning="attributes of each sample [N, A]")
+    return Endpoint(CRITIC_STATUS, (_DUMMY,), _STATUS, batching=False)
 
 
 def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpoint:
@@ -263,16 +198,12 @@ def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpo
 
     Clients take the first two kinds: what a server lists says which it is.
     """
-    outputs: tuple[TensorSpec, ...] = (
-        TensorSpec("rewards", np.float32, (1,), meaning="reward of each sample [N, 1]"),
-    )
+    rewards = _needed("rewards", np.float32, (1,), "reward of each sample [N, 1]")
     if attributes > 1:
-        outputs = (dataclasses.replace(ATTRIBUTES, shape=(attributes,)),)
-    if per_token:
-        outputs += (TOKEN_REWARDS,)
-    return Endpoint(
-        REWARD_MODEL, (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER), outputs, batching=True
-    )
+        rewards = dataclasses.replace(ATTRIBUTES, shape=(attributes,))
+    outputs = (rewards, _TOKEN_REWARDS) if per_token else (rewards,)
+    inputs = (*_SCORING_INPUTS, _PROMPT_LENGTHS, _TOKENIZER)
+    return Endpoint(REWARD_MODEL, inputs, outputs, batching=True)
 
 
 def attributes_endpoint() -> Endpoint:
@@ -282,26 +213,14 @@ def attributes_endpoint() -> Endpoint:
 
 def teacher_endpoint() -> Endpoint:
     """The K largest logits [N, S, K] of a teacher behind each token; K is the server's."""
-    return Endpoint(
-        TEACHER_LOGITS,
-        (*_SCORING_INPUTS[1:], _TOKENIZER),
-        (
-            TensorSpec(
-                "topk_logits",
-                np.float32,
-                (-1, -1),
-                meaning="largest logits behind each token, less the largest [N, S, K]",
-            ),
-            TensorSpec("topk_token_ids", np.int32, (-1, -1), meaning="their tokens [N, S, K]"),
-            TensorSpec(
-                "log_sum_exp_logits",
-                np.float32,
-                (-1,),
-                meaning="log-sum-exp of all logits less the largest [N, S]",
-            ),
-        ),
-        batching=True,
+    largest = "largest logits behind each token, less the largest [N, S, K]"
+    total = "log-sum-exp of all logits less the largest [N, S]"
+    outputs = (
+        _needed("topk_logits", np.float32, (-1, -1), largest),
+        _needed("topk_token_ids", np.int32, (-1, -1), "their tokens [N, S, K]"),
+        _needed("log_sum_exp_logits", np.float32, (-1,), total),
     )
+    return Endpoint(TEACHER_LOGITS, (*_SCORING_INPUTS[1:], _TOKENIZER), outputs, batching=True)
 
 
 def triton_tensors(specs: Iterable[TensorSpec]) -> list["Tensor"]:

@@ -425,8 +425,8 @@ class ServerLoop:
             os.close(write_end)
 
     def _forget_signals(self) -> None:
-        """Restore signals in a forked child, so that SIGTERM ends it and not this process; Ctrl-C is
-        for this process alone.
+        """Restore signals in a forked child, so that SIGTERM ends it and not this process; Ctrl-C
+        is for this process alone.
         """
         if self._watching.is_set():
             with contextlib.suppress(ValueError):
