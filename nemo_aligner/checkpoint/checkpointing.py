@@ -89,34 +89,19 @@ from nemo_aligner.parallel.collectives import gathered
 
 
 class CheckpointedModel(Protocol):
-    """What is saved of a model (`MegatronGPTModel`); every method is called on all ranks."""
+    """What is saved of a model (`MegatronGPTModel`, which says more); every method is called on
+    all ranks.
+    """
 
-    def sharded_weights(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Megatron Core's sharded state dict of the weights."""
-
-    def load_sharded_weights(self, loaded: dict[str, Any]) -> None:
-        """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
-
-    def sharded_reference(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        """Of a reference policy that changes, split as `weights` are; empty if there is none."""
-
-    def load_sharded_reference(self, loaded: dict[str, Any]) -> None:
-        """Load what `dist_checkpointing.load` returned for `sharded_reference()`."""
-
-    def save_to(self, save_path: str) -> None:
-        """Write a `.nemo`."""
-
-    def check_hugging_face(self) -> None:
-        """Check that Hugging Face can express the model."""
-
-    def save_hugging_face(self, folder: Path, weights: Path) -> None:
-        """Write a Hugging Face folder with the weights of a checkpoint."""
-
-    def check_checkpoint(self, folder: Path) -> None:
-        """Raise `UserError` if the checkpoint `folder` cannot belong to this model."""
-
-    def save_config_to(self, folder: Path) -> None:
-        """Write the configuration and the tokenizer, as a `.nemo` has them, on this rank."""
+    def sharded_weights(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]: ...
+    def load_sharded_weights(self, loaded: dict[str, Any]) -> None: ...
+    def sharded_reference(self, weights: dict[str, Any], is_loading: bool) -> dict[str, Any]: ...
+    def load_sharded_reference(self, loaded: dict[str, Any]) -> None: ...
+    def save_to(self, save_path: str) -> None: ...
+    def check_hugging_face(self) -> None: ...
+    def save_hugging_face(self, folder: Path, weights: Path) -> None: ...
+    def check_checkpoint(self, folder: Path) -> None: ...
+    def save_config_to(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)

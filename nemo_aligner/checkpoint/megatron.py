@@ -283,5 +283,7 @@ def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
         gated=bool(args.get("swiglu")),
     )
     if not args.get("untie_embeddings_and_output_weights"):
-        tensors.tensors.pop("output_layer.weight", None)  # the last stage's copy of the table
+        tensors.tensors.pop(
+            "model.output_layer.weight", None
+        )  # the last stage's copy of the table
     return tensors

@@ -277,13 +277,8 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
         UserError: the archive holds no weights, or their form does not load; adapters whose base
             is not there, or is another model; a base is given of what are no adapters.
     """
-    expected, config = _base_and_config(path, base)
-    if expected is not None:
-        with _merged(path, base, expected, config) as merged:
-            yield StoredWeights(merged)
-    else:
-        with own_weights(path) as weights:
-            yield weights
+    with stored_tensors(path, base) as source:
+        yield StoredWeights(source)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.data_only import reason
 from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
-from nemo_aligner.checkpoint.stored_weights import Slice, checked
+from nemo_aligner.checkpoint.stored_weights import LAYERS, Slice, checked, numbered, unnumbered
 from nemo_aligner.core.errors import UserError
 
 # Axis along which tensor-parallel ranks share a weight; those of no line here are whole on each.
@@ -44,7 +44,6 @@ OTHER_NAMES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
-LAYERS = "decoder.layers."
 
 
 class RankTensors:
@@ -64,19 +63,20 @@ class RankTensors:
         self.tensors: dict[str, list[Tensor]] = {}  # global name -> shards of the ranks
         first_layer = 0
         for loaded in stages:
-            shards = [{_bare(name): state[name] for name in state} for state in loaded]
+            shards = [{_stored_name(name): state[name] for name in state} for state in loaded]
             if any(shard.keys() != shards[0].keys() for shard in shards):
                 raise UserError(
                     f"{path}: ranks of one stage hold different weights; copy it again."
                 )
             names = [name for name in shards[0] if isinstance(shards[0][name], Tensor)]
-            layers = {_layer(name) for name in names} - {None}
+            layers = {unnumbered(name)[1] for name in names} - {None}
             for name in names:
-                whole = _renumbered(name, first_layer)
+                key, layer = unnumbered(name)
+                whole = name if layer is None else numbered(key, first_layer + layer)
                 self.tensors.setdefault(whole, [shard[name] for shard in shards])
             first_layer += len(layers)
         self.num_layers = first_layer
-        if any(name.startswith("language_model.") for name in self.tensors):
+        if any(name.startswith("model.language_model.") for name in self.tensors):
             raise refusal("legacy_layers", path)
         if any(".experts." in name for name in self.tensors):
             raise refusal("rank_experts", path)
@@ -86,24 +86,25 @@ class RankTensors:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = {}
         for name, shards in self.tensors.items():
-            layer = _layer(name)
+            key, layer = unnumbered(name)
             shape = list(shards[0].shape)
             axis = SPLIT_AXES.get(_leaf(name))
             if axis is not None:
                 shape[axis] = sum(shard.shape[axis] for shard in shards)
-            key = "model." + (name if layer is None else _without_number(name))
             shapes[key] = tuple(shape if layer is None else [self.num_layers, *shape])
         return shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
-        name, (first, *rest) = key.removeprefix("model."), part
-        if not name.startswith(LAYERS):
-            return checked(self._whole(name)[part], name, self.path)
+        first, *rest = part
+        if not key.startswith(LAYERS):
+            return self._part(key, part)
         if isinstance(first, int):
-            name = f"{LAYERS}{first}.{name.removeprefix(LAYERS)}"
-            return checked(self._whole(name)[tuple(rest)], name, self.path)
+            return self._part(numbered(key, first), tuple(rest))
         layers = range(*first.indices(self.num_layers))
         return torch.stack([self.read(key, (layer, *rest)) for layer in layers])
+
+    def _part(self, name: str, part: Slice) -> Tensor:
+        return checked(self._whole(name)[part], name.removeprefix("model."), self.path)
 
     def _whole(self, name: str) -> Tensor:
         shards = self.tensors[name]
@@ -169,29 +170,12 @@ def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def _bare(name: str) -> str:
+def _stored_name(name: str) -> str:
     """A name without the wrappers that NeMo's models put in front, as Megatron Core stores it."""
-    name = name.removeprefix("model.").removeprefix("module.")
+    name = "model." + name.removeprefix("model.").removeprefix("module.")
     for other, stored in OTHER_NAMES:
         name = name.replace(other, stored)
     return name
-
-
-def _layer(name: str) -> int | None:
-    number = name.removeprefix(LAYERS).split(".", 1)[0] if name.startswith(LAYERS) else ""
-    return int(number) if number.isdigit() else None
-
-
-def _renumbered(name: str, first: int) -> str:
-    layer = _layer(name)
-    if layer is None:
-        return name
-    rest = name.removeprefix(LAYERS).split(".", 1)[1]
-    return f"{LAYERS}{first + layer}.{rest}"
-
-
-def _without_number(name: str) -> str:
-    return LAYERS + name.removeprefix(LAYERS).split(".", 1)[1]
 
 
 def _leaf(name: str) -> str:

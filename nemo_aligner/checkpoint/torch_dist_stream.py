@@ -23,7 +23,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -35,7 +38,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -262,23 +264,11 @@ class TorchDistTensors:
         return planner
 
 
-class _ReadPlanner(LoadPlanner):
-    """Puts what is read of `file` into `result`, whose first entry lies at `offset`."""
+class _ReadPlanner(DefaultLoadPlanner):
+    """Puts what the caller reads of `file` into `result`, which begins at `offset`."""
 
     def __init__(self, result: Tensor, offset: Sequence[int], file: Path):
         self.result, self.offset, self.file = result, offset, file
-
-    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing to do: the plan is made by the caller."""
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("the plan is made by the caller")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError("the plan is made by the caller")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError("the plan is made by the caller")
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.content = value

@@ -440,7 +440,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                     absent = bare.startswith(missing_ok) and tensor.key not in stored
                     if absent or bare.startswith(skip):
                         del chunk[name]
-            _check_stored_weights(restore_path, stored, sharded, strict)
+            self.check_stored_weights(restore_path, stored, sharded, strict)
             for chunk in sharded.values():
                 for name, item in list(chunk.items()):
                     if any(part.key not in stored for part in sharded_tensors(item)):
@@ -449,19 +449,42 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
         self.restore_path = Path(restore_path)
 
+    @staticmethod
     def check_stored_weights(
-        self,
         path: str | Path,
         stored: Mapping[str, tuple[int, ...]],
         sharded: dict[str, dict[str, Any]],
         strict: bool = True,
     ) -> None:
-        """Check that a checkpoint has the weights `sharded` of this model, in the same shapes.
+        """Check that a checkpoint has the weights `sharded` in the same shapes, and `strict` all.
 
         Raises:
             UserError: a weight is missing or has another shape.
         """
-        _check_stored_weights(path, stored, sharded, strict)
+        wanted = [
+            tensor
+            for chunk in sharded.values()
+            for item in chunk.values()
+            for tensor in sharded_tensors(item)
+        ]
+        missing = sorted({tensor.key for tensor in wanted} - set(stored))
+        if strict and missing:
+            raise UserError(
+                f"{path} lacks {len(missing)} weight(s) of this model, such as "
+                f"{missing[0]!r}: it holds another architecture. Compare its model_config.yaml."
+            )
+        for tensor in wanted:
+            # Embedding tables may differ in their padding rows, which depend on the split.
+            if tensor.key not in stored or tensor.allow_shape_mismatch:
+                continue
+            shape = stored[tensor.key]
+            if shape != tuple(tensor.global_shape):
+                raise UserError(
+                    f"{path} holds {tensor.key} of shape {shape}, but this model's is "
+                    f"{tuple(tensor.global_shape)}. Set the model's keys as in its "
+                    "model_config.yaml (for a learned position embedding "
+                    "model.encoder_seq_length and model.max_position_embeddings)."
+                )
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check that a training checkpoint belongs to this model, before it is loaded; all ranks
@@ -516,46 +539,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def fresh_weights(cls) -> tuple[str, ...]:
         """Name prefixes of weights that a base checkpoint may lack."""
         return ()
-
-
-def _check_stored_weights(
-    restore_path: str | Path,
-    stored: Mapping[str, tuple[int, ...]],
-    sharded: dict[str, dict[str, Any]],
-    strict: bool,
-) -> None:
-    """Check that a `.nemo` has the weights of a model, in the same shapes.
-
-    Args:
-        strict: all of them must be there.
-
-    Raises:
-        UserError: a weight is missing or has another shape.
-    """
-    wanted = [
-        tensor
-        for chunk in sharded.values()
-        for item in chunk.values()
-        for tensor in sharded_tensors(item)
-    ]
-    missing = sorted({tensor.key for tensor in wanted} - set(stored))
-    if strict and missing:
-        raise UserError(
-            f"{restore_path} lacks {len(missing)} weight(s) of this model, such as "
-            f"{missing[0]!r}: it holds another architecture. Compare its model_config.yaml."
-        )
-    for tensor in wanted:
-        # Embedding tables may differ in their padding rows, which depend on the split.
-        if tensor.key not in stored or tensor.allow_shape_mismatch:
-            continue
-        shape = stored[tensor.key]
-        if shape != tuple(tensor.global_shape):
-            raise UserError(
-                f"{restore_path} holds {tensor.key} of shape {shape}, but this model's is "
-                f"{tuple(tensor.global_shape)}. Set the model's keys as in its model_config.yaml "
-                "(for a learned position embedding model.encoder_seq_length and "
-                "model.max_position_embeddings)."
-            )
 
 
 __all__ = ["MegatronGPTModel", "build_tokenizer"]
