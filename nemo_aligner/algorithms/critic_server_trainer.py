@@ -89,9 +89,7 @@ class CriticServerTrainer:
         cfg: `trainer.ppo` of the critic's configuration; missing keys have the defaults of
             gpt_ppo_critic.yaml.
         model: the critic, with the reward model if both are served here.
-        optimizer, scheduler: of the model.
         logger: gets the metrics of each optimizer step.
-        ckpt_callback: writes and lists checkpoints.
         tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
         gbs: samples of one optimizer step, over all data-parallel ranks.
         model_forward_micro_batch_size: samples of one forward pass per data-parallel rank.
@@ -180,8 +178,8 @@ class CriticServerTrainer:
         self._written = self.step, self.actor_step
 
     def keep_first_weights(self) -> None:
-        """Save the weights of a new job as those of actor step 0: where the actor starts again if
-        it dies before its first checkpoint is whole. Every rank calls it before `run_server`.
+        """Save the weights of a new job as those of actor step 0, where the actor starts again
+        after an early death. Every rank calls it before `run_server`.
         """
         if self.step == 0 and not self.ckpt_callback.saved_at("actor_step"):
             self.save(actor_step=0)
@@ -264,8 +262,8 @@ class CriticServerTrainer:
         return reply
 
     def _train_once(self, request_id: str, arrays: Arrays) -> None:
-        """Train, and keep the outcome for `_reply_to`. An error before the first update is raised
-        and not kept: the client may try again.
+        """Train, and keep the outcome for `_reply_to`, unless an error comes before the first
+        update.
         """
         step = self.step
         try:
@@ -398,8 +396,8 @@ class CriticServerTrainer:
             yield
 
     def _prepare_training(self, inputs: Inputs) -> Arrays:
-        """Return the checked arrays of a train request, with empty rows (mask 0) up to a multiple
-        of the global batch size.
+        """The checked arrays of a train request, with empty rows (mask 0) up to whole global
+        batches.
         """
         arrays = self._check_training(inputs)
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
@@ -460,9 +458,7 @@ class CriticServerTrainer:
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
     def _train_step(self, batch: dict[str, Tensor]) -> float:
-        """Run one optimizer step on this rank's share of a global batch; return the loss over the
-        whole batch.
-        """
+        """Run an optimizer step on this rank's share of a global batch; returns its loss."""
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
         metrics = train_on_batch(

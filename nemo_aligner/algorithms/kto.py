@@ -28,11 +28,8 @@ def kto_custom_collate(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> LabelledResponseBatch:
-    """A batch of items of `KTOModelDataset`, by NeMo-Aligner's name.
-
-    Args:
-        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss: not used: the items are
-            padded and hold their mismatched samples, and attention is causal.
+    """A batch of items of `KTOModelDataset`, by NeMo-Aligner's name and with its arguments, which
+    are not used: items are padded, and attention is causal.
     """
     samples: LabelledResponseBatch = default_collate(batch)
     return samples

@@ -64,15 +64,11 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         return self.train_on(with_logits, metrics)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Loss and metrics of one global batch of the data's responses without learning from it;
-        all ranks call it.
-        """
+        """Loss and metrics of a global batch of the data's responses, unlearned; on all ranks."""
         return super().validation_step(self.with_logits(batch))
 
     def with_own_responses(self, batch: ResponseBatch) -> tuple[ResponseBatch, Tensor]:
-        """The student's responses to the prompts of `batch`, and whether each ended by itself,
-        bool [B].
-        """
+        """The student's responses to the prompts of `batch`, and whether each ended, bool [B]."""
         lengths = batch["prompt_lengths"]
         generated = self.model.respond(
             batch["tokens"][:, : int(lengths.max())],

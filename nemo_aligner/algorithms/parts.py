@@ -109,9 +109,7 @@ def _read_loss(got: Any) -> float | None:
 
 
 def log_probs(compute: Callable[..., Tensor], tokens: Tensor, lengths: Tensor) -> Tensor:
-    """`get_inference_log_probs` or `get_init_policy_logprobs` of a model, which need not take the
-    lengths.
-    """
+    """A model's `get_inference_log_probs` or `get_init_policy_logprobs`, maybe without lengths."""
     if _takes(compute, "response_lengths"):
         return compute(tokens, response_lengths=lengths)
     return compute(tokens)

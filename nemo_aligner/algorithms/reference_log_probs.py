@@ -29,11 +29,7 @@ from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import DamagedFileError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.index_files import code_fingerprint, file_fingerprint, key
-from nemo_aligner.data.nlp.reference_log_probs import (
-    META,
-    ShardWriter,
-    WithReferenceLogProbs,
-)
+from nemo_aligner.data.nlp.reference_log_probs import META, ShardWriter, WithReferenceLogProbs
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
@@ -107,9 +103,7 @@ def _key(model: ModelWithReference, dataset: Any, checkpoint: Path) -> str:
 
 
 def _is_free(name: str) -> bool:
-    """Whether a key of the configuration says nothing about the log-probs (of the tokenizer, its
-    fingerprint does).
-    """
+    """Whether a key says nothing about the log-probs (of the tokenizer, its fingerprint does)."""
     return name.startswith("tokenizer.") or name.endswith(("parallel_size", "_dropout"))
 
 

@@ -85,8 +85,7 @@ class RewardModelServer:
     def __post_init__(self) -> None:
         self._loop: ServerLoop | None = None
         self._access = Access(
-            server_token(self.host, self.token_file, "inference"),
-            int(self.max_request_mb * 2**20),
+            server_token(self.host, self.token_file, "inference"), int(self.max_request_mb * 2**20)
         )
         self._frontend = Frontend.read(self.frontend, self.tls_certificate, self.tls_key)
         self._scorer = Scorer(
@@ -148,9 +147,7 @@ class RewardModelServer:
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return the rewards [n, 1] of this rank's samples, or their attributes [n, A], and the
-        rewards of their tokens [n, S].
-        """
+        """Rewards [n, 1], or attributes [n, A], of this rank's samples; of tokens [n, S]."""
         if self.needs_prompt_lengths:
             rewards = self.infer_fn(tokens, lengths, prompt_lengths)
         else:

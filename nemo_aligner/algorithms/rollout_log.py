@@ -56,10 +56,8 @@ def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
 def log_rollouts(
     logger: Logger, table: pd.DataFrame, metrics: dict[str, Any], step: int, epoch: int
 ) -> pd.DataFrame:
-    """Log what `generate_rollouts` measured; its samples leave `metrics`.
-
-    Returns:
-        `table`, the newest samples of the rollouts so far, with the new ones.
+    """Log what `generate_rollouts` measured; its samples leave `metrics` for `table`, which has
+    the newest ones and is returned.
     """
     table = _append_rows(table, step, metrics.pop("table"))
     logger.log_metrics(metrics | {"epoch": epoch}, step=step, prefix="train_rollouts/")
@@ -74,13 +72,8 @@ def log_validation(
     timings: dict[str, float],
     step: int,
 ) -> pd.DataFrame:
-    """Log what `run_validation` measured, and how long it took; its samples leave `metrics`.
-
-    Args:
-        timings: `validation_time` and its parts.
-
-    Returns:
-        `table`, the newest samples of the validations so far, with the new ones.
+    """Log what `run_validation` measured, and `timings`; its samples leave `metrics` for `table`,
+    which has the newest ones and is returned.
     """
     samples = metrics.pop("table")
     logger.log_samples("val_samples", samples, step=step)
@@ -111,9 +104,7 @@ def _append_rows(table: pd.DataFrame, step: int, rows: list[dict[str, Any]]) -> 
 
 
 def progress_bar(name: str, step: int, max_steps: int) -> tqdm:
-    """A bar over the steps of a run, on rank 0; where nobody watches it, in a file, a line for
-    every `QUIET_S` seconds.
-    """
+    """A bar over the steps of a run, on rank 0; in a file, a line for every `QUIET_S` seconds."""
     watched = sys.stderr.isatty()
     return tqdm(
         total=max_steps,
@@ -141,13 +132,9 @@ class _Lines:
 
 
 def show_progress(
-    progress: tqdm,
-    train_metrics: Mapping[str, Any],
-    val_metrics: Mapping[str, Any],
+    progress: tqdm, train_metrics: Mapping[str, Any], val_metrics: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Advance the bar by a step; returns all metrics of the step as `train_*` and `val_*`, to rank
-    checkpoints by.
-    """
+    """Advance the bar; returns all metrics as `train_*` and `val_*`, to rank checkpoints by."""
     metrics = {f"train_{key}": float(value) for key, value in train_metrics.items()}
     metrics |= {f"val_{key}": float(value) for key, value in val_metrics.items()}
     shown = {key.removeprefix("train_"): key for key in SHOWN if key in metrics}

@@ -11,11 +11,6 @@ from nemo_aligner.parallel.collectives import gathered
 def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples: int) -> None:
     """Refuse the state of a job with rollouts of another size: its steps count something else.
 
-    Args:
-        state: may hold `num_rollout_samples` of the job that it is from.
-        section: "ppo", "rs" or "reinforce", for the message.
-        num_rollout_samples: prompts of one rollout of this job.
-
     Raises:
         UserError: with the remedy.
     """

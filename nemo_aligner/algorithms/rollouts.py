@@ -39,10 +39,7 @@ class PPORolloutBatch(UserDict[str, Tensor]):
 
     @classmethod
     def from_rollout_batches(
-        cls,
-        rollout_batches: list[Any],
-        eos_id: int,
-        rollout_batch_seq_length: int | None,
+        cls, rollout_batches: list[Any], eos_id: int, rollout_batch_seq_length: int | None
     ) -> PPORolloutBatch:
         """Join this rank's micro-batches, padded on the right to one width over all ranks; all
         ranks call it.
@@ -120,9 +117,7 @@ _Layout = dict[str, tuple[torch.dtype, "int | None"]]
 
 
 def _common_layout(rollout_batches: list[Any]) -> _Layout:
-    """`{key: (dtype, width or None for 1-D)}` over all ranks, one exchange for all keys; all ranks
-    call it.
-    """
+    """`{key: (dtype, width or None for 1-D)}` over all ranks, which all call it, once."""
     layout: _Layout = {}
     for rollout in rollout_batches:
         for key, tensor in rollout.items():
@@ -168,9 +163,7 @@ def local_places(num_samples: int, global_batch_size: int) -> Tensor:
 def local_share(
     rollout: PPORolloutBatch, seed: int, step: int, global_batch_size: int, epoch: int = 0
 ) -> PPORolloutBatch:
-    """This rank's samples of a gathered rollout, shuffled anew for each step and each epoch over
-    the rollout.
-    """
+    """This rank's samples of a gathered rollout, shuffled for each step and each epoch over it."""
     # Prompts use streams of index >= 0 of this step, so negative ones are free for shuffling.
     shuffle_seed = int(sample_seeds(seed, step, torch.tensor([-2 - epoch]))[0])
     rank, size = _rank_and_size()
@@ -187,21 +180,14 @@ def shares_of_global_batches(
 
 
 def _rank_and_size() -> tuple[int, int]:
-    return (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    return (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
 
 
 # ------------------------------------------------------------------------------ around inference
 
 
 def compute_num_rollout_microbatches(dataloader: PromptLoader) -> int:
-    """Micro-batches of one rollout on each DP rank.
-
-    Raises:
-        ConfigError: the numbers do not divide.
-    """
+    """Micro-batches of one rollout on each DP rank; `ConfigError`: the numbers do not divide."""
     sampler = dataloader.batch_sampler
     num_samples, micro_batch_size = sampler.global_batch_size, sampler.micro_batch_size
     dp_size = parallel_state.get_data_parallel_world_size()
@@ -215,8 +201,8 @@ def compute_num_rollout_microbatches(dataloader: PromptLoader) -> int:
 
 
 def with_indices(batches: Iterable[InferenceBatch], first: int) -> Iterator[InferenceBatch]:
-    """The batches, those without `idx` with the place of each prompt in the data in its stead,
-    counted from `first` as a sampler in order deals them to the ranks.
+    """The batches with `idx`: without, each prompt's place in the data in its stead, counted from
+    `first` as a sampler in order deals them to the ranks.
     """
     rank, dp_size = _rank_and_size()
     for batch in batches:
@@ -259,9 +245,7 @@ def repeat_prompts(
 
 
 def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Tensor]:
-    """What `infer` returned for a batch of prompts, with the columns of the prompts that must stay
-    with their samples.
-    """
+    """What `infer` returned for a batch, with the columns of prompts that stay with samples."""
     kept = {"idx", "sample_key", "loss_multiplier"}
     prompts = cast(dict[str, Tensor], batch)
     if "is_end" not in rollout:  # NeMo-Aligner's policy for rejection sampling does not say
@@ -416,9 +400,7 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
 
 
 def first_sample(rollout: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Reward and texts of the first sample of a `Rollout` with `rewards`, as NeMo-Aligner logs
-    them.
-    """
+    """Reward and texts of the first sample of a `Rollout` with `rewards`."""
     prompt, end = int(rollout["prompt_lengths"][0]), int(rollout["response_lengths"][0])
     tokens = rollout["response_tokens"][0].tolist()
     return {

@@ -246,9 +246,7 @@ class SPINTrainer(SupervisedTrainer):
     def save(
         self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
     ) -> None:
-        """Save a checkpoint; all ranks call it. Between two iterations it holds no reference: the
-        next one's is the policy itself.
-        """
+        """Save a checkpoint; all ranks call it. Between iterations it holds no reference."""
         if self.objective_age == 0:
             self.model.forget_reference_policy()
         super().save(extra_candidates, is_train_end)
@@ -287,11 +285,7 @@ def spin_custom_collate(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> SelfPlayPrompts:
-    """A batch of items of `build_sft_dataset`, by NeMo-Aligner's name.
-
-    Args:
-        eos_id: pads.
-        reset_position_ids, reset_attention_mask, eod_mask_loss: not used: attention is causal over
-            whole samples.
+    """A batch of items of `build_sft_dataset`, padded with `eos_id`, by NeMo-Aligner's name; its
+    other arguments are not used: attention is causal over whole samples.
     """
     return collate_prompts(batch, eos_id)

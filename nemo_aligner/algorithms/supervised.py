@@ -22,13 +22,7 @@ from nemo_aligner.algorithms.rollout_log import progress_bar, show_progress
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.interfaces import (
-    CheckpointWriter,
-    Logger,
-    Optimizer,
-    RunTimer,
-    Scheduler,
-)
+from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.finite import naming_step
@@ -86,8 +80,6 @@ class SupervisedTrainer:
                 `val_check_interval`, `save_interval` (steps; a float is a fraction of an epoch),
                 `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`. Missing
                 keys take their values from `conf/gpt_sft.yaml`.
-            model: what is trained.
-            optimizer, scheduler: of the model.
             train_dataloader: yields this rank's share of each global batch
                 (`builders.build_dataloader`).
             val_dataloader: the same for validation; or several by name, of which `validation` is
@@ -263,9 +255,7 @@ class SupervisedTrainer:
         return summary | self.timer.consume_durations() | counters
 
     def run_validation(self) -> dict[str, float]:
-        """Validate on every validation set and log; returns the metrics of the one that
-        checkpoints are ranked by.
-        """
+        """Validate on every set and log; returns the metrics that checkpoints are ranked by."""
         with self.timer("validation_time"):
             for key, dataloader in self.val_dataloaders.items():
                 self._score(key, dataloader, self.limit_val_batches)
@@ -315,19 +305,13 @@ class SupervisedTrainer:
         return loss, metrics
 
     def run_validation_one_dataset(self, key: str) -> tuple[float, dict[str, float]]:
-        """Validate on the set `key` of the validation sets, and log it: (loss, metrics); all ranks
-        call it.
-        """
+        """Validate on the set `key` and log it: (loss, metrics); all ranks call it."""
         self._score(key, self.val_dataloaders[key], self.limit_val_batches)
         metrics = self.held_out[key][0]
         return metrics["loss"], metrics
 
     def run_generation(self, batch: Mapping[str, Tensor]) -> Any:
-        """The model's responses to the prompts of a batch.
-
-        Args:
-            batch: `contexts` int64 `[b, P]` and `context_lengths` int64 `[b]`.
-        """
+        """The model's responses to `contexts` int64 `[b, P]` of `context_lengths` int64 `[b]`."""
         generative: Any = self.model
         return generative.infer({"text": batch["contexts"], "length": batch["context_lengths"]})
 
@@ -336,11 +320,7 @@ class SupervisedTrainer:
     def save(
         self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
     ) -> None:
-        """Save a checkpoint; all ranks call it.
-
-        Args:
-            extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
-        """
+        """Save a checkpoint, ranked by the counters or `extra_candidates`; all ranks call it."""
         self.ckpt_callback.custom_save(
             monitor_candidates=(extra_candidates or {}) | self.state_dict(),
             is_train_end=is_train_end,

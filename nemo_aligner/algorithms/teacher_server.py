@@ -58,11 +58,7 @@ class TeacherServer(RewardModelServer):
 
 
 def no_sentences(sentences: list[str]) -> tuple[Any, Any]:
-    """In place of a tokenizer: a teacher is asked about tokens.
-
-    Raises:
-        RequestError: always.
-    """
+    """In place of a tokenizer: a teacher is asked about tokens, so raise `RequestError`."""
     raise RequestError(
         f"{len(sentences)} 'sentences' came, but a teacher gives logits of tokens: send 'tokens' "
         "and 'sequence_lengths'."

@@ -80,12 +80,7 @@ def write_topk_logits(
 
 
 def _lines(
-    model: TopKTeacherModel,
-    dataset: Any,
-    numbers: range,
-    top_k: int,
-    rows: int,
-    source: _Source,
+    model: TopKTeacherModel, dataset: Any, numbers: range, top_k: int, rows: int, source: _Source
 ) -> list[str]:
     """The lines of some examples, of which each data-parallel rank computes a share."""
     size = parallel_state.get_data_parallel_world_size()
@@ -115,13 +110,7 @@ def _lines(
 
 
 def _check_line(
-    line: bytes,
-    path: Path,
-    dataset: Any,
-    top_k: int,
-    number: int,
-    rows: int,
-    source: _Source,
+    line: bytes, path: Path, dataset: Any, top_k: int, number: int, rows: int, source: _Source
 ) -> None:
     """Raise `UserError` unless the line is the one that this job would write for an example."""
     where = f"output_path={path}, line of example {number}"

@@ -26,10 +26,7 @@ MAKE_A_TOKEN = f"export {TOKEN_VARIABLE}=$(python -c 'import secrets; print(secr
 
 
 def read_token(
-    token_file: str | None,
-    setting: str,
-    key: str = "token_file",
-    variable: str = TOKEN_VARIABLE,
+    token_file: str | None, setting: str, key: str = "token_file", variable: str = TOKEN_VARIABLE
 ) -> str | None:
     """Return the token in `token_file`, else that in the environment; None without either.
 

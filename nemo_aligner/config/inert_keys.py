@@ -17,15 +17,10 @@ from nemo_aligner.config.schema import COMMAND_NAMES, dotted
 
 @dataclass(frozen=True)
 class Inert:
-    """A key that is accepted and does nothing.
+    """A key that is accepted and does nothing."""
 
-    Attributes:
-        reason: why, for the warning.
-        neutral: values that need no warning; `(...,)` means every value.
-    """
-
-    reason: str
-    neutral: tuple = ()
+    reason: str  # why, for the warning
+    neutral: tuple = ()  # values that need no warning; `(...,)` means every value
 
     def is_neutral(self, value: object) -> bool:
         return ... in self.neutral or any(
@@ -187,11 +182,7 @@ _INERT_COMMON = (
         ddp_bucket_size""",
         _APEX,
     )
-    | _inert(
-        "model.optim.sched",
-        "max_steps last_epoch monitor reduce_on_plateau",
-        _NEMO,
-    )
+    | _inert("model.optim.sched", "max_steps last_epoch monitor reduce_on_plateau", _NEMO)
     | _inert("model.data", "skip_warmup", _DATASET, True)
     | _inert("model.data", "dataloader_type", _DATASET, "single", None)
     | _inert(
@@ -461,10 +452,7 @@ ONLY: dict[str, tuple[tuple, str]] = {
         "Megatron Core and Transformer Engine have no cap of attention scores (Gemma 2)",
     ),
     "model.final_logit_softcapping": ((), "Megatron Core has no cap of the logits (Gemma 2)"),
-    "model.softmax_scale": (
-        (),
-        "use model.query_pre_attn_scalar, which is 1 / softmax_scale**2",
-    ),
+    "model.softmax_scale": ((), "use model.query_pre_attn_scalar, which is 1 / softmax_scale**2"),
     "model.rope_local_base_freq": (
         (),
         "all layers share model.rotary_base in Megatron Core (Gemma 3 has two)",

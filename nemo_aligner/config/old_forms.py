@@ -20,18 +20,13 @@ TRAINING_JOBS = tuple(name for name in CONFIG_NAMES if name != "inference_rm")
 
 @dataclass(frozen=True)
 class OldForm:
-    """A form of NeMo-Aligner that does something else here, or nothing.
+    """A form of NeMo-Aligner that does something else here, or nothing."""
 
-    Attributes:
-        form: as a command or a YAML file writes it.
-        happens: what becomes of it, and what to write instead.
-        is_used: whether a configuration, without its checkpoint's values, holds the form.
-        jobs: the configurations in which it is a form of NeMo-Aligner.
-    """
-
-    form: str
-    happens: str
+    form: str  # as a command or a YAML file writes it
+    happens: str  # what becomes of it, and what to write instead
+    # whether a configuration, without its checkpoint's values, holds the form
     is_used: Callable[[Values], bool]
+    # the configurations in which it is a form of NeMo-Aligner
     jobs: tuple[str, ...] = CONFIG_NAMES
 
 
@@ -136,10 +131,7 @@ LATER = {
             "prompt_template, and set it to False",
         }.items()
     },
-    (
-        "gpt_knowledge_distillation",
-        "model.knowledge_distillation.cross_tokenizer",
-    ): (
+    ("gpt_knowledge_distillation", "model.knowledge_distillation.cross_tokenizer"): (
         (False,),
         "logits of another vocabulary would be compared by their rank alone; distil from the "
         "teacher's texts (SFT), or from a teacher with the student's tokenizer, and set it to "

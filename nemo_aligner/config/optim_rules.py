@@ -16,16 +16,11 @@ from nemo_aligner.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """What Megatron Core builds for a name of NeMo.
+    """What Megatron Core builds for a name of NeMo."""
 
-    Attributes:
-        kind: Megatron Core's name, "adam" or "sgd".
-        distributed: its states are spread over the data-parallel ranks.
-        decoupled_weight_decay: weight decay acts on the weight (AdamW), not on the gradient.
-    """
-
-    kind: str = "adam"
-    distributed: bool = False
+    kind: str = "adam"  # Megatron Core's name, "adam" or "sgd"
+    distributed: bool = False  # its states are spread over the data-parallel ranks
+    # weight decay acts on the weight (AdamW), not on the gradient
     decoupled_weight_decay: bool = True
 
 
@@ -58,15 +53,10 @@ _HOLD = (*_WARMUP, "hold_steps", "hold_ratio", "min_lr")
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A learning-rate schedule.
+    """A learning-rate schedule."""
 
-    Attributes:
-        keys: of `model.optim.sched` that it reads.
-        required: those of them that must be given and not 0.
-    """
-
-    keys: tuple[str, ...]
-    required: tuple[str, ...] = ()
+    keys: tuple[str, ...]  # of `model.optim.sched` that it reads
+    required: tuple[str, ...] = ()  # those of them that must be given and not 0
 
 
 # Built by Megatron Core; the others are classes of NeMo's registry.

@@ -49,31 +49,21 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """The form of the adapters of a model.
+    """The form of the adapters of a model."""
 
-    Attributes:
-        targets: names of `TARGETS`, in its order.
-        dim: rank of each adapter.
-        alpha: the output of an adapter is multiplied by `alpha / dim`.
-        dropout: probability that a number is dropped in training.
-        dropout_position: "pre": of the input of the adapter, as in PEFT; "post": of its output,
-            as in NeMo.
-        column_init_method, row_init_method: initial values of A and B, of `INIT_METHODS`.
-        layers: numbers from 1 of the layers with adapters; None: all.
-        weight_tying: all layers share the adapters of the first one.
-        variant: "nemo": one A for queries, keys and values (and one for gate and up projection);
-            "canonical": one for each, as in PEFT.
-    """
-
-    targets: tuple[str, ...]
-    dim: int
-    alpha: float
-    dropout: float
+    targets: tuple[str, ...]  # names of `TARGETS`, in its order
+    dim: int  # rank of each adapter
+    alpha: float  # the output of an adapter is multiplied by `alpha / dim`
+    dropout: float  # probability that a number is dropped in training
+    # "pre": of the input of the adapter, as in PEFT; "post": of its output, as in NeMo
     dropout_position: str
+    # column_init_method, row_init_method: initial values of A and B, of `INIT_METHODS`
     column_init_method: str
     row_init_method: str
-    layers: tuple[int, ...] | None
-    weight_tying: bool
+    layers: tuple[int, ...] | None  # numbers from 1 of the layers with adapters; None: all
+    weight_tying: bool  # all layers share the adapters of the first one
+    # "nemo": one A for queries, keys and values (and one for gate and up projection); "canonical":
+    # one for each, as in PEFT
     variant: str
 
     @property

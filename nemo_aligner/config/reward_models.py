@@ -31,21 +31,13 @@ _MEMBER_KEYS = ("ip", "port", "name", "weight")
 
 @dataclass(frozen=True)
 class RewardModelSpec:
-    """One reward model and its servers.
+    """One reward model and its servers."""
 
-    Attributes:
-        name: its name in the ensemble; None for the only reward model.
-        endpoint: name of the served model.
-        addresses: (host, port) of each server; all serve the same model.
-        weight: factor of its reward in the sum.
-        setting: its configuration section, for error messages.
-    """
-
-    name: str | None
-    endpoint: str
-    addresses: tuple[tuple[str, int], ...]
-    weight: float
-    setting: str
+    name: str | None  # its name in the ensemble; None for the only reward model
+    endpoint: str  # name of the served model
+    addresses: tuple[tuple[str, int], ...]  # (host, port) of each server; all serve the same model
+    weight: float  # factor of its reward in the sum
+    setting: str  # its configuration section, for error messages
 
 
 def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
@@ -87,17 +79,12 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
 
 @dataclass(frozen=True)
 class RewardServersSpec:
-    """Web servers that give the same rewards.
+    """Web servers that give the same rewards."""
 
-    Attributes:
-        setting: the key that names them, for error messages.
-        token: that they ask for, or None.
-        tls: how to verify their certificates; None: by the certificates of this system.
-    """
-
-    setting: str
+    setting: str  # the key that names them, for error messages
     urls: list[str]
-    token: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)  # that they ask for, or None
+    # how to verify their certificates; None: by the certificates of this system
     tls: ssl.SSLContext | None = None
 
     def __str__(self) -> str:

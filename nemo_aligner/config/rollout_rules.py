@@ -10,11 +10,7 @@ from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token, shown_url
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.reward_models import (
-    read_reward_models,
-    read_reward_servers,
-    read_teacher,
-)
+from nemo_aligner.config.reward_models import read_reward_models, read_reward_servers, read_teacher
 from nemo_aligner.config.server_rules import check_kind_of_rewards, check_workers
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError

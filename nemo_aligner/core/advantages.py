@@ -185,11 +185,7 @@ def calculate_grpo_advantages(
 
 
 def calculate_grpo_step_advantages(
-    rewards: Tensor,
-    prompts: Tensor,
-    scored: Tensor,
-    mask: Tensor,
-    eps: float = 1e-6,
+    rewards: Tensor, prompts: Tensor, scored: Tensor, mask: Tensor, eps: float = 1e-6
 ) -> Tensor:
     """Group-relative advantages with process supervision (Shao et al. 2024, arXiv:2402.03300,
     section 4.1.3): the rewards of all steps of all responses to a prompt are normalized together,

@@ -32,9 +32,7 @@ RETIRED: dict[str, dict[str, str]] = {
         "ChunkedJsonl": _CHUNKS,
         "build_train_valid_test_dpo_packed_datasets": _PACKED_PAIRS,
     },
-    "nemo_aligner.data.nlp.datasets": {
-        "DPOPackedDataset": _PACKED_PAIRS,
-    },
+    "nemo_aligner.data.nlp.datasets": {"DPOPackedDataset": _PACKED_PAIRS},
     "nemo_aligner.utils.distributed": {
         "compute_topk_logits_in_batched_sequence": (
             "use nemo_aligner.models.nlp.gpt.topk_teacher.TopKTeacherModel.top_logits, or the "

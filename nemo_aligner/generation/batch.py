@@ -24,55 +24,37 @@ from nemo_aligner.generation.turns import Conversation
 
 @dataclass(frozen=True)
 class WaitingSample:
-    """A sample that has no slot yet.
+    """A sample that has no slot yet."""
 
-    Attributes:
-        number: of the sample, in the order in which samples came.
-        prompt: its ids.
-        limit: longest R; of several turns, at the end of the first.
-        seed: of its random stream.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    limit: int
-    seed: int
+    number: int  # of the sample, in the order in which samples came
+    prompt: tuple[int, ...]  # its ids
+    limit: int  # longest R; of several turns, at the end of the first
+    seed: int  # of its random stream
 
 
 @dataclass(frozen=True)
 class FinishedSample:
-    """A sample whose response has ended.
+    """A sample whose response has ended."""
 
-    Attributes:
-        number: of the sample.
-        prompt_length: P.
-        tokens: int64 `[R]`.
-        is_end: the response ended by itself.
-        logprobs: float32 `[R - P]` of the tokens after the prompt, 0 for observed ones; or None.
-        observed, token_rewards: bool and float32 `[R - 1]`, as in `GenerationOutput`; or None.
-    """
-
-    number: int
-    prompt_length: int
-    tokens: Tensor
-    is_end: bool
+    number: int  # of the sample
+    prompt_length: int  # P
+    tokens: Tensor  # int64 `[R]`
+    is_end: bool  # the response ended by itself
+    # float32 `[R - P]` of the tokens after the prompt, 0 for observed ones; or None
     logprobs: Tensor | None
+    # observed, token_rewards: bool and float32 `[R - 1]`, as in `GenerationOutput`; or None
     observed: Tensor | None = None
     token_rewards: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Refill:
-    """What is to be done to the cache after slots have changed hands, in this order.
+    """What is to be done to the cache after slots have changed hands, in this order."""
 
-    Attributes:
-        moves: (from, to) pairs of slots whose positions are to be copied at once.
-        prefill: slots whose prompts are to be fed to the model.
-        shared: (from, to) pairs of slots with the same prompt, to be copied after the prefill.
-    """
-
+    # (from, to) pairs of slots whose positions are to be copied at once
     moves: list[tuple[int, int]]
-    prefill: list[int]
+    prefill: list[int]  # slots whose prompts are to be fed to the model
+    # (from, to) pairs of slots with the same prompt, to be copied after the prefill
     shared: list[tuple[int, int]]
 
 

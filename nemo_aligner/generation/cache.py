@@ -17,17 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What attention of one layer needs beside queries, keys and values.
+    """What attention of one layer needs beside queries, keys and values."""
 
-    Attributes:
-        layer: number of the layer in the cache.
-        scale: of the scores; None is 1 / sqrt(hn).
-        window: positions before its own that each position attends to; None: all.
-    """
-
-    layer: int
-    scale: float | None
-    window: int | None
+    layer: int  # number of the layer in the cache
+    scale: float | None  # of the scores; None is 1 / sqrt(hn)
+    window: int | None  # positions before its own that each position attends to; None: all
 
 
 class KeyValueCache:

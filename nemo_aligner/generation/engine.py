@@ -19,12 +19,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample
-from nemo_aligner.generation.cache import (
-    DecodingPass,
-    ExtensionPass,
-    KeyValueCache,
-    PrefillPass,
-)
+from nemo_aligner.generation.cache import DecodingPass, ExtensionPass, KeyValueCache, PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
 from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator

@@ -24,27 +24,22 @@ OnTokens = Callable[[Tensor, Tensor], None]
 
 @dataclass
 class GenerationOutput:
-    """Prompts with their responses.
+    """Prompts with their responses."""
 
-    Attributes:
-        response_tokens: int64 `[b, max R]`, prompt and response, then eos.
-        response_lengths: int64 `[b]`, R; the token that ended a response counts.
-        is_end: bool `[b]`, True if the response ended by itself (eos or an end string), False if
-            it was cut off.
-        logprobs: float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0
-            elsewhere; over the whole vocabulary at the sampling temperature (1 if greedy), before
-            repetition penalty, top-k and top-p.
-        observed: bool `[b, max R - 1]`, True in the columns that predict tokens of an environment;
-            None without one.
-        token_rewards: float32 `[b, max R - 1]`, the environment's reward of a response in the
-            column that predicts its last token, NaN elsewhere; None without one.
-    """
-
-    response_tokens: Tensor
-    response_lengths: Tensor
+    response_tokens: Tensor  # int64 `[b, max R]`, prompt and response, then eos
+    response_lengths: Tensor  # int64 `[b]`, R; the token that ended a response counts
+    # bool `[b]`, True if the response ended by itself (eos or an end string), False if it was cut
+    # off
     is_end: Tensor
+    # float32 `[b, max R - 1]` or None. Column t scores token t+1, on `[P-1, R-1)`, 0 elsewhere;
+    # over the whole vocabulary at the sampling temperature (1 if greedy), before repetition
+    # penalty, top-k and top-p.
     logprobs: Tensor | None = None
+    # bool `[b, max R - 1]`, True in the columns that predict tokens of an environment; None
+    # without one
     observed: Tensor | None = None
+    # float32 `[b, max R - 1]`, the environment's reward of a response in the column that predicts
+    # its last token, NaN elsewhere; None without one
     token_rewards: Tensor | None = None
 
     def at(self, places: Tensor) -> "GenerationOutput":

@@ -13,33 +13,23 @@ from nemo_aligner.core.errors import ConfigError
 class GenerationParams:
     """How to generate.
 
-    Attributes:
-        max_length: tokens to generate at most, the end token included.
-        min_length: tokens to generate before an end may follow.
-        use_greedy: always take the likeliest token; temperature, top_k and top_p then have no
-            effect.
-        temperature: divides the logits.
-        top_k: sample from this many likeliest ids; 0 samples from all.
-        top_p: sample from the likeliest ids that together have this probability; 1 samples from
-            all.
-        repetition_penalty: above 1, ids of the prompt and of the response so far are less likely;
-            1 has no effect.
-        end_strings: strings that end a response, besides the eos token; the response keeps them.
-        return_logprobs: also return the log-probs of the generated tokens.
-
     Raises:
         ConfigError: a value is out of range.
     """
 
-    max_length: int
-    min_length: int = 0
+    max_length: int  # tokens to generate at most, the end token included
+    min_length: int = 0  # tokens to generate before an end may follow
+    # always take the likeliest token; temperature, top_k and top_p then have no effect
     use_greedy: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # divides the logits
+    top_k: int = 0  # sample from this many likeliest ids; 0 samples from all
+    # sample from the likeliest ids that together have this probability; 1 samples from all
     top_p: float = 1.0
+    # above 1, ids of the prompt and of the response so far are less likely; 1 has no effect
     repetition_penalty: float = 1.0
+    # strings that end a response, besides the eos token; the response keeps them
     end_strings: tuple[str, ...] = ()
-    return_logprobs: bool = False
+    return_logprobs: bool = False  # also return the log-probs of the generated tokens
 
     def __post_init__(self) -> None:
         rules = {

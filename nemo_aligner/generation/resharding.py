@@ -36,18 +36,13 @@ INPUT, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class _Form(NamedTuple):
-    """Of a weight.
+    """Of a weight."""
 
-    Attributes:
-        dim: dimension in which ranks divide it; None: they do not.
-        parts: pieces of a rank's share that do not lie side by side in the whole (two for a gated
-            linear unit).
-        dtype: of training.
-    """
-
-    dim: int | None
+    dim: int | None  # dimension in which ranks divide it; None: they do not
+    # pieces of a rank's share that do not lie side by side in the whole (two for a gated linear
+    # unit)
     parts: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of training
 
 
 def divided(config: TransformerConfig, tp: int, pp: int) -> TransformerConfig:

@@ -79,12 +79,7 @@ def join(
     return (prompts, lengths, seeds), torch.arange(first, first + len(inputs[1]))
 
 
-def divide(
-    decode: _Decode,
-    group: Any,
-    pad_id: int,
-    *inputs: Tensor,
-) -> GenerationOutput:
+def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> GenerationOutput:
     """Call `decode(*inputs)` with the samples divided among the ranks of `group`.
 
     All of these call it, and all get the whole result.

@@ -18,26 +18,18 @@ from nemo_aligner.parallel import parallel_state
 
 @dataclass(frozen=True)
 class Split:
-    """Groups of this rank while it generates.
+    """Groups of this rank while it generates."""
 
-    Attributes:
-        tensor: ranks that divide each weight.
-        pipeline: ranks that divide the layers, first stage first.
-        copy: both, by global rank; its last tp ranks are the last stage.
-        embedding: first and last stage of `pipeline`; None outside of both.
-        dividing: groups whose ranks have the same samples and divide them among each other.
-        joined: ranks that have different samples and generate all of them together, in the order
-            of the ranks; None: this rank's copy has one policy's samples.
-        weights: gives the chunks to decode with, from those of training; all ranks of the copy
-            call it.
-    """
-
-    tensor: ProcessGroup
-    pipeline: ProcessGroup
-    copy: ProcessGroup
-    embedding: ProcessGroup | None
+    tensor: ProcessGroup  # ranks that divide each weight
+    pipeline: ProcessGroup  # ranks that divide the layers, first stage first
+    copy: ProcessGroup  # both, by global rank; its last tp ranks are the last stage
+    embedding: ProcessGroup | None  # first and last stage of `pipeline`; None outside of both
+    # groups whose ranks have the same samples and divide them among each other
     dividing: tuple[ProcessGroup, ...]
+    # ranks that have different samples and generate all of them together, in the order of the
+    # ranks; None: this rank's copy has one policy's samples
     joined: ProcessGroup | None
+    # gives the chunks to decode with, from those of training; all ranks of the copy call it
     weights: Callable[[Sequence[Any]], Sequence[Any]]
 
     @property

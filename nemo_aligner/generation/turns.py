@@ -17,17 +17,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a response.
+    """What an environment says to a response."""
 
-    Attributes:
-        observation: ids that the policy reads next; not used if `done`.
-        reward: of the response.
-        done: the conversation is over.
-    """
-
-    observation: tuple[int, ...]
-    reward: float
-    done: bool
+    observation: tuple[int, ...]  # ids that the policy reads next; not used if `done`
+    reward: float  # of the response
+    done: bool  # the conversation is over
 
 
 class Environment(Protocol):
@@ -70,21 +64,15 @@ class Environment(Protocol):
 
 @dataclass
 class Conversation:
-    """A sample of several turns while it grows; the same on every rank that decodes it.
+    """A sample of several turns while it grows; the same on every rank that decodes it."""
 
-    Attributes:
-        prompt_length: P.
-        responses: ids of each response so far.
-        observed: (first, beyond the last) positions of each observation.
-        rewards: (position of the last token of a response, its reward).
-        is_end: the last response ended by itself.
-    """
-
-    prompt_length: int
-    responses: list[tuple[int, ...]] = field(default_factory=list)
+    prompt_length: int  # P
+    responses: list[tuple[int, ...]] = field(default_factory=list)  # ids of each response so far
+    # (first, beyond the last) positions of each observation
     observed: list[tuple[int, int]] = field(default_factory=list)
+    # (position of the last token of a response, its reward)
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    is_end: bool = False
+    is_end: bool = False  # the last response ended by itself
 
     def observed_tokens(self, length: int, device: torch.device) -> Tensor:
         """bool `[R - 1]`: True in column t if token t+1 came from the environment.

@@ -65,11 +65,7 @@ class Findings:
 
 
 def look(job: InspectedJob, limit: int) -> Findings:
-    """Read the dataset of a job.
-
-    Args:
-        limit: samples to read; 0: all.
-    """
+    """Read the dataset of a job, up to `limit` samples; 0: all."""
     dataset = job.dataset
     documents = len(dataset.lines) // dataset.lines_per_document
     bad = [finding for finding in _by_length(job) if finding.places]

@@ -27,10 +27,7 @@ from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch.model_loading import OTHER_POLICIES, load_and_override_model_config
-from nemo_aligner.models.nlp.gpt.reward_model_classes import (
-    RewardModelType,
-    learns_labelled_pairs,
-)
+from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, learns_labelled_pairs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
 SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "gpt_kto"
@@ -58,9 +55,7 @@ def open_job(
     """Build the dataset of a job.
 
     Args:
-        files: data files; with `data_impl=mmap` without their endings.
         model: a `.nemo`, a checkpoint or job folder, or a Hugging Face folder.
-        job: its name; None: what the first record looks like.
         settings: `key=value` words of the job's command line.
 
     Raises:
@@ -141,11 +136,7 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
 
 
 def _guess(file: str) -> tuple[str, list[str]]:
-    """The job that a file's first record is for, and settings that go with it.
-
-    Raises:
-        UserError: it is for none, or for more than one.
-    """
+    """The job that a file's first record is for, and its settings; `UserError`: not just one."""
     record = first_record(DataFile.of(file, "the command line"))
     if not record:  # none can be read: the check of all records, the same in each job, says why
         return SFT, []

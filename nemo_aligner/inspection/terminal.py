@@ -20,11 +20,7 @@ BAR = 40  # characters of the longest bar
 
 
 def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, colored: bool) -> str:
-    """The whole text.
-
-    Args:
-        colored: what is trained on green, special tokens inverted; else in [[ ]] and as they are.
-    """
+    """The whole text; `colored`: what is trained on green, special tokens inverted, else [[ ]]."""
     blocks = [summary(job, findings)]
     shown = [part for sample in samples for part in sample.parts]
     if any(part.name != "prompt" for part in shown):

@@ -44,10 +44,7 @@ def main(cfg: DictConfig) -> None:
     model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)
 
     dataset = build_sft_dataset(
-        cfg.data.data,
-        model.tokenizer,
-        answer_only_loss=True,
-        **sft_chat_options(cfg.data),
+        cfg.data.data, model.tokenizer, answer_only_loss=True, **sft_chat_options(cfg.data)
     )
     write_topk_logits(
         model,

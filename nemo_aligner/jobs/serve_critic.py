@@ -25,11 +25,7 @@ CONFIG_NAME = "gpt_ppo_critic"
 def main(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-        from nemo_aligner.launch.experiment import (
-            load_trainer_state,
-            set_up_training,
-            start_job,
-        )
+        from nemo_aligner.launch.experiment import load_trainer_state, set_up_training, start_job
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
         from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_type

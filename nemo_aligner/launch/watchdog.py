@@ -25,12 +25,7 @@ from types import FrameType
 
 import torch
 
-from nemo_aligner.core.endings import (
-    ExitCode,
-    ending_file,
-    note_ending,
-    stand_in_for_rank_zero,
-)
+from nemo_aligner.core.endings import ExitCode, ending_file, note_ending, stand_in_for_rank_zero
 from nemo_aligner.core.progress import progress
 from nemo_aligner.launch import endings, watchdog_process
 from nemo_aligner.servers.control_group import JobStore, StoreLostError

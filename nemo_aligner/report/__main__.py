@@ -13,8 +13,7 @@ from nemo_aligner.report.page import write_report
 def main(argv: list[str] | None = None) -> int:
     """Write the report of a run; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="nemo-aligner report",
-        description="Write one self-contained HTML page about a run.",
+        prog="nemo-aligner report", description="Write one self-contained HTML page about a run."
     )
     parser.add_argument(
         "run_dir",

@@ -16,38 +16,27 @@ Curve = dict[float, float]
 
 @dataclass(frozen=True)
 class Phase:
-    """What a job did for a time.
+    """What a job did for a time."""
 
-    Attributes:
-        name: of the phase.
-        step: of the job.
-        start, end: in seconds since the epoch.
-    """
-
-    name: str
-    step: float
+    name: str  # of the phase
+    step: float  # of the job
+    # start, end: in seconds since the epoch
     start: float
     end: float
 
 
 @dataclass
 class JobRecord:
-    """What one job wrote.
+    """What one job wrote."""
 
-    Attributes:
-        name: the job's folder, relative to the run.
-        series: the curve of each metric, by "family/metric".
-        tables: samples with their step, by the key of the table.
-        phases: in the order in which they ended.
-        broken_lines: lines that are no JSON objects (the job was killed while writing).
-        started, updated: time of the first and of the last metric, in seconds since the epoch.
-    """
-
-    name: str
+    name: str  # the job's folder, relative to the run
+    # the curve of each metric, by "family/metric"
     series: dict[str, Curve] = field(default_factory=dict)
+    # samples with their step, by the key of the table
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    phases: list[Phase] = field(default_factory=list)
-    broken_lines: int = 0
+    phases: list[Phase] = field(default_factory=list)  # in the order in which they ended
+    broken_lines: int = 0  # lines that are no JSON objects (the job was killed while writing)
+    # started, updated: time of the first and of the last metric, in seconds since the epoch
     started: float | None = None
     updated: float | None = None
 

@@ -9,17 +9,11 @@ from nemo_aligner.report.reading import Curve, JobRecord
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure of a job, and the metrics that may hold it; the first one that exists counts.
+    """A measure of a job, and the metrics that may hold it; the first one that exists counts."""
 
-    Attributes:
-        title: for the reader.
-        keys: "family/metric".
-        chart: title of the chart, which measures may share.
-    """
-
-    title: str
-    keys: tuple[str, ...]
-    chart: str = ""
+    title: str  # for the reader
+    keys: tuple[str, ...]  # "family/metric"
+    chart: str = ""  # title of the chart, which measures may share
 
 
 POLICY_MEASURES = (
@@ -71,14 +65,10 @@ SUPERVISED_MEASURES = (
 
 @dataclass(frozen=True)
 class Found:
-    """A measure of a job with its metric.
-
-    Attributes:
-        chart: title of the chart to which the curve belongs.
-    """
+    """A measure of a job with its metric."""
 
     title: str
-    chart: str
+    chart: str  # title of the chart to which the curve belongs
     key: str
     curve: Curve
 
@@ -116,16 +106,11 @@ WATCHED = (
 
 @dataclass(frozen=True)
 class AlarmRecord:
-    """What the alarms of a job saw.
+    """What the alarms of a job saw."""
 
-    Attributes:
-        steps: logged steps.
-        active: steps with at least one active warning.
-        watched: (title, worst value, last value) of each watched quantity.
-    """
-
-    steps: int
-    active: list[float]
+    steps: int  # logged steps
+    active: list[float]  # steps with at least one active warning
+    # (title, worst value, last value) of each watched quantity
     watched: list[tuple[str, float, float]]
 
 

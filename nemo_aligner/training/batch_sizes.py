@@ -12,12 +12,7 @@ from nemo_aligner.parallel import parallel_state
 
 
 def configure_batch_sizes(mbs: int, gbs: int, dp: int = 1) -> None:
-    """Tell Megatron's `get_num_microbatches` and its kind the sizes of the next passes.
-
-    Args:
-        mbs: samples of a micro-batch.
-        gbs: samples of a global batch, over all `dp` data-parallel ranks.
-    """
+    """Tell Megatron the sizes of the next passes, of `gbs` over `dp` data-parallel ranks."""
     reconfigure_num_microbatches_calculator(
         rank=parallel_state.get_rank(),
         rampup_batch_size=None,

@@ -22,21 +22,16 @@ def has_balance_losses(config: TransformerConfig) -> bool:
 
 def forget_balance_losses() -> None:
     """Empty the table before a pass: one that failed, or a router that was called directly, has
-    left its losses there.
-
-    Its rows are the layers of the model that wrote first: one with more layers would not fit.
+    left losses, in rows of the layers of the model that wrote first.
     """
     take_balance_table()
 
 
 def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
-    """Read and clear the balance losses of the last forward-backward pass; all ranks call it.
+    """Read and clear the balance losses of the last forward-backward pass, which had
+    `num_microbatches` on this rank; all ranks call it.
 
     The losses are without their coefficients.
-
-    Args:
-        config: of the model.
-        num_microbatches: of the pass, on this rank.
 
     Returns:
         Means over layers with experts, micro-batches and data-parallel ranks, equal on every rank:

@@ -14,9 +14,7 @@ class InferenceMetricsHandler:
 
     A metric has `update(batch, generation_output)`, `compute() -> float` and `reset()`.
 
-    Args:
-        metrics_config: from name to what Hydra makes the metric of (`_target_`, ...); None: no
-            metrics.
+    `metrics_config`: from name to what Hydra makes the metric of (`_target_`, ...), or None.
     """
 
     def __init__(self, metrics_config: DictConfig | dict[str, Any] | None) -> None:

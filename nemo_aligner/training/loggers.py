@@ -59,13 +59,8 @@ class CustomLoggerWrapper:
     def log_metrics(
         self, metrics: Mapping[str, Any], step: int | None = None, prefix: str = ""
     ) -> None:
-        """Log numbers under `prefix` + key.
-
-        Values are Python or NumPy numbers or tensors with one element; None (not measured) is
-        left out.
-
-        Raises:
-            TypeError: another kind of value.
+        """Log numbers under `prefix` + key: Python's, NumPy's or tensors with one element (else
+        `TypeError`); None (not measured) is left out.
         """
         named = {
             f"{prefix}{k}": _number(f"{prefix}{k}", v) for k, v in metrics.items() if v is not None
@@ -95,10 +90,7 @@ class CustomLoggerWrapper:
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
 
     def log_samples(self, name: str, rows: list[dict[str, Any]], step: int | None = None) -> None:
-        """Append all `rows` to `<name>.jsonl` beside the metrics, one line each.
-
-        For more samples than a table of the loggers can show.
-        """
+        """Append all `rows` to `<name>.jsonl` beside the metrics: more than a table can show."""
         if not self._files:
             return
         file = self._files.setdefault(name, _JsonLines(self._folder / f"{name}.jsonl"))
@@ -185,11 +177,7 @@ class _JsonLines:
         return None
 
     def close(self) -> None:
-        """Close the file; the next write opens it again.
-
-        Raises:
-            UserError: there is still no space for lines that wait.
-        """
+        """Close the file; the next write opens it again. `UserError`: still no space for lines."""
         if self._number is None:
             return
         number, self._number = self._number, None

@@ -235,7 +235,6 @@ def forward_backward(
     """Forward (and backward) of one global batch; all ranks call it.
 
     Args:
-        model_chunks: the model of this pipeline stage (more than one with virtual pipelining).
         batch: this rank's samples; `tokens` int64 `[B, S]` and what `loss_fn` needs.
         micro_batch_size: samples per forward pass; must divide B.
         loss_fn: `(output, micro_batch) -> (loss, metrics)`, called on the last stage; all are
@@ -304,10 +303,8 @@ def forward_backward(
 
 
 def _sum_over_data_parallel(totals: Batch) -> tuple[dict[str, float], Batch]:
-    """Sum the last stage's `totals` over data-parallel ranks; all ranks get the result.
-
-    Returns:
-        The scalars as numbers, and the other tensors, float64 on the CPU.
+    """Sum the last stage's `totals` over data-parallel ranks; all ranks get the scalars as
+    numbers, and the other tensors, float64 on the CPU.
     """
     keys = sorted(totals)
     if keys:
@@ -342,7 +339,6 @@ def forward_collect(
     ranks; so all of them must call it equally often.
 
     Args:
-        model_chunks: the model of this pipeline stage.
         batch: this rank's samples; `tokens` int64 `[B, S]` and what `output_fn` needs.
         micro_batch_size: most samples per forward pass. Expert parallelism and virtual pipelining
             may need more passes, also of repeated samples.

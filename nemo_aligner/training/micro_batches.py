@@ -26,12 +26,7 @@ class MicroBatch:
 
 
 def fewest_micro_batches(lengths: Sequence[int], tokens: int) -> int:
-    """Number of micro-batches if none may compute more than `tokens` (unless it is a single
-    sample).
-
-    Args:
-        lengths: of the samples, as they are computed.
-    """
+    """Number of micro-batches if none may compute more than `tokens`, but for a single sample."""
     return len(_sizes_within(sorted(lengths, reverse=True), tokens))
 
 
@@ -42,7 +37,6 @@ def plan_micro_batches(
     memory runs first.
 
     Args:
-        lengths: of the samples, as they are computed.
         count: of micro-batches, none of which is empty. Where there are fewer samples, the last
             ones are copies of the shortest sample.
         even_tokens: the largest number of computed tokens is the least possible; otherwise the
@@ -95,8 +89,8 @@ def _sizes_within(widths: Sequence[int], tokens: int) -> list[int]:
 
 
 def _sizes_of_even_tokens(widths: Sequence[int], count: int) -> list[int]:
-    """Sizes of `count` consecutive groups such that the largest has as few tokens as possible;
-    `widths` descend, and there are at least `count`.
+    """Sizes of `count` consecutive groups, the largest with as few tokens as possible; `widths`
+    descend, and there are at least `count`.
     """
     limits = range(widths[0], widths[0] * len(widths) + 1)
     enough = bisect.bisect_left(

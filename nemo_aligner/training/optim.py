@@ -60,10 +60,6 @@ def wrap_with_ddp(
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk in Megatron's DistributedDataParallel, with hooks; all ranks call it.
 
-    Args:
-        model_chunks: of this pipeline stage; each has a `TransformerConfig` as `config`.
-        optim_cfg: complete section `model.optim`.
-
     Raises:
         ConfigError: an unknown name, or values that cannot work (`check_optim`).
     """
@@ -167,9 +163,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
-    """Give every parameter of an SGD with momentum the buffer 0, with which its first step is the
-    same as without one.
-    """
+    """Give SGD with momentum the buffer 0, which changes nothing of its first step."""
     for group in inner.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -196,12 +190,8 @@ def _parameter_groups(
 def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build Megatron's optimizer over DDP-wrapped chunks; all ranks call it.
-
-    Args:
-        model_chunks: what `wrap_with_ddp` returns.
-        optim_cfg: complete section `model.optim`.
-        dtype: of the weights.
+    """Build Megatron's optimizer over chunks of `wrap_with_ddp`, with weights of `dtype`, on all
+    ranks.
 
     Raises:
         ConfigError: an unknown name, or values that cannot work (`check_optim`).
@@ -237,12 +227,7 @@ class NemoSchedule(OptimizerParamScheduler):
     The rate after n updates depends on n alone, so a resumed job goes on with it exactly.
 
     Args:
-        optimizer: what `build_optimizer` returns.
-        name: of the class.
-        lr: highest rate.
-        weight_decay: constant.
         options: keyword arguments of the class, without None.
-        max_steps: optimizer updates of the job.
 
     Raises:
         ConfigError: the class refuses its arguments, or gives a rate that is not finite.
@@ -322,11 +307,6 @@ def build_scheduler(
     optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule over `max_steps` updates (see the module docstring).
-
-    Args:
-        optimizer: what `build_optimizer` returns.
-        optim_cfg: complete section `model.optim`.
-        max_steps: optimizer updates of the job.
 
     Raises:
         ConfigError: an unknown name, or values that cannot work (`check_optim`).

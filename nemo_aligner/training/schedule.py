@@ -15,7 +15,6 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
     """Number of batches to use.
 
     Args:
-        number_of_batches: that there are.
         limit_batches: a float is a fraction (at least one batch unless 0), an int a cap, None all.
 
     Raises:
@@ -43,10 +42,9 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
 
 
 def interval_in_steps(key: str, interval: int | float, steps_per_epoch: int) -> int:
-    """Steps between two validations or checkpoints; 0 and below: never.
+    """Steps between two validations or checkpoints (`key`); 0 and below: never.
 
     Args:
-        key: `val_check_interval` or `save_interval`, for the message.
         interval: steps, or as a float a part of an epoch, of which at least one step is left.
 
     Raises:
@@ -95,10 +93,8 @@ class Counters(Protocol):
 def compute_num_steps_per_epoch(
     sampler: Sampler, limit_train_batches: int | float | None = 1.0
 ) -> int:
-    """Updates (whole global batches) in one epoch of the data of a sampler.
-
-    Raises:
-        ConfigError: the sampler does not drop an incomplete global batch.
+    """Updates (whole global batches) in one epoch of a sampler, which must drop incomplete ones:
+    else `ConfigError`.
     """
     if not sampler.drop_last:
         raise ConfigError(
@@ -116,11 +112,7 @@ def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int)
 
 
 def say_complete(step: int, max_steps: int, section: str) -> None:
-    """Say that a job that starts at `step` has nothing to do, and what to change.
-
-    Args:
-        section: of the job's settings, such as "trainer.sft".
-    """
+    """Say that a job at `step` has nothing to do, and what to change in `section`."""
     logging.warning(
         f"step {step} of {max_steps}: training is already complete, nothing was trained; raise "
         f"{section}.max_steps or max_epochs to continue, or give another job a folder of its own "
@@ -129,13 +121,7 @@ def say_complete(step: int, max_steps: int, section: str) -> None:
 
 
 def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_epoch: int) -> None:
-    """Say that the data end before `max_steps`.
-
-    Args:
-        section: name of `cfg`, such as "trainer.sft".
-        cfg: with `max_steps`, `max_epochs` and, for SPIN, `max_iterations`.
-        reached: steps of the job.
-    """
+    """Say that the data end before `max_steps`."""
     asked = cfg.max_steps
     if asked is None or asked <= reached:
         return
@@ -148,10 +134,7 @@ def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_ep
 
 
 def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
-    """Yield the batches of a data loader, epoch after epoch, from where `counters` stand.
-
-    Args:
-        counters: the trainer, which advances its position.
+    """Yield the batches of a data loader, epoch after epoch, from the trainer's position.
 
     Raises:
         UserError: there is no batch at this position of the data.

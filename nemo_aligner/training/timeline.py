@@ -14,13 +14,7 @@ FILE = "timeline"  # .jsonl
 
 
 def log_phase(logger: Logger, step: int, phase: str, start: float, seconds: float) -> None:
-    """Append a phase to the timeline of the job.
-
-    Args:
-        step: of the job.
-        start: seconds since the epoch, which the jobs of a run compare.
-        seconds: its duration.
-    """
+    """Append a phase to the timeline; `start` in seconds since the epoch, as jobs compare it."""
     logger.log_samples(FILE, [{"phase": phase, "start": start, "seconds": seconds}], step=step)
 
 

@@ -59,7 +59,7 @@ class ScopedTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the scope as `name`; a scope that raises leaves no duration.
+        """Time the scope as `name`; one that raises leaves no duration.
 
         Raises:
             ValueError: `name` already has `buffer_size` durations that were not consumed.
@@ -101,9 +101,7 @@ class SyncTimer(ScopedTimer):
     """NeMo-Aligner's older timer: `ScopedTimer`, with `start`, `stop` and `get` by name, and
     durations that are the same on all data-parallel ranks.
 
-    Args:
-        reduction, sync_cuda, buffer_size: as for `ScopedTimer`.
-        reduce_op: how the durations of the ranks become one; the slowest counts by default.
+    `reduce_op`: how the durations of the ranks become one; the slowest counts by default.
     """
 
     def __init__(
@@ -124,11 +122,7 @@ class SyncTimer(ScopedTimer):
         self._started[name] = self._now()
 
     def stop(self, name: str = "") -> None:
-        """Keep the seconds since `start(name)`: the last `buffer_size` of them.
-
-        Raises:
-            ValueError: it was not started.
-        """
+        """Keep the seconds since `start(name)`, which must have been: else `ValueError`."""
         if name not in self._started:
             raise ValueError(f"timer {name!r} was not started")
         kept = self._stopped.setdefault(name, [])
@@ -146,9 +140,7 @@ class SyncTimer(ScopedTimer):
         return self.get(name)
 
     def sync_time(self, list_to_sync: Sequence[float]) -> torch.Tensor:
-        """float32 `[len(list_to_sync)]`: each number reduced over the data-parallel ranks, which
-        all call it.
-        """
+        """float32 `[len(list_to_sync)]`, reduced over data-parallel ranks, which all call it."""
         group = parallel_state.get_data_parallel_group()
         times = torch.tensor(list_to_sync, dtype=torch.float32, device=get_device())
         if dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -172,11 +164,7 @@ class SyncTimer(ScopedTimer):
 
 
 class Timer:
-    """The wall-clock limit of a run; all ranks get the same result.
-
-    Args:
-        duration: "DD:HH:MM:SS", a `timedelta`, or None: no limit.
-    """
+    """The wall-clock limit of a run, "DD:HH:MM:SS" or a `timedelta`; on all ranks the same."""
 
     def __init__(self, duration: str | timedelta | None) -> None:
         self.duration_s = _seconds(duration)

@@ -34,9 +34,6 @@ def forget_token_counts() -> None:
 def take_token_counts(names: Mapping[str, str]) -> dict[str, float]:
     """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it.
 
-    Args:
-        names: what the metrics call each phase that is wanted. The others are forgotten too.
-
     Returns:
         `<name>_computed`, tokens, and `<name>_real_fraction` of each phase that computed
         something, equal on every rank.

@@ -11,9 +11,7 @@ from nemo_aligner.training.optim import chained_optimizers
 
 
 def clip_gradients(optimizer: Optimizer, clip_val: float | None) -> None:
-    """Set the gradient norm to which the next `optimizer.step()` clips; None or <= 0 switches
-    clipping off.
-    """
+    """Set the gradient norm to which the next step clips; None or <= 0: it does not."""
     for part in chained_optimizers(optimizer):
         part.config.clip_grad = float(clip_val or 0.0) if (clip_val or 0.0) > 0 else 0.0
 

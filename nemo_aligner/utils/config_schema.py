@@ -3,11 +3,4 @@
 """The former place of these names; what each import statement below names is the present one."""
 
 from nemo_aligner.config.inert_keys import INERT, ONLY, Inert
-from nemo_aligner.config.schema import (
-    ARCHITECTURE_KEYS,
-    CONFIG_NAMES,
-    FLAGS,
-    FREE,
-    LIVE,
-    REQUIRED,
-)
+from nemo_aligner.config.schema import ARCHITECTURE_KEYS, CONFIG_NAMES, FLAGS, FREE, LIVE, REQUIRED

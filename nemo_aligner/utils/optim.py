@@ -8,9 +8,4 @@ from nemo_aligner.config.optim_rules import (
     OPTIMIZERS,
     SCHEDULES,
 )
-from nemo_aligner.training.optim import (
-    EXPERTS,
-    build_optimizer,
-    build_scheduler,
-    wrap_with_ddp,
-)
+from nemo_aligner.training.optim import EXPERTS, build_optimizer, build_scheduler, wrap_with_ddp

@@ -37,23 +37,15 @@ _THINK = re.compile(r"</?think>")
 
 
 class Encoded(NamedTuple):
-    """The tokens of a conversation.
+    """The tokens of a conversation."""
 
-    Attributes:
-        tokens: S ids, up to the end of the last of the assistant's turns.
-        is_response: S values, True for the assistant's tokens, their end-of-turn tokens included.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # S ids, up to the end of the last of the assistant's turns
+    # S values, True for the assistant's tokens, their end-of-turn tokens included
     is_response: list[bool]
 
 
 def find_turns(
-    text: str,
-    messages: Sequence[Message],
-    trained: Set[int],
-    render: Render,
-    turn_end: "TurnEnd",
+    text: str, messages: Sequence[Message], trained: Set[int], render: Render, turn_end: "TurnEnd"
 ) -> list[Span]:
     """The assistant's turns in `text`, which the template wrote for all of `messages`.
 

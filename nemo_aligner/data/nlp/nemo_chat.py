@@ -55,19 +55,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Source:
-    """A conversation.
+    """A conversation."""
 
-    Attributes:
-        system: text of the system turn.
-        turns: in order.
-        masked: speakers who are not trained on.
-        kind: None, `VALUE_TO_TEXT` or `TEXT_TO_VALUE`.
-    """
-
-    system: str
-    turns: tuple[Turn, ...]
-    masked: tuple[str, ...] = (USER,)
-    kind: str | None = None
+    system: str  # text of the system turn
+    turns: tuple[Turn, ...]  # in order
+    masked: tuple[str, ...] = (USER,)  # speakers who are not trained on
+    kind: str | None = None  # None, `VALUE_TO_TEXT` or `TEXT_TO_VALUE`
 
     def trains(self, turn: Turn) -> bool:
         """Whether a turn is trained on, if it is not the first."""

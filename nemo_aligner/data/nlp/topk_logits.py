@@ -44,22 +44,15 @@ ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "
 
 
 class TopKExample(NamedTuple):
-    """An example with the largest logits of its n positions that count.
+    """An example with the largest logits of its n positions that count."""
 
-    Attributes:
-        tokens, labels: int64 [S].
-        loss_mask: float32 [S].
-        topk_logits: float32 [n, K].
-        topk_token_ids: int64 [n, K].
-        log_sum_exp_logits: float32 [n].
-    """
-
+    # tokens, labels: int64 [S]
     tokens: np.ndarray
     labels: np.ndarray
-    loss_mask: np.ndarray
-    topk_logits: np.ndarray
-    topk_token_ids: np.ndarray
-    log_sum_exp_logits: np.ndarray
+    loss_mask: np.ndarray  # float32 [S]
+    topk_logits: np.ndarray  # float32 [n, K]
+    topk_token_ids: np.ndarray  # int64 [n, K]
+    log_sum_exp_logits: np.ndarray  # float32 [n]
 
 
 def to_line(
