@@ -8,6 +8,7 @@ values.
 in `server_rules.py`.
 """
 
+import importlib.util
 import os
 from collections.abc import Mapping
 
@@ -72,6 +73,11 @@ from nemo_aligner.core.estimators import (
 
 EVERY_CHECKPOINT = "every_checkpoint"  # a value of `model.save_hf`
 
+# The optional loggers of `exp_manager`, with the package that each needs.
+LOGGERS = {
+    f"exp_manager.create_{package}_logger": package
+    for package in ("wandb", "mlflow", "dllogger", "clearml", "neptune")
+}
 # Section of `trainer` that holds a job's own settings.
 SECTIONS = {
     "gpt_ppo_actor": "ppo",
@@ -160,6 +166,12 @@ def check_values(
         check_architecture(values.get("model"), fixed=not trains_from_scratch)
     check_recomputation(values, complete)
     _check_sequence_lengths(values)
+    for key, package in LOGGERS.items():
+        if values.get(key) and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{key}=True needs the package {package}, which is not installed; install it, or "
+                "set the key to False (metrics.jsonl and report.html need no package)."
+            )
     values.whole("model.forward_micro_batch_size", 1)
     values.whole("model.seed", 0)
     values.number("trainer.hang_timeout_s", 0, above=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import MLFlowLogger
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
@@ -25,10 +26,10 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
-from nemo_aligner.config.access import shown_config, shown_word
+from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
-from nemo_aligner.config.rules import config_name_of, restore_key
+from nemo_aligner.config.rules import LOGGERS, config_name_of, restore_key
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
@@ -206,12 +207,14 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
     loops have no use, so NeMo does not see those keys.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None
     options = copy.deepcopy(cfg.exp_manager)
+    asked = [key for key in LOGGERS if options.get(key.partition(".")[2])]
     with open_dict(options):
+        options.create_mlflow_logger = False
         options.create_checkpoint_callback = False
         options.resume_if_exists = False
         options.resume_from_checkpoint = None
@@ -222,11 +225,24 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
             options.pop(key.removeprefix("exp_manager."), None)
     try:
         log_dir = Path(nemo_exp_manager(trainer, options))
-    except OSError as error:
+        if "exp_manager.create_mlflow_logger" in asked:
+            trainer.loggers = [*trainer.loggers, _mlflow_logger(options, log_dir)]
+        if asked and is_rank_zero():
+            for logger in trainer.loggers:
+                getattr(logger, "experiment", None)  # it begins: a server is known to answer
+    except Exception as error:  # libraries of loggers have classes of their own
         key = "explicit_log_dir" if options.get("explicit_log_dir") else "name"
+        if isinstance(error, OSError) and (error.filename or not asked):
+            raise UserError(
+                f"the log folder of exp_manager.{key}={options.get(key)} cannot be written: "
+                f"{error}; give another one."
+            ) from error
+        if not asked:
+            raise
+        reason = shown_url(str(error).partition("\n")[0][:200])
         raise UserError(
-            f"the log folder of exp_manager.{key}={options.get(key)} cannot be written: {error}; "
-            "give another one."
+            f"a logger cannot be set up: {type(error).__name__}: {reason}\nCorrect its keys in "
+            f"exp_manager, or leave it out ({', '.join(asked)})."
         ) from error
     if is_rank_zero():
         # In place of NeMo's, which holds secrets.
@@ -237,6 +253,18 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         _keep_json_lines(log_dir)
     keep_ending_in(log_dir, is_rank_zero())
     return log_dir
+
+
+def _mlflow_logger(options: DictConfig, log_dir: Path) -> MLFlowLogger:
+    """MLflow's logger, which NeMo calls with a name twice. Without the address of a server, in
+    `tracking_uri` or the environment, it writes into the folder `mlruns` of the experiment.
+    """
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses folders else
+    given = OmegaConf.to_object(options).get("mlflow_logger_kwargs") or {}
+    names = {"experiment_name": options.get("name") or log_dir.name, "run_name": log_dir.name}
+    defaults = {**names, "save_dir": str(log_dir.absolute() / "mlruns")}
+    known = {key: value for key, value in given.items() if value is not None}
+    return MLFlowLogger(**{**defaults, **known})
 
 
 def _write_config(cfg: DictConfig, log_dir: Path) -> None:

@@ -94,6 +94,14 @@ def test_resolvers():
     assert (cfg.m, cfg.d, cfg.s) == (24, 1, 2)
 
 
+@pytest.mark.parametrize("name", ["mlflow", "dllogger", "clearml", "neptune", "wandb"])
+def test_a_logger_whose_package_is_missing_is_refused(name, tmp_path, monkeypatch):
+    key = f"exp_manager.create_{name}_logger"
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=f"^{key}=True needs the package {name}, which"):
+        check("gpt_dpo", tmp_path, f"{key}=True")
+
+
 # ---- keys
 
 

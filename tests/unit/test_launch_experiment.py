@@ -137,6 +137,43 @@ def test_metrics_are_whole_after_any_number_of_resumes(tmp_path, monkeypatch):
         assert not list(tmp_path.glob(f"run_*/{name}.jsonl"))
 
 
+def with_logger(folder, **options):
+    """The trainer of a job with a logger, and what writes its metrics."""
+    cfg = {"trainer": {"devices": 1, "accelerator": "cpu", "ppo": {}}, "exp_manager": options}
+    cfg = OmegaConf.create(cfg | {"exp_manager": {"explicit_log_dir": str(folder), **options}})
+    trainer = resolve_and_create_trainer(cfg, "ppo")
+    return trainer, build_logger(trainer, setup_experiment(trainer, cfg))
+
+
+@pytest.mark.parametrize("folder", [None, "own"])
+def test_mlflow_writes_into_a_folder(tmp_path, monkeypatch, folder):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    given = {} if folder is None else {"save_dir": str(tmp_path / folder), "run_name": "mine"}
+    options = {"create_mlflow_logger": True, "mlflow_logger_kwargs": given, "name": "policy"}
+    _trainer, logger = with_logger(tmp_path / "job", **options)
+    logger.log_hyperparams({"model": {"seed": 7}})
+    for step in (1, 2):
+        logger.log_metrics({"loss": 0.5 * step}, step=step, prefix="train/")
+    logger.finalize()
+    client = mlflow.MlflowClient(f"file:{tmp_path / (folder or 'job/mlruns')}")
+    (run,) = client.search_runs([client.get_experiment_by_name("policy").experiment_id])
+    assert run.info.run_name == ("mine" if folder else "job") and run.info.status == "FINISHED"
+    assert run.data.params == {"model/seed": "7"}
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 0.5), (2, 1.0)]
+
+
+def test_a_logger_that_cannot_work_is_refused_in_two_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEPTUNE_API_TOKEN", "")
+    options = {"create_neptune_logger": True, "neptune_logger_kwargs": {"name": "a"}}
+    with pytest.raises(UserError) as error:
+        with_logger(tmp_path, **options)
+    first, second = str(error.value).split("\n")
+    assert "ValueError: either api_key should be set" in first
+    assert second.endswith("(exp_manager.create_neptune_logger).")
+
+
 def test_lightning_gets_no_options_of_its_own_loops():
     section = {"devices": 1, "gradient_clip_val": 0.5, "replace_sampler_ddp": False, "rs": {}}
     trainer = resolve_and_create_trainer(OmegaConf.create({"trainer": section}), "rs")
