@@ -86,7 +86,7 @@ def load_and_override_model_config(
             values = ", ".join(f"{key}={merged[key]}" for key in stored)
             logging.info(
                 f"the dropout of the checkpoint's configuration ({values}) is off in this job; "
-                f"++model.{stored[0]}={merged[stored[0]]} would switch it on"
+                f"model.{stored[0]}={merged[stored[0]]} would switch it on"
             )
         merged.update(dict.fromkeys(stored, 0.0))
     for section in OTHER_POLICIES.get(job, ()):
