@@ -39,8 +39,8 @@ def records():
 
 def sft_data(tokenizer, path, **options):
     section = {"file_path": path, "max_seq_length": LENGTH, "truncation_field": "", **options}
-    chat = {"is_chat": False, "chat_template": section.pop("chat_template", None)}
-    return build_sft_dataset(OmegaConf.create(section), tokenizer, **chat)
+    chat = {key: section.pop(key, None) for key in ("chat_template", "allow_empty_prompt")}
+    return build_sft_dataset(OmegaConf.create(section), tokenizer, is_chat=False, **chat)
 
 
 def job(**spin):

@@ -59,6 +59,11 @@ def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, st
     return plain
 
 
+def line_ends(text: str) -> str:
+    """A text of the configuration; a line end is written as \\n on a command line."""
+    return text.replace("\\n", "\n")
+
+
 def check_packed(packed: Any, files: Any, context_parallel_size: int | None, split: str) -> None:
     """Raise `ConfigError` if SFT examples cannot be packed.
 
@@ -118,6 +123,11 @@ def check_chat(data: Mapping[str, Any]) -> None:
         data: section `model.data`; absent keys ask for nothing.
     """
     template, chat = data.get("chat_template"), data.get("chat")
+    if data.get("prompt_end") and (template or chat):
+        raise ConfigError(
+            f"model.data.prompt_end={data['prompt_end']!r} says where the prompt of a plain text "
+            "ends; in conversations the messages do: set it to null."
+        )
     if template and chat:
         raise ConfigError(
             f"model.data.chat=True (NeMo's chat format) and model.data.chat_template={template} "

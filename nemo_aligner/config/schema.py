@@ -131,7 +131,7 @@ _DATA = (
     dotted(
         "model.data",
         """data_impl splits_string seq_length num_workers data_prefix validation_drop_last
-    apply_ftfy add_bos append_eod columns index_mapping_dir""",
+    apply_ftfy add_bos append_eod columns index_mapping_dir prompt_end allow_empty_prompt""",
     )
     | _CHAT
 )
@@ -279,7 +279,7 @@ _SFT = (
     | dotted("trainer.sft", f"{_SUPERVISED} alarms.effective_responses")
     | dotted("model", "restore_from_path answer_only_loss loss_reduction")
     | dotted("model.steerlm2", "micro_batch_size forward_micro_batch_size")
-    | dotted("model.data", "num_workers columns one_turn_per_sample")
+    | dotted("model.data", "num_workers columns one_turn_per_sample allow_empty_prompt")
     | _CHAT
     | set().union(
         *(
@@ -304,7 +304,7 @@ _SPIN = (
         rollout_micro_batch_size offload_adam_states {_SAMPLING} length_params.max_length
         length_params.min_length generation.reshard generation.kv_cache_gb""",
     )
-    | dotted("model.data", "num_workers columns one_turn_per_sample")
+    | dotted("model.data", "num_workers columns one_turn_per_sample allow_empty_prompt")
     | _CHAT
     | dotted("model.data.train_ds", _SPIN_SET)
     | dotted("model.data.validation_ds", f"{_SPIN_SET} global_batch_size micro_batch_size")
@@ -333,7 +333,7 @@ _TOP_K = (
     | _MODEL
     | _CHECKPOINT
     | set("top_k output_path start_from_idx end_at_idx".split())
-    | dotted("data", f"{_CHAT_KEYS} one_turn_per_sample")
+    | dotted("data", f"{_CHAT_KEYS} one_turn_per_sample allow_empty_prompt")
     | dotted(
         "data.data",
         """file_path max_seq_length label_key add_eos add_sep add_bos truncation_field
@@ -364,7 +364,7 @@ LIVE = {
     "gpt_reinforce_actor": _COMMON | _CHECKPOINT | _DATA | _PEFT | _GENERATES | _REINFORCE,
     "training_rm": _COMMON
     | _CHECKPOINT
-    | _DATA
+    | (_DATA - {"model.data.allow_empty_prompt"})
     | _PEFT
     | _REWARD_MODEL
     | _RM
@@ -455,7 +455,7 @@ FLAGS = (
     | dotted("sampling_params", "use_greedy add_BOS")
     | dotted(
         "data",
-        """chat one_turn_per_sample data.add_eos data.add_sep data.add_bos
+        """chat one_turn_per_sample allow_empty_prompt data.add_eos data.add_sep data.add_bos
         data.pad_to_max_length""",
     )
     | dotted(
@@ -492,7 +492,8 @@ FLAGS = (
     )
     | dotted(
         "model.data",
-        "validation_drop_last apply_ftfy add_bos append_eod chat one_turn_per_sample",
+        """validation_drop_last apply_ftfy add_bos append_eod chat one_turn_per_sample
+        allow_empty_prompt""",
     )
     | {
         f"model.data.{split}.{key}"

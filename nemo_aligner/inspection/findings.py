@@ -90,7 +90,7 @@ def look(job: InspectedJob, limit: int) -> Findings:
             empty.places.append(sample.place)
         if contents(sample):
             marks.places.append(sample.place)
-    bad += [finding for finding in (empty, twice, marks) if finding.places]
+    bad += [finding for finding in (empty, twice, marks, *_records(dataset)) if finding.places]
     return Findings(
         documents=documents,
         served=len(dataset),
@@ -164,6 +164,18 @@ def _by_length(job: InspectedJob) -> Iterator[Finding]:
         )
 
 
+def _records(dataset: Any) -> list[Finding]:
+    """What the dataset found in the records beside their lengths."""
+    unread = [f"{text}. {hint}".removesuffix(". ") for text, hint in dataset.unread_columns()]
+    found = [Finding("columns that nothing reads", unread)]
+    if hasattr(dataset, "unlike"):
+        places = [place(dataset, int(number)) for number in dataset.unlike]
+        what = "pairs of texts that share no beginning of their own, so no prompt"
+        return [*found, Finding(what, places)]
+    empty = [place(dataset, int(number)) for number in np.flatnonzero(dataset.lines.extra)]
+    return [*found, Finding("with an empty prompt", empty)]
+
+
 def _indices_in_use(job: InspectedJob) -> np.ndarray:
     """Indices of the dataset whose own documents are served, not others in their place."""
     dataset = job.dataset
@@ -199,7 +211,7 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
         return any(blank(turn) for turn in turns)
 
     def pair_is_blank(sample: Sample) -> bool:
-        record = by_our_names(dataset.lines[sample.document])
+        record = dataset.as_pair(dataset.lines[sample.document])
         values = [record["chosen"], record["rejected"]]
         texts = [value if isinstance(value, str) else value[-1] for value in values]
         return any(
@@ -255,7 +267,8 @@ def _messages(dataset: Any, record: Record) -> list[dict[str, str]]:
         texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
         texts += [record.get(name) or "" for name in ("system", "label")]
         return [{"content": text} for text in texts]
-    record = by_our_names(record)
+    if isinstance(dataset, RewardModelDataset):
+        record = dataset.as_pair(record)
     if holds_pair(record):
         chosen, rejected, _place = pair_messages(record)
         return [*chosen, *rejected]

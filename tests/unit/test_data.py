@@ -27,6 +27,7 @@ from nemo_aligner.data.nlp.builders import (
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
     KTOModelDataset,
+    LabelledPairDataset,
     RegressionRewardModelDataset,
     RewardModelDataset,
     RLHFDataset,
@@ -39,6 +40,7 @@ from nemo_aligner.generate.batch import tokenize
 from nemo_aligner.generate.responses import Response
 from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from tests.chat_forms import FAMILIES, write_tokenizer
 
 
 def write(path, records):
@@ -195,12 +197,12 @@ def test_collate_prompts(texts, tiny_tokenizer):
 
 def test_pairs(texts, tiny_tokenizer, warnings):
     lengths = [3, 4, 9, 2, 2, 3, 1, 12, 8, 8]  # pairs 1 and 3 have a text of more than 8 tokens
-    path = texts([chr(ord("A") + i) * n for i, n in enumerate(lengths)])
+    path = texts([str(i // 2) + chr(ord("A") + i) * (n - 1) for i, n in enumerate(lengths)])
     dataset = RewardModelDataset([path], tiny_tokenizer, 8)
     assert len(dataset) == 3
     assert "2 of 5 pairs are left out" in warnings[0] and "longest has 12" in warnings[0]
     for index, (chosen, rejected) in enumerate(
-        [("AAA", "BBBB"), ("EE", "FFF"), ("I" * 8, "J" * 8)]
+        [("0AA", "0BBB"), ("2E", "2FF"), ("4" + "I" * 7, "4" + "J" * 7)]
     ):
         item = dataset[index]
         for name, text in (("chosen", chosen), ("rejected", rejected)):
@@ -225,7 +227,7 @@ def test_bad_pairs(tmp_path, texts, tiny_tokenizer):
         UserError,
         match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9",
     ):
-        RewardModelDataset([texts(["#" * 9, "a"])], tiny_tokenizer, 8)
+        RewardModelDataset([texts(["#" * 9, "#"])], tiny_tokenizer, 8)
     labelled = write(tmp_path / "labelled.jsonl", [{"text": "a"}, {"text": "b", "label": [1.0]}])
     with pytest.raises(
         UserError,
@@ -247,7 +249,7 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
         1,
     ]  # the last pair fits
     names = [chr(ord("A") + i // 2 % 26) * n for i, n in enumerate(lengths)]
-    names[1::2] = [name.lower() for name in names[1::2]]
+    names[1::2] = [name[0] + name[1:].lower() for name in names[1::2]]
     dataset = RewardModelDataset([texts(names)], tiny_tokenizer, limit)
     expected = [
         (good, bad)
@@ -266,6 +268,124 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
     assert [f"{left_out} of 22 pairs" in message for message in warnings] == [True] * (
         left_out > 0
     )
+
+
+TALK = {"role": "user", "content": "hello"}
+
+
+def told(text, *more, **fields):
+    """A conversation about `TALK`."""
+    return {"messages": [TALK, {"role": "assistant", "content": text}, *more], **fields}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    return AutoTokenizer(write_tokenizer(tmp_path_factory.mktemp("chatml"), FAMILIES["chatml"]))
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (told("no"), None),
+        (told("no", {"role": "user", "content": "x"}, told("y")["messages"][1]), None),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "hello"},
+                    {"from": "gpt", "value": "no"},
+                ]
+            },
+            None,
+        ),
+        (
+            {"messages": [TALK | {"content": "bye"}, *told("no")["messages"][1:]]},
+            "message 1, which",
+        ),
+        (told("yes", TALK, told("no")["messages"][1]), "one is the beginning of the other"),
+        (told("no", system="Be brief."), "they differ in 'system'"),
+        (told("no", tools=[{"name": "f"}]), "they differ in 'tools'"),
+        (told("yes"), "they are the same"),
+        ({"text": "hello no"}, "one is a conversation, the other a text"),
+    ],
+)
+@pytest.mark.parametrize("labelled", [False, True])
+def test_neighbouring_conversations_are_pairs_of_one_prompt(
+    tmp_path, chat_tokenizer, second, why, labelled
+):
+    """Fine-tuning data in the place of pairs are refused with both lines."""
+    label = {"label": [-1]} if labelled else {}
+    make = LabelledPairDataset if labelled else RewardModelDataset
+    records = [told("yes"), told("no"), told("yes"), second]
+    path = write(tmp_path / "chats.jsonl", [record | label for record in records])
+    if why is None:
+        dataset = make([path], chat_tokenizer, 64)
+        ids = chat_tokenizer.text_to_ids("yes<|im_end|>")
+        assert dataset[1]["chosen"][: dataset[1]["chosen_length"]].tolist()[-len(ids) :] == ids
+    else:
+        where = "1 of 2 pairs have two prompts, .*chats.jsonl, line 3 and .*chats.jsonl, line 4"
+        with pytest.raises(UserError, match=f"{where}: .*{why}"):
+            make([path], chat_tokenizer, 64)
+
+
+def test_texts_that_share_no_beginning_are_counted(texts, tmp_path, tiny_tokenizer, warnings):
+    pairs = ["Q a? yes", "Q a? no", "R b? yes", "R b? no", "S c?", "T d?"]
+    assert len(RewardModelDataset([texts(pairs)], tiny_tokenizer, 32)) == 3
+    assert "1 of 3 pairs share no beginning, so no prompt, the first in" in warnings.pop()
+    with pytest.raises(UserError, match="2 of 3 pairs share no beginning.* line 1. Two neigh"):
+        RewardModelDataset([texts(["a", "b", "c", "d", *pairs[:2]])], tiny_tokenizer, 32)
+    same = [f"User: {text}" for text in pairs]
+    RewardModelDataset([texts(same)], tiny_tokenizer, 32)
+    assert "1 of 3 pairs share nothing but 'User: ', with which all begin" in warnings.pop()
+    # Pairs may lie across the files of a folder, and be read from an index of an earlier start.
+    (tmp_path / "folder").mkdir()
+    for name, part in {"a": pairs[:3], "b": pairs[3:4]}.items():
+        texts(part, f"folder/{name}.jsonl")
+    dataset = RewardModelDataset([tmp_path / "folder"], tiny_tokenizer, 32)
+    assert len(dataset) == 2 and not warnings
+    assert tiny_tokenizer.ids_to_text(dataset[1]["rejected"].tolist()).startswith("R b? no")
+    in_line = [{"chosen": "yes", "rejected": "no", "question": "a?"}] * 2
+    with pytest.raises(UserError, match="2 of 2 pairs .*'question' looks like the prompt: model"):
+        RewardModelDataset([write(tmp_path / "p.jsonl", in_line)], tiny_tokenizer, 32)
+
+
+@pytest.mark.parametrize("key", [r"\n\nA:", "\n\nA:"])
+def test_a_key_says_where_the_prompt_of_whole_texts_ends(tmp_path, texts, tiny_tokenizer, key):
+    """The last one that both share, in DPO, KTO, distillation, prompts and neighbouring lines."""
+    data = {"prompt_end": key}
+    whole = [f"Q: a\n\nA: b\n\nQ: c\n\nA:{end}" for end in (" d\n\nQ: e\n\nA: f", " d\n\nQ: g")]
+    pair = {"chosen": whole[0], "rejected": whole[1]}
+    path = write(tmp_path / "p.jsonl", [pair])
+
+    def counted(tokens, mask):
+        return tiny_tokenizer.ids_to_text(tokens[mask.bool()].tolist())
+
+    item = DPOModelDataset([path], tiny_tokenizer, 64, data)[0]
+    for name, text in pair.items():
+        assert counted(item[name], item[f"{name}_mask"]) == text.removeprefix(whole[0][:20])
+        assert item[f"{name}_length"] == len(tiny_tokenizer.text_to_ids(text))
+    responses = [{"response": text, "preference": True} for text in whole]
+    path = write(tmp_path / "k.jsonl", responses)
+    kto = KTOModelDataset([path], tiny_tokenizer, 64, data)
+    assert counted(kto[0]["samples"], kto[0]["sample_mask"]) == " f"
+    assert counted(kto[1]["samples"], kto[1]["sample_mask"]) == " d\n\nQ: g"
+    prompt = RLHFDataset([texts(whole)], tiny_tokenizer, 64, data)[1]["text"].tolist()
+    assert tiny_tokenizer.ids_to_text(prompt) == whole[0][:20]
+    assert len(RewardModelDataset([texts(whole)], tiny_tokenizer, 64, data)) == 1
+    none = "have no beginning in common that ends with model.data.prompt_end="
+    bad = {"chosen": "Q: a\n\nA: b", "rejected": "Q: b\n\nA: a"}
+    for make, lines in {
+        DPOModelDataset: [bad],
+        RewardModelDataset: [{"text": text} for text in bad.values()],
+        KTOModelDataset: [{"response": "Q", "preference": True}],
+    }.items():
+        with pytest.raises(UserError, match=f"bad.jsonl, line 1.*{none}"):
+            make([write(tmp_path / "bad.jsonl", lines)], tiny_tokenizer, 64, data)
+    for make, lines in {DPOModelDataset: [pair], KTOModelDataset: responses}.items():
+        path = write(tmp_path / "bad.jsonl", lines)
+        with pytest.raises(UserError, match=r"field 'prompt' is missing.* model.data.prompt_end"):
+            make([path], tiny_tokenizer, 64)
+    with pytest.raises(ConfigError, match="says where the prompt of a plain text ends"):
+        RLHFDataset([path], tiny_tokenizer, 64, data | {"chat": True})
 
 
 # -------------------------------------------------------------------------------- labelled texts
@@ -444,6 +564,79 @@ def test_sft_truncation(tmp_path, tiny_tokenizer, warnings):
     assert "1 of them keep nothing of the response" in warnings[-1]
 
 
+ALPACA = [
+    {"instruction": "the film", "input": given, "output": "a joy"} for given in ("", "a plot", " ")
+]
+
+
+def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
+    tmp_path, tiny_tokenizer, warnings
+):
+    path = write(tmp_path / "alpaca.jsonl", ALPACA)
+    line = r"""columns="{input: '{instruction}{\n\n?input}'}" reads it"""
+    with pytest.raises(UserError) as refused:
+        build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
+    assert "2 of 3 prompts are empty, the first in" in str(refused.value)
+    assert "alpaca.jsonl, line 1. 'instruction' looks like the prompt" in str(refused.value)
+    assert line in str(refused.value)
+    assert f"nothing reads these columns of {path}: instruction. 'inst" in warnings.pop()
+    columns = {"input": r"{instruction}{\n\n?input}"}
+    dataset = build_sft_dataset(sft_cfg(path, columns=columns), tiny_tokenizer, is_chat=False)
+    read = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"][:-1]) for n in range(3)]
+    assert read == ["the film a joy", "the film\n\na plot a joy", "the film a joy"]
+    assert warnings == []
+
+
+def test_behind_an_empty_prompt_bos_lets_the_first_token_be_trained(
+    tmp_path, tiny_tokenizer, bos_tokenizer_dir, warnings
+):
+    """With the key; without bos nothing predicts that token, which a warning says."""
+    path = write(tmp_path / "alpaca.jsonl", ALPACA[:1])
+    with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
+    for tokenizer, missing in ((with_bos, 0), (tiny_tokenizer, 1)):
+        dataset = build_sft_dataset(
+            sft_cfg(path), tokenizer, is_chat=False, allow_empty_prompt=True
+        )
+        batch = dataset.collate_fn([dataset[0]])
+        trained = batch["labels"][batch["loss_mask"].bool()].tolist()
+        response = [*tokenizer.text_to_ids(" a joy"), tokenizer.eos_id]
+        assert trained == response[missing:] and len(response) > 2
+        said = "1 of 1 prompts are empty, as model.data.allow_empty_prompt=True allows"
+        rest = "; the first token behind is not trained on (add_bos=True)." if missing else "."
+        assert warnings.pop().endswith(said + rest)
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompts", "dpo", "kto", "responses", "chat prompts"])
+def test_empty_prompts_in_every_job(kind, tmp_path, chat_tokenizer, bos_tokenizer_dir, warnings):
+    """Refused with a count; with the key used, where needed behind a token."""
+    tokenizer = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
+    said = {"prompt": "", "chosen": " a", "rejected": " b", "preference": True, "response": " c"}
+    records = [said | {"prompt": "x"}, said]
+    if "chat" in kind:
+        tokenizer = chat_tokenizer
+        lone = [TALK | {"content": " "}, told("a")["messages"][1]]
+        records = [told("a"), {"messages": lone}]
+        if kind == "chat prompts":
+            records = [{"messages": each["messages"][:1]} for each in records]
+    path = write(tmp_path / "data.jsonl", records)
+
+    def make(**data):
+        if kind == "chat":
+            return build_sft_dataset(sft_cfg(path), tokenizer, is_chat=False, **data)
+        makers = {"dpo": DPOModelDataset, "kto": KTOModelDataset, "responses": ResponseDataset}
+        return makers.get(kind, RLHFDataset)([path], tokenizer, 48, data)
+
+    with pytest.raises(
+        UserError, match=r"1 of 2 prompts are empty, the first in .* line 2\. .*=T"
+    ):
+        make()
+    assert len(make(allow_empty_prompt=True)) == 2
+    assert "1 of 2 prompts are empty, as model.data.allow_empty_prompt=True" in warnings[0]
+    if kind in ("prompts", "responses"):
+        with pytest.raises(UserError, match="needs a token to begin with: add_bos=True"):
+            make(allow_empty_prompt=True, add_bos=False)
+
+
 def test_sft_refusals(tmp_path, tiny_tokenizer):
     path = write(tmp_path / "sft.jsonl", [{"input": "ABCDEFGH", "output": "xy"}])
     cases = [
@@ -481,7 +674,10 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
             r"bad.jsonl, line 2: field 'text' is missing; the line has \['b', 'txt'\]",
         ),
         (['{"text": 7}'], "bad.jsonl, line 1: field 'text' must be text, not int"),
-        (['{"text": " "}'], "bad.jsonl, line 1: field 'text' is empty"),
+        (
+            ['{"text": " "}'],
+            "bad.jsonl, line 1(: field 'text' is empty|. Remove them)",
+        ),
         ([""], "bad.jsonl is empty"),
     ]
     for lines, message in cases:

@@ -488,7 +488,11 @@ def test_bad_rows_are_named_with_file_and_row(tmp_path, tiny_tokenizer):
         ),
         "type": (good, {"text": "n"}, "row 1: field 'text' must be text, not int"),
         "missing": ([{"n": 1}] * 2, {}, r"row 1: field 'text' is missing; the line has \['n'\]"),
-        "blank": (good + [{"text": " ", "n": 1}], {}, "row 301: field 'text' is empty"),
+        "blank": (
+            good + [{"text": " ", "n": 1}],
+            {},
+            r"row 301\. Remove them, or set model.data.allow_empty",
+        ),
         "null-in-template": (
             good + [{"text": "x", "n": 1, "o": "y"}],
             {"text": "{text}{o}"},

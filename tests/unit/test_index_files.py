@@ -139,8 +139,8 @@ def test_datasets_know_what_their_check_depends_on(
 ):
     """Each dataset reads its file once for each setting, and gives what a first start gives."""
     other = AutoTokenizer(pretrained_model_name=reversed_tokenizer_dir)
-    path = write(tmp_path / "a.jsonl", ["naïve 日本", "b b b", "cc", "d"])
-    labelled = write(tmp_path / "l.jsonl", ["naïve", "b b b", "cc", "d"], label=[2.0])
+    path = write(tmp_path / "a.jsonl", ["naïve 日本", "n b b", "cc", "c"])
+    labelled = write(tmp_path / "l.jsonl", ["naïve", "n b b", "cc", "c"], label=[2.0])
     sft = tmp_path / "s.jsonl"
     sft.write_text("".join(json.dumps({"input": "é" * n, "output": "x"}) + "\n" for n in (3, 9)))
 
@@ -177,7 +177,7 @@ def test_datasets_know_what_their_check_depends_on(
         assert len(reads) == number + 1
         second = make()
         assert len(reads) == number + 1
-        for name in ("notes", "numbers"):
+        for name in ("notes", "numbers", "extra"):
             one, two = (
                 getattr(getattr(each, "dataset", each).lines, name) for each in (first, second)
             )
@@ -228,7 +228,9 @@ def test_many_that_start_at_once_make_one_index(tmp_path):
     def make():
         made.append(threading.get_ident())
         time.sleep(0.3)
-        return Index(np.arange(2), np.array([5, 6]), np.array([0.5, 0.25]), np.zeros(0))
+        return Index(
+            np.arange(2), np.array([5, 6]), np.array([0.5, 0.25]), np.zeros(2), np.zeros(0)
+        )
 
     def start():
         try:

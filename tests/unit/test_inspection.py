@@ -14,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.data.nlp.prompts import PromptColumns
 from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
 from nemo_aligner.generate.settings import is_setting
 from nemo_aligner.inspection.command import main
@@ -161,7 +163,7 @@ def test_pairs(model, write, capsys):
         r"1 longer than model.data.seq_length=60 tokens: left out:\n.*record 2 \(", out
     )
     assert f"1 with an empty response:\n    {path}, record 1" in out
-    lines = write(*({"text": text} for text in ("the film", "a plot", "x", "y")), name="lines")
+    lines = write(*({"text": text} for text in ("the film", "the plot", "x", "x y")), name="lines")
     out = shown(capsys, lines, "--model", model, "--job", "training_rm")
     assert (
         "Texts begin without a bos token, as the tokenizer itself does (model.data.add_bos=null)."
@@ -264,7 +266,7 @@ def test_special_tokens_beside_a_response_and_in_attributes(model, write, capsys
     assert f"1 {mark}" in out and "record 2" in out.split(mark)[1]
     other = {"messages": chat("hello", "a joy"), "response": "of something else"}
     out = shown(capsys, write(other, name="sft"), "--model", model, TEMPLATE, "--job", "gpt_sft")
-    assert "Nothing to report." in out
+    assert mark not in out and "columns that nothing reads:" in out
     answers = [{"from": "Assistant", "value": "a joy"} | WEIGHTS] * 2
     turns = [{"from": "User", "value": "hello"}]
     sample = {"system": "", "prompt_turns": turns, "label": "kind:1", "responses": answers}
@@ -340,6 +342,147 @@ def test_pieces_join_to_the_text_of_all_tokens(model):
         width = len(job_tokenizer.tokenizer.decode([token]))
         assert set(flags[place : place + width]) == {flag}
         place += width
+
+
+# --------------------------------------------------------------------------------------- layouts
+
+HUMAN = "\n\nHuman: the film?\n\nAssistant: hello\n\nHuman: a plot?\n\nAssistant:"
+VERL = {"data_source": "a", "ability": "math", "extra_info": {"index": 1, "split": "train"}}
+ULTRA = {
+    "prompt": "hello",
+    "prompt_id": "7",
+    "chosen": chat("hello", "a joy"),
+    "rejected": chat("hello", "a plot"),
+    "messages": chat("hello", "a joy"),
+    "score_chosen": 8.5,
+    "score_rejected": 2.0,
+}
+BT = ["model.reward_model_type=regression", "model.regression.loss_func=regular_bt"]
+STEPS = ["model.reward_model_type=regression", "model.data.seq_length=64"]
+# (layout, job as the page names it), job, settings, records, what is shown
+LAYOUTS = [
+    (
+        ("Alpaca", "SFT"),
+        "gpt_sft",
+        [],
+        [
+            {"instruction": "the film", "input": "", "output": "a joy", "text": "x"},
+            {"instruction": "a plot", "input": "hello", "output": "4", "text": "y"},
+        ],
+        [
+            "(of N)\nthe film[[ a joy]][[<|im_end|>]]\n",
+            "a plot⏎\n⏎\nhello[[ 4]][[<|im_end|>]]\n",
+            "1 columns that nothing reads:\n    {path}: text\n",
+        ],
+    ),
+    (
+        ("HH-RLHF", "DPO"),
+        "gpt_dpo",
+        [r"model.data.prompt_end='\n\nAssistant:'"],
+        [{"chosen": f"{HUMAN} a joy\n\nHuman: 4?\n\nAssistant: 4", "rejected": f"{HUMAN} 2"}],
+        ["a plot?⏎\n⏎\nAssistant:[[ a joy⏎\n⏎\nHuman: 4?⏎\n⏎\nAssistant: 4]]", "Assistant:[[ 2]]"],
+    ),
+    (
+        ("HelpSteer2-Preference", "reward model"),
+        "training_rm",
+        BT,
+        [
+            {"prompt": "hello", "response_1": "a joy", "response_2": "a plot"}
+            | {"preference_strength": strength, "split": "train"}
+            for strength in (-2, 3)
+        ],
+        [
+            "record 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\n"
+            "a[[ plot]]",
+            "record 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
+            "1 columns that nothing reads:\n    {path}: split\n",
+        ],
+    ),
+    (
+        ("Math-Shepherd, PRM800K (trl)", "reward model"),
+        "training_rm",
+        STEPS,
+        [{"prompt": "the film?", "completions": ["a plot", "a joy"], "labels": [True, False]}],
+        [
+            "record 1; label [1.0]\ntext (of N)\nthe film?⏎\na[[ plot]]\n",
+            "record 1; label [0.0]\ntext (of N)\nthe film?⏎\na plot⏎\na[[ joy]]\n",
+            "2 samples, of which it uses 2",
+        ],
+    ),
+    (
+        ("UltraFeedback", "DPO"),
+        "gpt_dpo",
+        [TEMPLATE],
+        [ULTRA],
+        [
+            "<|im_start|>assistant⏎\n[[a joy]][[<|im_end|>]]\n",
+            "assistant⏎\n[[a plot]][[<|im_end|>]]",
+            "1 columns that nothing reads:\n    {path}: prompt_id\n",
+        ],
+    ),
+    (
+        ("KTO (trl)", "KTO"),
+        "gpt_kto",
+        [],
+        [
+            {"prompt": chat("hello")[:1], "completion": chat("", "a joy")[1:], "label": True},
+            {"prompt": "the film", "completion": " a plot", "label": False},
+        ],
+        [
+            "chosen (of N)\n<|im_start|>system",
+            "assistant⏎\n[[a joy]][[<|im_end|>]]",
+            "rejected (of N)\nthe film[[ a plot]]",
+            "Nothing to report.",
+        ],
+    ),
+    (
+        ("verl", "prompts"),
+        "gpt_ppo_actor",
+        [TEMPLATE],
+        [
+            VERL
+            | {
+                "prompt": chat("2 + 2?")[:1],
+                "reward_model": {"ground_truth": "4", "style": "rule"},
+            }
+        ],
+        [
+            "user⏎\n2 + 2?<|im_end|>⏎\n<|im_start|>assistant⏎\n\n",
+            "ability, data_source, extra_info\n",
+        ],
+    ),
+]
+
+
+def cell(layout, job):
+    """The third cell of the row of a layout and a job in the table of the page."""
+    rows = [line.split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    return next(r[2] for r in rows if r[0] == f"| {layout}" and r[1].startswith(job))
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(row[0]))
+def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
+    """From parquet where its columns have one type, as a hub's files do."""
+    (layout, asked), job, settings, records, expected = row
+    path = write(*records)
+    if layout != "KTO (trl)":
+        path = str(Path(path).with_suffix(".parquet"))
+        pq.write_table(pa.Table.from_pylist(records), path)
+    line = re.match(r"`(\{.*?\})`", cell(layout, asked))
+    settings = [*settings, *([f"model.data.columns={line[1]}"] if line else [])]
+    assert not line or settings[-1] != "model.data.columns={}"
+    out = shown(capsys, path, "--model", model, "--job", job, *settings)
+    out = re.sub(r"\(\d+ tokens(, \d trained on)?\)", "(of N)", out)
+    for text in expected:
+        assert text.replace("{path}", path) in out
+    if layout == "verl":
+        opened = open_job([path], model, job, settings)
+        assert PromptColumns([opened.dataset], ["ground_truth"])(torch.tensor([0])) == [
+            {"ground_truth": "4"}
+        ]
+    if layout == "UltraFeedback":
+        item = open_job([path], model, job, settings).dataset[0]
+        assert (item["chosen_reward"], item["rejected_reward"]) == (8.5, 2.0)
 
 
 # ------------------------------------------------------------------------------------------ page

@@ -143,7 +143,7 @@ def test_no_preference_counts_for_the_second_text_and_is_reported(
 
 def test_a_pair_too_long_is_left_out_and_the_others_keep_their_margins(tmp_path, tiny_tokenizer):
     path = write(
-        tmp_path / "pairs.jsonl", [[1], [2], [-3]], texts=["a", "b", "c", "#" * 30, "e", "f"]
+        tmp_path / "pairs.jsonl", [[1], [2], [-3]], texts=["a", "a b", "#c", "#" * 30, "e", "e f"]
     )
     dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
     assert [dataset[index]["margin"].item() for index in range(len(dataset))] == [1.0, 3.0]

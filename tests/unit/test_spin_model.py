@@ -109,7 +109,8 @@ def test_of_a_conversation_the_last_turn_that_is_whole_or_cut_is_the_response(
 
 def test_an_example_without_a_prompt_is_named(tiny_tokenizer, tmp_path):
     path = write(tmp_path / "sft.jsonl", [*records(), {"input": "", "output": "a joy"}])
-    data = sft_data(tiny_tokenizer, path, prompt_template="{input}{output}")
+    options = {"prompt_template": "{input}{output}", "allow_empty_prompt": True}
+    data = sft_data(tiny_tokenizer, path, **options)
     with pytest.raises(UserError, match="example 12 .*has no prompt"):
         spin_custom_collate([data[0], data[12]], eos_id=1)
 

@@ -29,7 +29,7 @@ from nemo_aligner.data.nlp.file_dataset import blend
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
 
-TEXTS = ["the film was a joy", "is dull", "naïve? 日本", "a sad evening", "x" * 40, "bad"]
+TEXTS = ["the film was a joy", "the is dull", "naïve? 日本", "n sad evening", "x" * 40, "x bad"]
 
 
 def write_jsonl(path, texts):

@@ -403,6 +403,7 @@ def build_sft_dataset(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     one_turn_per_sample: bool = False,
     chat_date: str | None = None,
+    allow_empty_prompt: bool | None = False,
 ) -> SFTDataset | SFTChatDataset | PackedDataset:
     """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
     or conversations.
@@ -422,7 +423,7 @@ def build_sft_dataset(
         model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
         chat_template: `model.data.chat_template`, conversations in a template of Hugging Face;
             None: in that of the tokenizer, if the first record holds one.
-        chat_template_kwargs, one_turn_per_sample, chat_date: of `model.data`.
+        chat_template_kwargs, one_turn_per_sample, chat_date, allow_empty_prompt: of `model.data`.
 
     Raises:
         ConfigError: no files, or something that is not supported.
@@ -456,6 +457,7 @@ def build_sft_dataset(
             columns=data_cfg.columns,
             index_mapping_dir=data_cfg.index_mapping_dir,
             one_turn_per_sample=one_turn_per_sample,
+            allow_empty_prompt=bool(allow_empty_prompt),
         )
         conversations = _blended(conversations, weights, num_samples)
         return PackedDataset(conversations) if data_cfg.packed_sequence else conversations
@@ -474,6 +476,7 @@ def build_sft_dataset(
         columns=data_cfg.columns,
         index_mapping_dir=data_cfg.index_mapping_dir,
         keep_lengths=bool(data_cfg.packed_sequence),
+        allow_empty_prompt=bool(allow_empty_prompt),
     )
     dataset = _blended(dataset, weights, num_samples)
     return PackedDataset(dataset) if data_cfg.packed_sequence else dataset

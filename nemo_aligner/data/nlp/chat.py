@@ -19,8 +19,14 @@ from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
 from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 from nemo_aligner.data.nlp.records import first_record
 
-# Keys of `model.data` for conversations of supervised fine-tuning, beside those of NeMo's format.
-SFT_KEYS = ("chat_template", "chat_template_kwargs", "chat_date", "one_turn_per_sample")
+# Keys of `model.data` for supervised fine-tuning, beside those of NeMo's format.
+SFT_KEYS = (
+    "chat_template",
+    "chat_template_kwargs",
+    "chat_date",
+    "one_turn_per_sample",
+    "allow_empty_prompt",
+)
 DEFAULT_FORM = (
     "conversations are written in the tokenizer's chat template, as model.data.chat_template is "
     "not set"
@@ -53,7 +59,7 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
 
 
 def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What `build_sft_dataset` is told of the form of conversations by a section `model.data`."""
+    """What `build_sft_dataset` is told by a section `model.data`."""
     return {
         "is_chat": data["chat"],
         "special_tokens": data["chat_prompt_tokens"],

@@ -19,6 +19,7 @@ import json
 from typing import Any
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.json_lines import Record
 
 Message = dict[str, Any]  # role and content, and what else a template reads
@@ -36,6 +37,8 @@ ROLES = {
 }
 ASSISTANT = "assistant"
 CONVERSATIONS, PAIR = ("messages", "conversations"), ("chosen", "rejected")
+BESIDE = ("system", "tools", "chat_template_kwargs", "mask", "type")  # fields of a conversation
+A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
 # Names of an assistant's thoughts beside its content.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -119,7 +122,7 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
     """
     for field in PAIR:
         if record.get(field) is None:
-            raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
+            raise missing(field, record)
     prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
     chosen, rejected = (_whole(record, field, prompt) for field in PAIR)
     if chosen == rejected:
@@ -139,6 +142,40 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
     )
 
 
+def speaks_to_assistant(record: Record) -> bool:
+    """Whether anybody but the assistant says something in the prompt of a record, or in its whole
+    conversation where that begins with the prompt.
+    """
+    field = next(f for f in ("prompt", *CONVERSATIONS, "chosen") if record.get(f) is not None)
+    texts = [record.get("system"), record[field]]
+    if isinstance(record[field], list):
+        said = map(_said, record[field])
+        texts[1:] = [text for speaker, text, _calls in said if speaker != ASSISTANT]
+    return any(text and text.strip() for text in texts)
+
+
+def other_prompt(first: Record, second: Record) -> str:
+    """Why the conversations of two records are no responses to one prompt; empty: they are."""
+    for field in ("system", "tools", "chat_template_kwargs"):
+        if (first.get(field) or None) != (second.get(field) or None):
+            return f"they differ in '{field}'"
+    one, other = ([_said(m) for m in r[conversation_field(r) or ""]] for r in (first, second))
+    for number, (said, also) in enumerate(zip(one, other), start=1):
+        if said != also:
+            same = said[0] == also[0] == one[-1][0]
+            text = f"they differ in message {number}, which is of the role {said[0]!r}"
+            return "" if same else text
+    return "they are the same" if len(one) == len(other) else "one is the beginning of the other"
+
+
+def _said(message: Message) -> tuple[str, str, Any]:
+    """Who speaks, the text, and the calls of tools."""
+    names = ("from", "value") if "from" in message else ("role", "content")
+    speaker, content = (message.get(name) for name in names)
+    role = str(speaker).lower()
+    return ROLES.get(role, role), _text(content or "", names[1]), message.get("tool_calls")
+
+
 def response_messages(record: Record) -> tuple[list[Message], int]:
     """The conversation of `prompt` and `response`, a text or the messages that follow, and the
     place where the response begins.
@@ -148,7 +185,7 @@ def response_messages(record: Record) -> tuple[list[Message], int]:
     """
     for field in ("prompt", "response"):
         if record.get(field) is None:
-            raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
+            raise missing(field, record)
     prompt = _with_system(record, _prompt(record))
     return _whole(record, "response", prompt), len(prompt)
 

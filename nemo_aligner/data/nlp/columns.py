@@ -3,14 +3,23 @@
 """`model.data.columns`: which columns of a data file hold the fields that a job reads."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nemo_aligner.config.data_rules import plain_columns
+from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.json_lines import Record
 
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
+_PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
+_RESPONSES = ("completion", "response", "output", "answer", "solution")
+# field -> usual names of its column in other layouts
+OTHER_NAMES = {
+    **dict.fromkeys(("prompt", "input"), _PROMPTS),
+    **dict.fromkeys(("response", "output"), _RESPONSES),
+    "preference": ("label",),
+    "label": ("labels", "preference_strength"),
+}
 
 
 class Columns:
@@ -19,8 +28,13 @@ class Columns:
     Args:
         fields: from the name of a field to where its value is: the name of a column ("question");
             a path into nested columns ("info.post", "summaries.0.text"); a text with columns in
-            braces ("{prompt}\\n\\nAssistant: {response}"), which must hold text; or a list of
-            them, which gives a list of values. None or empty: rows are records as they are.
+            braces ("{prompt}\\n\\nAssistant: {response}"), which must hold text, where
+            "{\\n\\n?input}" is a column behind a text, and nothing where the column is absent,
+            null or blank; or a list of them, which gives a list of values. None or empty: rows are
+            records as they are.
+
+    Attributes:
+        sources: the columns that are read, the outermost of nested ones.
 
     Raises:
         ConfigError: another form.
@@ -28,6 +42,11 @@ class Columns:
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
         self.fields = plain_columns(fields)
+        self.sources: set[str] = set()
+        for given in self.fields.values():
+            for form in [given] if isinstance(given, str) else given:
+                inner = [name.rpartition("?")[2] for name in _IN_BRACES.findall(form)] or [form]
+                self.sources |= {*inner, *(column.split(".")[0] for column in inner)}
 
     def __call__(self, row: Record) -> Record:
         """`row` with the fields; its other columns stay.
@@ -46,14 +65,22 @@ class Columns:
             return self._column(name, form, row)
 
         def text(match: re.Match[str]) -> str:
-            value = self._column(name, match[1], row)
+            before, optional, column = match[1].rpartition("?")
+            try:
+                value = self._column(name, column, row)
+            except UserError:
+                if not optional:
+                    raise
+                value = None
+            if optional and (value is None or isinstance(value, str) and not value.strip()):
+                return ""
             if not isinstance(value, str):
                 raise UserError(
-                    f"column '{match[1]}' (columns.{name}) must be text, not {kind_of(value)}."
+                    f"column '{column}' (columns.{name}) must be text, not {kind_of(value)}."
                 )
-            return value
+            return before + value
 
-        return _IN_BRACES.sub(text, form)
+        return _IN_BRACES.sub(text, line_ends(form))
 
     def _column(self, name: str, column: str, row: Record) -> Any:
         if column in row:
@@ -69,6 +96,21 @@ class Columns:
                     f"there is no column '{column}' (columns.{name}); there are {sorted(row)}."
                 )
         return value
+
+
+def other_name(field: str, names: Iterable[str]) -> str | None:
+    """Which of the columns `names` looks like `field`."""
+    names = set(names)
+    return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
+
+
+def missing(field: str, record: Record, more: str = "") -> UserError:
+    """The error of a record without a field; `more` says what it is for."""
+    name = other_name(field, record)
+    text = f"field '{field}' is missing; the line has {sorted(record)}.{more and ' '}{more}"
+    if name is None:
+        return UserError(text)
+    return UserError(f"{text} model.data.columns={{{field}: {name}}} reads it from '{name}'.")
 
 
 def kind_of(value: Any) -> str:

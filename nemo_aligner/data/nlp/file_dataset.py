@@ -15,6 +15,8 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos, text_tokens
+from nemo_aligner.data.nlp.columns import other_name
+from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import settings_of
 
 # A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading
@@ -102,6 +104,62 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     documents: np.ndarray
     lines: Any
     lines_per_document = 1
+    prompt_field: str | None = None  # that holds the prompt
+    read_fields: Sequence[str] = ()  # of its records; empty: all
+
+    def unread_columns(self) -> list[tuple[str, str]]:
+        """For each file with columns that nothing reads their names, and what to do if one looks
+        like the prompt.
+        """
+        found = []
+        for path, record, names in self.lines.first_rows():
+            names -= set(self.read_fields or names)
+            like = other_name(self.prompt_field or "", names)
+            form: Any = like
+            if self.prompt_field in record:
+                form = f"'{{{like}}}{{\\n\\n?{self.prompt_field}}}'"
+            column = f'model.data.columns="{{{self.prompt_field}: {form}}}"'
+            hint = f"'{like}' looks like the prompt: {column} reads it." if like else ""
+            found += [(f"{path}: {', '.join(sorted(names))}", hint)] if names else []
+        return found
+
+    def say_unread(self) -> str:
+        """Name the columns that nothing reads; returns what to do if one looks like the prompt."""
+        hints = []
+        for text, hint in self.unread_columns():
+            say = logging.warning if hint else logging.info
+            say(f"{self.name} data: nothing reads these columns of {text}. {hint}".strip())
+            hints += [f"{hint} "] if hint else []
+        return "".join(hints[:1])
+
+    def check_prompts(
+        self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False
+    ) -> None:
+        """Name the columns that nothing reads, and count the empty prompts (`lines.extra` is 1).
+
+        Args:
+            allowed: `model.data.allow_empty_prompt`.
+            begins: whether a token stands before the response to a record's empty prompt.
+            sampled: the policy responds to the prompts.
+
+        Raises:
+            UserError: there are some, and they are not allowed, or have no token to begin with.
+        """
+        hint = self.say_unread()
+        empty = np.flatnonzero(self.lines.extra)
+        if not len(empty):
+            return
+        text = f"{self.name} data: {len(empty)} of {len(self.lines)} prompts are empty"
+        has_token = begins(self.lines[int(empty[0])])
+        if not allowed or sampled and not has_token:
+            text += f", the first in {self.lines.where(int(empty[0]))}."
+            if allowed:
+                raise UserError(f"{text} The policy needs a token to begin with: add_bos=True.")
+            raise UserError(
+                f"{text} {hint}Remove them, or set model.data.allow_empty_prompt=True."
+            )
+        rest = "" if has_token else "; the first token behind is not trained on (add_bos=True)"
+        logging.warning(f"{text}, as model.data.allow_empty_prompt=True allows{rest}.")
 
     def __len__(self) -> int:
         return len(self.documents)

@@ -40,12 +40,14 @@ class Index(NamedTuple):
         offsets: int64, of its `RecordSource`.
         notes: int64 [records], as `Records.notes`.
         numbers: float64 [records], as `Records.numbers`.
+        extra: int64 [records], as `Records.extra`.
         rows: int64 [records], the row that each record is made of; empty if all rows are records.
     """
 
     offsets: np.ndarray
     notes: np.ndarray
     numbers: np.ndarray
+    extra: np.ndarray
     rows: np.ndarray
 
 
@@ -216,7 +218,7 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
 
 
 def _write_index(path: Path, index: Index) -> None:
-    """One int64 array: the lengths of the three arrays, then the three."""
+    """One int64 array: the lengths of the arrays, then the arrays."""
     sizes = [len(array) for array in index]
     parts: Sequence[np.ndarray] = [
         np.array(sizes),
@@ -237,7 +239,8 @@ def _read_index(path: Path) -> Index | None:
     """The index, or None if the file is damaged."""
     try:
         whole = np.load(path, mmap_mode="r", allow_pickle=False)
-        ends = np.cumsum([4, *whole[:4].tolist()])
+        count = len(Index._fields)
+        ends = np.cumsum([count, *whole[:count].tolist()])
     except (ValueError, OSError, EOFError):
         return None
     if whole.dtype != np.int64 or whole.ndim != 1 or ends[-1] != len(whole):

@@ -14,6 +14,7 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import Encoded
+from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import pad
 from nemo_aligner.data.nlp.json_lines import Record
@@ -56,6 +57,7 @@ class KTOModelDataset(ResponseDataset):
     """
 
     _what = "labelled responses"
+    read_fields = (*ResponseDataset.read_fields, "preference")
 
     def __init__(
         self,
@@ -94,9 +96,9 @@ class KTOModelDataset(ResponseDataset):
                 f"to compare with, but a part has {different} of {len(self.lines)}."
             )
 
-    def _inspect(self, record: Record) -> tuple[int, float]:
-        """Length of a sample, and 1.0 if it is desirable."""
-        return self.encoder.response_length(record, self.seq_length), float(_preference(record))
+    def _number(self, record: Record) -> float:
+        """1 if the response is desirable."""
+        return float(_preference(record))
 
     def _sample(self, index: int) -> Encoded:
         return self.encoder.with_response(self.lines[int(self.documents[index])])
@@ -142,9 +144,8 @@ def _preference(record: Record) -> bool:
     if isinstance(value, bool):
         return value
     if value is None:
-        raise UserError(
-            f"field 'preference' is missing; the line has {sorted(record)}. It says whether the "
-            'response is "chosen" or "rejected" (model.data.columns can give another name).'
+        raise missing(
+            "preference", record, 'It says whether the response is "chosen" or "rejected".'
         )
     raise UserError(
         f"field 'preference' is {json.dumps(value, default=str)}; it must be \"chosen\" or "

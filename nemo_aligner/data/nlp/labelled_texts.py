@@ -4,17 +4,21 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import A_SAMPLE, response_messages
+from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
+from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import open_records
+from nemo_aligner.data.nlp.records import first_record, open_records
 
 # Default of `model.regression.loss_mask_val`: the number that means "no label".
 DEFAULT_MASK_VALUE = -100.0
@@ -36,6 +40,9 @@ class RegressionRewardModelDataset(FileDataset):
     or with a conversation (`chat_records.py`) in the place of the text, in the form that
     `data_cfg` asks for.
 
+    A record whose `text` is a list holds the steps of a response to `prompt`, with a label each: a
+    sample of each step is made, which ends with it (`each_step`).
+
     With one attribute the label may be a bare number. A number equal to `mask_value` means that
     the attribute has no label. A text longer than `seq_length` is left out; a warning at start
     counts them.
@@ -53,6 +60,8 @@ class RegressionRewardModelDataset(FileDataset):
     `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
     attention mask, see `RewardModelDataset`.
     """
+
+    read_fields = (*A_SAMPLE, "label")
 
     def __init__(
         self,
@@ -76,7 +85,13 @@ class RegressionRewardModelDataset(FileDataset):
             return self.encoder.sample_length(record, seq_length), labels
 
         settings = self.encoder.settings("labelled texts", seq_length, num_attributes, mask_value)
-        self.lines = open_records(paths, data_cfg, inspect, settings)
+        columns, index_dir = ((data_cfg or {}).get(k) for k in ("columns", "index_mapping_dir"))
+        first = first_record(DataFile.of(paths[0], "the list of data files"), columns, index_dir)
+        steps = isinstance(first.get("text"), list)
+        form = self.encoder.form
+        expand = partial(each_step, is_chat=form is not None and not form.is_default)
+        self.lines = open_records(paths, data_cfg, inspect, settings, expand if steps else None)
+        self.say_unread()
         if not self.lines.numbers.any():
             raise UserError(
                 f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
@@ -101,6 +116,33 @@ class RegressionRewardModelDataset(FileDataset):
         }
 
 
+def each_step(record: Record, is_chat: bool = False) -> list[Record]:
+    """The samples of a record with a list of steps in `text`, and as many in `label`: `prompt`, a
+    text or messages, and the steps up to each one, on lines of their own.
+
+    Args:
+        is_chat: `prompt` is a message of the user's, also where it is a text.
+    """
+    steps, labels, prompt = record.get("text"), record.get("label"), record.get("prompt")
+    if not isinstance(steps, list):
+        raise UserError("field 'text' must be a list of steps, as in the first record.")
+    if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
+        raise UserError(f"field 'label' must be a list of {len(steps)} labels, one of each step.")
+    made = []
+    for number, label in enumerate(labels, start=1):
+        texts = (
+            steps[:number] if is_chat or not isinstance(prompt, str) else [prompt, *steps[:number]]
+        )
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError("field 'text' must be a list of texts, the steps.")
+        text = "\n".join(texts)
+        sample: Record = {"text": text}
+        if is_chat or isinstance(prompt, list):
+            sample = {"messages": response_messages({**record, "response": text})[0]}
+        made.append({**sample, "label": int(label) if isinstance(label, bool) else label})
+    return made
+
+
 def label_numbers(record: Record) -> list[float]:
     """The numbers of a record's label, at least one.
 
@@ -110,7 +152,7 @@ def label_numbers(record: Record) -> list[float]:
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
-        raise UserError(f"field 'label' is missing; the line has {sorted(record)}.")
+        raise missing("label", record)
     if not numbers:
         raise UserError("field 'label' has 0 numbers.")
     for number in numbers:

@@ -13,13 +13,17 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import holds_pair
+from nemo_aligner.data.nlp.chat_records import A_SAMPLE, PAIR, holds_pair
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
-from nemo_aligner.data.nlp.record_encoder import Pair, RecordEncoder
-from nemo_aligner.data.nlp.records import check_text, open_records
+from nemo_aligner.data.nlp.record_encoder import SURE, Pair, RecordEncoder
+from nemo_aligner.data.nlp.records import open_records
+
+# Values of `Records.extra`: what a pair has in common (`RecordEncoder.in_common`), or that it has
+# two prompts; more by `IN_LINE` where it stands in one line.
+DIFFERENT, IN_LINE = 1 << 31, 1 << 32
 
 
 @accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
@@ -44,6 +48,8 @@ class RewardModelDataset(FileDataset):
     """
 
     lines_per_document = 2  # 1 if a line holds a pair
+    prompt_field = "prompt"
+    read_fields: Sequence[str] = (*A_SAMPLE, *PAIR, *(f"{field}_response" for field in PAIR))
     _what = "pairs"
 
     def __init__(
@@ -57,6 +63,7 @@ class RewardModelDataset(FileDataset):
         self.encoder = RecordEncoder(tokenizer, data_cfg)
         self.encode = self.encoder.encode_text
         self._pair_in_line: bool | None = None  # unknown before the first line
+        self._before: Record | None = None
         self.name = name
         self.seq_length = seq_length
         self.pad_id = tokenizer.eos_id
@@ -70,11 +77,17 @@ class RewardModelDataset(FileDataset):
                     f"{path} has {count} lines, an odd number: a reward model's data are pairs of "
                     "neighbouring lines, the better one first. A line is missing or one too many."
                 )
+        self._check_prompts_of_pairs()
         lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
         self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")
 
-    def _inspect(self, record: Record) -> tuple[int, float]:
-        """Length of a line, and 1.0 if it holds a pair."""
+    def as_pair(self, record: Record) -> Record:
+        """A record with the fields `chosen` and `rejected`, if a pair stands in it."""
+        return by_our_names(record)
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """Length of a line, its number, and what its pair has in common (`_in_common`)."""
+        record = self.as_pair(record)
         in_line = holds_pair(record)
         if self._pair_in_line not in (None, in_line):
             raise UserError(
@@ -83,35 +96,92 @@ class RewardModelDataset(FileDataset):
                 "and 'rejected', or two neighbouring lines are a pair."
             )
         self._pair_in_line = in_line
+        number = self._number(record, in_line)
         if in_line:
-            return self.encoder.pair_length(record, self.seq_length), 1.0
-        if "label" in record:  # neighbours in a file of labelled texts are no pairs
+            length = self.encoder.pair_length(record, self.seq_length)
+            return length, number, IN_LINE + self.encoder.pair_in_common(record)
+        length = self.encoder.sample_length(record, self.seq_length)
+        before, self._before = self._before, record
+        # Of every line with the one before it, as it is not known yet where pairs begin.
+        return length, number, self._in_common(before or record, record)
+
+    def _number(self, record: Record, in_line: bool) -> float:
+        """What is kept of a line beside its length."""
+        if "label" in record and not in_line:  # neighbours among labelled texts are no pairs
             raise UserError(
                 "field 'label': this is data for regression, but pairs of neighbouring lines are "
                 "needed. Set model.reward_model_type=regression; if the lines are pairs, remove "
                 "the field."
             )
-        return self.encoder.sample_length(record, self.seq_length), 0.0
+        return 0.0
+
+    def _in_common(self, first: Record, second: Record) -> int:
+        try:
+            return self.encoder.in_common(first, second)
+        except UserError:
+            return DIFFERENT
 
     def _holds_pairs(self) -> bool:
         """Whether each line holds a pair; what an earlier start found counts too."""
-        if len(np.unique(self.lines.numbers)) > 1:
+        in_line = self.lines.extra >= IN_LINE
+        if in_line.any() != in_line.all():
             raise UserError(
                 f"{self.name} data: some files hold pairs in their lines ('chosen', 'rejected'), "
                 "others one text per line; give files of one kind."
             )
-        return bool(self.lines.numbers[0])
+        return bool(in_line[0])
+
+    def _check_prompts_of_pairs(self) -> None:
+        """Refuse pairs with different prompts, and count those that begin differently."""
+        hint = self.say_unread()
+        lines, starts = self.lines, self.lines.starts
+        found = lines.extra % IN_LINE
+        known = np.delete(found, starts)  # what all texts begin with says nothing about a pair
+        common = 0 if self.pair_in_line or not len(known) else int(known.min())
+        if not self.pair_in_line:
+            found = found[1::2].copy()
+            for start in starts[starts % 2 == 1]:
+                found[start // 2] = self._in_common(lines[start - 1], lines[start])
+        different = np.flatnonzero(found == DIFFERENT)
+        remedy = (
+            "Two neighbouring lines are a pair, responses to one prompt, unless each line "
+            "has 'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs."
+        )
+        if len(different):
+            first = 2 * int(different[0])
+            try:
+                self.encoder.in_common(lines[first], lines[first + 1])
+            except UserError as error:
+                raise UserError(
+                    f"{self.name} data: {len(different)} of {len(found)} pairs have two prompts, "
+                    f"the first in {lines.where(first)} and {lines.where(first + 1)}: {error} "
+                    f"{remedy}"
+                ) from None
+        self.unlike = np.flatnonzero((found <= common) & (found < SURE))
+        if not len(self.unlike):
+            return
+        text = f"{self.name} data: the two texts of {len(self.unlike)} of {len(found)} pairs "
+        first = int(self.unlike[0]) * self.lines_per_document
+        where = f"the first in {lines.where(first)}"
+        if common:
+            record = lines[0]["text"]
+            shown = f" but {record[:common]!r}" if isinstance(record, str) else " but some tokens"
+            logging.warning(
+                f"{text}share nothing{shown}, with which all begin, {where}. If that is not their "
+                f"prompt, these are no pairs. {remedy}"
+            )
+            return
+        text += f"share no beginning, so no prompt, {where}. {hint}{remedy}"
+        if 2 * len(self.unlike) > len(found):
+            raise UserError(text)
+        logging.warning(text)
 
     def pair_tokens(self, pair: int) -> Pair:
         """The tokens of both samples of a pair, the better one first."""
         if self.pair_in_line:
-            return self.encoder.pair(self.lines[pair])
-        first, second = self._chosen_first(pair)
+            return self.encoder.pair(self.as_pair(self.lines[pair]))
+        first, second = 2 * pair, 2 * pair + 1
         return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
-
-    def _chosen_first(self, pair: int) -> tuple[int, int]:
-        """Numbers of the lines of a pair, the better one first."""
-        return 2 * pair, 2 * pair + 1
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self._item(index, *self.pair_tokens(int(self.documents[max(index, 0)])))
@@ -132,9 +202,10 @@ class RewardModelDataset(FileDataset):
 
 
 class LabelledPairDataset(RewardModelDataset):
-    """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`.
+    """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
+    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`.
 
-    The first number of the label, the same in both lines, says which of the two is better, and its
+    The first number of the label, the same in two lines, says which of the two is better, and its
     absolute value by how much: below 0 the first, else the second (NeMo-Aligner's form of
     HelpSteer2-Preference, arXiv:2410.01257, whose preferences go from -3 to 3). A pair with a text
     longer than `seq_length` is left out; a warning at start counts them.
@@ -149,6 +220,8 @@ class LabelledPairDataset(RewardModelDataset):
         UserError: a pair without a preference, or whose two lines disagree.
     """
 
+    read_fields = (*RewardModelDataset.read_fields, "label", "responses")
+
     def __init__(
         self,
         paths: Sequence[Any],
@@ -161,16 +234,26 @@ class LabelledPairDataset(RewardModelDataset):
         self.mask_value = mask_value
         self._what = f"labelled pairs {mask_value}"
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
-        labels = self.lines.numbers.astype(np.float32).reshape(-1, 2)
+        labels = self.lines.numbers.astype(np.float32).reshape(-1, self.lines_per_document)
         self.preferences = labels[:, 0]
         self._check_labels(labels)
 
-    def _inspect(self, record: Record) -> tuple[int, float]:
-        if holds_pair(record):
+    def as_pair(self, record: Record) -> Record:
+        """See the base class."""
+        if holds_pair(by_our_names(record)):
             raise UserError(
                 "a line with 'chosen' and 'rejected' says which is better, so a label has no "
-                "place: set model.reward_model_type=binary_ranking."
+                "place: set model.reward_model_type=binary_ranking, or call the field of both "
+                "'responses' (model.data.columns)."
             )
+        both = record.get("responses")
+        if both is None:
+            return record
+        if not isinstance(both, list) or len(both) != 2:
+            raise UserError("field 'responses' must be a list of two responses to the prompt.")
+        return {**record, "chosen": both[0], "rejected": both[1]}
+
+    def _number(self, record: Record, in_line: bool) -> float:
         number = label_numbers(record)[0]
         if number == self.mask_value:
             raise UserError(
@@ -179,13 +262,10 @@ class LabelledPairDataset(RewardModelDataset):
                 "below 0 if the first of the two texts is better, above 0 if the second is. "
                 "Remove the pair, or use model.regression.loss_func=regression."
             )
-        return self.encoder.sample_length(record, self.seq_length), number
-
-    def _holds_pairs(self) -> bool:
-        return False
+        return number
 
     def _check_labels(self, labels: np.ndarray) -> None:
-        disagree = np.flatnonzero(labels[:, 0] != labels[:, 1])
+        disagree = np.flatnonzero(labels[:, 0] != labels[:, -1])
         if len(disagree):
             first = int(disagree[0])
             raise UserError(
@@ -202,8 +282,9 @@ class LabelledPairDataset(RewardModelDataset):
                 "margin 0."
             )
 
-    def _chosen_first(self, pair: int) -> tuple[int, int]:
-        first, second = super()._chosen_first(pair)
+    def pair_tokens(self, pair: int) -> Pair:
+        """The tokens of both samples of a pair, the better one first."""
+        first, second = super().pair_tokens(pair)
         return (first, second) if self.preferences[pair] < 0 else (second, first)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -235,6 +316,7 @@ class DPOModelDataset(RewardModelDataset):
     """
 
     _what = "pairs with prompts"
+    read_fields = (*RewardModelDataset.read_fields, *DEFAULT_REWARDS)
 
     def __init__(
         self,
@@ -251,7 +333,7 @@ class DPOModelDataset(RewardModelDataset):
         }
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
 
-    def _inspect(self, record: Record) -> tuple[int, float]:
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
         record = by_our_names(record)
         if not holds_pair(record):
             raise UserError(
@@ -260,21 +342,19 @@ class DPOModelDataset(RewardModelDataset):
                 "names.)"
             )
         length = self.encoder.pair_length(record, self.seq_length)
-        if self.encoder.form_of(record) is None:
-            check_text(record, "prompt")
+        is_empty = self.encoder.prompt_is_empty(record, "chosen", "rejected")
         for key in DEFAULT_REWARDS:
             reward = record.get(key, 0.0)
             is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
             if not is_number or not np.isfinite(reward):
                 raise UserError(f"field '{key}' is {reward!r}, not a number.")
-        return length, 1.0
+        return length, 0.0, is_empty
 
     def _holds_pairs(self) -> bool:
         return True
 
-    def pair_tokens(self, pair: int) -> Pair:
-        """The tokens of both samples of a pair, the better one first."""
-        return self.encoder.pair(by_our_names(self.lines[pair]))
+    def _check_prompts_of_pairs(self) -> None:
+        self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
@@ -291,7 +371,7 @@ class DPOModelDataset(RewardModelDataset):
 def by_our_names(record: Record) -> Record:
     """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
     record = dict(record)
-    for field in ("chosen", "rejected"):
+    for field in PAIR:
         value = record.pop(f"{field}_response", None)
         if value is not None:
             record[field] = [value] if isinstance(value, dict) else value

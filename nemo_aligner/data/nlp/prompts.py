@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import A_SAMPLE
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.json_lines import Record
@@ -48,6 +49,7 @@ class RLHFDataset(FileDataset):
     index that was asked for, and for `PromptColumns` `record`, the number of the prompt's record.
     """
 
+    prompt_field, read_fields = "prompt", A_SAMPLE  # a reward function may read others
     first_record: int | None = None  # number of the first record; None: items have no `record`
 
     def __init__(
@@ -67,10 +69,15 @@ class RLHFDataset(FileDataset):
         self.lines = open_records(
             paths,
             data_cfg,
-            lambda record: self.encoder.prompt_length(record, max_prompt_length),
+            lambda record: (
+                self.encoder.prompt_length(record, max_prompt_length),
+                0.0,
+                self.encoder.prompt_is_empty(record),
+            ),
             self.encoder.settings("prompts", max_prompt_length),
         )
         self.documents = np.arange(len(self.lines))
+        self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins, sampled=True)
         fits = self._fits()
         if not fits.all():
             logging.warning(

@@ -4,18 +4,26 @@
 conversations in the form that `model.data` asks for.
 """
 
+import bisect
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nemo_aligner.config.data_rules import line_ends
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form, say_default
 from nemo_aligner.data.nlp.chat_masks import Encoded
-from nemo_aligner.data.nlp.chat_records import conversation_field, holds_conversation
+from nemo_aligner.data.nlp.chat_records import (
+    conversation_field,
+    holds_conversation,
+    other_prompt,
+    speaks_to_assistant,
+)
+from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.file_dataset import TextEncoder
 from nemo_aligner.data.nlp.json_lines import Record
@@ -23,19 +31,22 @@ from nemo_aligner.data.nlp.records import NO_FORM, check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
 HEAD = 64  # characters of a response
+SURE = 1 << 30  # characters that a pair has in common whose prompt is known
 
 
 class RecordEncoder:
     """Tokenizes records.
 
     Without a form for conversations a prompt is the field `text`, or a text in `prompt`; a sample
-    is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one. All are
-    texts and stay as they are. In a form they are conversations (`chat_records.py`); in one that
-    nobody has asked for only records that hold messages.
+    is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one, else
+    begin with it: it ends with the last `prompt_end` that both share. All are texts and stay as
+    they are. In a form they are conversations (`chat_records.py`); in one that nobody has asked
+    for only records that hold messages.
 
     Args:
         tokenizer: NeMo tokenizer.
-        data_cfg: `model.data`; see `TextEncoder` and `chat_form`.
+        data_cfg: `model.data`; `prompt_end` and `allow_empty_prompt` are read, and what
+            `TextEncoder` and `chat_form` read.
 
     Every method raises `UserError` for a record that it cannot use. A length is exact above
     `limit`, else possibly an upper bound.
@@ -45,11 +56,13 @@ class RecordEncoder:
         self.encode_text = TextEncoder(tokenizer, data_cfg)
         self.form = chat_form(data_cfg, tokenizer)
         self.template = (data_cfg or {}).get("chat_template")
+        self.prompt_end = line_ends((data_cfg or {}).get("prompt_end") or "")
+        self.allow_empty_prompt = bool((data_cfg or {}).get("allow_empty_prompt"))
 
     def settings(self, *others: Any) -> Callable[[], str | None]:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
         form = None if self.form is None else self.form.state
-        return self.encode_text.settings(form, *others)
+        return self.encode_text.settings(form, self.prompt_end, *others)
 
     def form_of(self, record: Record) -> ConversationForm | None:
         """The form that a record is written in; None: its texts stay as they are."""
@@ -60,10 +73,13 @@ class RecordEncoder:
         return self.form
 
     def prompt(self, record: Record) -> list[int]:
-        """The tokens of a prompt."""
+        """The tokens of a prompt, at least one."""
         text = self._prompt_text(record)
         if text is not None:
-            return self.encode_text(text)
+            tokens = self.encode_text(text)
+            if not tokens:
+                raise UserError("the prompt is empty, and no bos token stands before it.")
+            return tokens
         assert self.form is not None
         return self.form.prompt(self._fixed(record))
 
@@ -71,6 +87,21 @@ class RecordEncoder:
         """Number of tokens of a prompt."""
         text = self._prompt_text(record)
         return len(self.prompt(record)) if text is None else self.encode_text.length(text, limit)
+
+    def begins(self, record: Record) -> bool:
+        """Whether a token stands before the response to an empty prompt."""
+        return self.encode_text.add_bos or not (self.form_of(record) is None or "text" in record)
+
+    def prompt_is_empty(self, record: Record, *responses: str) -> bool:
+        """Whether a prompt says nothing: one for rollouts, or that of the fields `responses`."""
+        text: str | np.ndarray | None = None
+        if not responses:
+            text = self._prompt_text(record)
+        elif self.form_of(record) is None:
+            text = self._parts(record, *responses)[0]
+        if text is None:
+            return not speaks_to_assistant(record)
+        return isinstance(text, str) and not text.strip()
 
     def sample(self, record: Record) -> list[int]:
         """The tokens of a prompt with its response."""
@@ -91,7 +122,7 @@ class RecordEncoder:
         if form is not None:
             chosen, rejected = form.pair(self._fixed(record))
             return chosen.tokens, rejected.tokens
-        prompt, first, second = _pair_texts(record)
+        prompt, first, second = self._pair_texts(record)
         return self.encode_text(prompt + first), self.encode_text(prompt + second)
 
     def pair_with_responses(self, record: Record) -> tuple[Encoded, Encoded]:
@@ -101,7 +132,7 @@ class RecordEncoder:
         form = self.form_of(record)
         if form is not None:
             return form.pair(self._fixed(record))
-        prompt = self.encode_text.without_end(record["prompt"])
+        prompt = self.encode_text.without_end(self._pair_texts(record)[0])
         # A tokenizer may join the last characters of the prompt with the first of a response.
         chosen, rejected = (
             Encoded(tokens, [n >= _common(prompt, tokens) for n in range(len(tokens))])
@@ -116,15 +147,16 @@ class RecordEncoder:
         form = self.form_of(record)
         if form is not None:
             return form.response(self._fixed(record))
-        tokens = self.encode_text(_response_text(record))
-        first = _common(self.encode_text.without_end(record["prompt"]), tokens)
+        prompt, response = self._parts(record, "response")
+        tokens = self.encode_text(prompt + response)
+        first = _common(self.encode_text.without_end(prompt), tokens)
         return Encoded(tokens, [n >= first for n in range(len(tokens))])
 
     def response_length(self, record: Record, limit: int) -> int:
         """Number of tokens of a prompt with its response."""
         if self.form_of(record) is not None:
             return len(self.with_response(record).tokens)
-        return self.encode_text.length(_response_text(record), limit)
+        return self.encode_text.length("".join(self._parts(record, "response")), limit)
 
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
@@ -132,10 +164,77 @@ class RecordEncoder:
             pair = self.pair(record)
             _check_differ(*pair)
             return max(map(len, pair))
-        prompt, *responses = _pair_texts(record)
+        prompt, *responses = self._pair_texts(record)
         if self._may_be_the_same(*responses):  # encoding all pairs would take long
             _check_differ(*self.pair(record))
         return max(self.encode_text.length(prompt + text, limit) for text in responses)
+
+    def in_common(self, first: Record, second: Record) -> int:
+        """How many characters (or tokens) two samples begin with in common; `SURE` if they are
+        known to have the same prompt.
+
+        Raises:
+            UserError: they are known to have different ones.
+        """
+        one, other = (self._text(record, has_conversation=False) for record in (first, second))
+        if one is not None and other is not None:
+            if not self.prompt_end:
+                return _common_length(one, other)
+            self._split([one, other], "the two lines")
+            return SURE
+        why = "one is a conversation, the other a text"
+        if one is None and other is None:
+            why = other_prompt(first, second)
+        if why:
+            raise UserError(f"{why}.")
+        return SURE
+
+    def pair_in_common(self, record: Record) -> int:
+        """The same for the texts of a pair that stands in one record."""
+        if self.form_of(record) is not None:
+            return SURE
+        prompt, first, second = self._pair_texts(record)
+        return SURE if prompt.strip() else _common_length(first, second)
+
+    def _parts(self, record: Record, *fields: str, whole: bool = False) -> list[str]:
+        """The text of a prompt, and of the fields that continue it.
+
+        Args:
+            whole: without a prompt, and `prompt_end`, the prompt is empty.
+        """
+        texts = [_plain_text(record, field) for field in fields]
+        if record.get("prompt") is not None:
+            return [_plain_text(record, "prompt", allow_blank=True), *texts]
+        if self.prompt_end:
+            return self._split(texts, " and ".join(map(repr, fields)))
+        if whole:
+            return ["", *texts]
+        raise missing(
+            "prompt",
+            record,
+            "(Where the texts begin with their prompts, model.data.prompt_end says how these end: "
+            "'\\n\\nAssistant:'.)",
+        )
+
+    def _split(self, texts: Sequence[str], what: str) -> list[str]:
+        """What whole texts begin with, up to the last `prompt_end` that all share, and how each
+        of them goes on.
+        """
+        shared = texts[0][: _common_length(texts[0], texts[-1])]
+        place = shared.rfind(self.prompt_end) + len(self.prompt_end)
+        if self.prompt_end not in shared or not all(text[place:].strip() for text in texts):
+            raise UserError(
+                f"{what} have no beginning in common that ends with model.data.prompt_end="
+                f"{self.prompt_end!r}, with a response behind it."
+            )
+        return [shared[:place], *(text[place:] for text in texts)]
+
+    def _pair_texts(self, record: Record) -> list[str]:
+        """What both texts of a pair begin with, and how they go on, the better one first."""
+        parts = self._parts(record, "chosen", "rejected", whole=True)
+        if parts[1] == parts[2]:
+            raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
+        return parts
 
     def _may_be_the_same(self, first: str, second: str) -> bool:
         """False only if a tokenizer keeps the texts apart."""
@@ -151,10 +250,17 @@ class RecordEncoder:
         """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
-            return _plain_text(record, "prompt")
-        return self._text(record, has_conversation=prompt is not None)
+            return _plain_text(record, "prompt", allow_blank=True)
+        text = self._text(record, has_conversation=prompt is not None, allow_blank=True)
+        if self.prompt_end and isinstance(text, str):
+            if self.prompt_end not in text:
+                raise UserError(f"model.data.prompt_end={self.prompt_end!r} is not in 'text'.")
+            text = text[: text.rfind(self.prompt_end)] + self.prompt_end
+        return text
 
-    def _text(self, record: Record, has_conversation: bool) -> str | np.ndarray | None:
+    def _text(
+        self, record: Record, has_conversation: bool, allow_blank: bool = False
+    ) -> str | np.ndarray | None:
         """The field `text`; None for a conversation, which goes before it in a form."""
         if self.form_of(record) is not None:
             if has_conversation or conversation_field(record) or "text" not in record:
@@ -167,7 +273,7 @@ class RecordEncoder:
                 )
         text = record.get("text")
         if not isinstance(text, np.ndarray):
-            check_text(record, "text")
+            check_text(record, "text", allow_blank)
         return text
 
     def _fixed(self, record: Record) -> Record:
@@ -204,24 +310,18 @@ def _common(first: list[int], second: list[int]) -> int:
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _plain_text(record: Record, field: str) -> str:
+def _common_length(first: str | np.ndarray, second: str | np.ndarray) -> int:
+    """How many characters (or tokens) the two begin with in common."""
+    if not (isinstance(first, str) and isinstance(second, str)):
+        return _common(list(first), list(second))
+    shorter = range(min(len(first), len(second)))
+    return bisect.bisect_left(shorter, True, key=lambda n: first[: n + 1] != second[: n + 1])
+
+
+def _plain_text(record: Record, field: str, allow_blank: bool = False) -> str:
     """A field that must be a text, as there is no form for conversations."""
     if isinstance(record.get(field), list):
         raise UserError(f"field '{field}' holds a conversation. {NO_FORM}")
-    check_text(record, field)
+    check_text(record, field, allow_blank)
     text: str = record[field]
     return text
-
-
-def _response_text(record: Record) -> str:
-    """A prompt with its response."""
-    return _plain_text(record, "prompt") + _plain_text(record, "response")
-
-
-def _pair_texts(record: Record) -> tuple[str, str, str]:
-    """What both texts of a pair begin with, and how they go on, the better one first."""
-    before = "" if record.get("prompt") is None else _plain_text(record, "prompt")
-    chosen, rejected = (_plain_text(record, field) for field in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
-    return before, chosen, rejected

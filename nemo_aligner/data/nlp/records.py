@@ -9,7 +9,7 @@ found is kept for the next start (`index_files.py`).
 import array
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.columns import Columns, kind_of
+from nemo_aligner.data.nlp.columns import Columns, kind_of, missing
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
 from nemo_aligner.data.nlp.json_lines import Record, RecordSource
 
@@ -29,8 +29,8 @@ NO_FORM = (
     "(Where it has one, the first line decides how SFT reads a file: give texts and conversations "
     "in files of their own.)"
 )
-# From a record to what is kept of its check: a whole number, or that and another number.
-Inspect = Callable[[Record], int | tuple[int, float]]
+# From a record to what is kept of its check: a whole number, or that with one or two more.
+Inspect = Callable[[Record], int | tuple[int, float] | tuple[int, float, int]]
 
 
 class Records(Sequence):
@@ -39,8 +39,8 @@ class Records(Sequence):
     Args:
         paths: the files and folders (`data_files.py`); an entry may have columns of its own.
         fields: texts that each record must have.
-        inspect: called once with every record; its results are kept in `notes` and `numbers`. To a
-            `UserError` that it raises, the file and the row are added.
+        inspect: called once with every record, in order; its results are kept in `notes`,
+            `numbers` and `extra`. To a `UserError` that it raises, the file and the row are added.
         allow_blank: the texts of `fields` may be blank.
         data_impl: form of the files (`config/data_rules.py`).
         columns: `model.data.columns`; see `Columns`.
@@ -56,7 +56,9 @@ class Records(Sequence):
         counts: records per entry.
         first_of_file: int64, number of the first record of each entry.
         notes: int64 [number of records], of `inspect`.
-        numbers: float64 [number of records], of `inspect`; 0 where it returns one number.
+        numbers, extra: float64 and int64 [number of records], of `inspect`; 0 where it returns
+            fewer numbers.
+        starts: int64, numbers of the first records of the sources, of which an entry has some.
         rows: int64 [number of records], with `expand`: the rows of all files, counted.
 
     Raises:
@@ -95,8 +97,10 @@ class Records(Sequence):
             found += indices
         self.notes = _joined([index.notes for index in found])
         self.numbers = _joined([index.numbers for index in found])
+        self.extra = _joined([index.extra for index in found])
         self.first_of_file = np.cumsum([0, *self.counts[:-1]])
         self._ends = np.cumsum([len(index.notes) for index in found])  # of the sources
+        self.starts = np.array([0, *self._ends[:-1]])
         self.rows: np.ndarray | None = None
         if expand is not None:
             before = np.cumsum([0, *(index.rows[-1] + 1 for index in found)])
@@ -127,6 +131,16 @@ class Records(Sequence):
         source = self.sources[number]
         row, _ = next(itertools.islice(source.scan(), place, None))
         return f"{source.path}, {source.unit} {row}"
+
+    def first_rows(self) -> Iterator[tuple[Path, Record, set[str]]]:
+        """Of each entry with a record the path, its first record, and its columns but for those
+        that `columns` reads.
+        """
+        for path, first, count in zip(self.paths, self.first_of_file, self.counts, strict=True):
+            if count:
+                number, place = self._place(int(first))
+                row = self.sources[number][place]
+                yield path, self[int(first)], set(row) - self.columns[number].sources
 
 
 class _Check:
@@ -179,7 +193,8 @@ class _Check:
 
     def read(self, source: RecordSource, columns: Columns) -> index_files.Index:
         """Read all records of a source and check them."""
-        notes, numbers, rows = array.array("q"), array.array("d"), array.array("q")
+        notes, numbers, extra = array.array("q"), array.array("d"), array.array("q")
+        rows = array.array("q")
         for place, (number, row) in enumerate(source.scan()):
             try:
                 record = columns(row)
@@ -187,9 +202,9 @@ class _Check:
                     check_text(record, field, self.allow_blank)
                 for each in [record] if self.expand is None else self.expand(record):
                     found = self.inspect(each)
-                    note, other = found if isinstance(found, tuple) else (found, 0.0)
-                    notes.append(note)
-                    numbers.append(other)
+                    given = found if isinstance(found, tuple) else (found,)
+                    for kept, value in zip((notes, numbers, extra), (*given, 0, 0), strict=False):
+                        kept.append(value)
                     if self.expand is not None:
                         rows.append(place)
             except UserError as error:
@@ -200,6 +215,7 @@ class _Check:
             source.offsets,
             np.frombuffer(notes, dtype=np.int64),
             np.frombuffer(numbers, dtype=np.float64),
+            np.frombuffer(extra, dtype=np.int64),
             np.frombuffer(rows, dtype=np.int64) if rows else np.zeros(0, dtype=np.int64),
         )
 
@@ -218,8 +234,8 @@ def check_text(record: Record, field: str, allow_blank: bool = False, unit: str 
     `unit` is what a row is called.
     """
     if field not in record:
-        hint = f" {NO_FORM}" if "messages" in record or "conversations" in record else ""
-        raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.{hint}")
+        talks = "messages" in record or "conversations" in record
+        raise missing(field, record, NO_FORM if talks else "")
     value = record[field]
     if not isinstance(value, str):
         raise UserError(f"field '{field}' must be text, not {kind_of(value)}.")
@@ -244,6 +260,7 @@ def open_records(
     data_cfg: Mapping[str, Any] | None,
     inspect: Inspect,
     settings: Callable[[], str | None],
+    expand: Callable[[Record], list[Record]] | None = None,
 ) -> Records:
     """The records of `paths` as `model.data` (`data_cfg`) says; `inspect` checks their fields."""
     data_cfg = data_cfg or {}
@@ -255,6 +272,7 @@ def open_records(
         columns=data_cfg.get("columns"),
         index_dir=data_cfg.get("index_mapping_dir"),
         settings=settings,
+        expand=expand,
     )
 
 

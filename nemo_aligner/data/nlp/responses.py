@@ -9,6 +9,7 @@ import torch
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import BESIDE
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
@@ -36,6 +37,8 @@ class ResponseDataset(FileDataset):
             its response.
     """
 
+    prompt_field = "prompt"
+    read_fields: Sequence[str] = ("prompt", "response", *BESIDE)
     _what = "responses"  # an index of the files that was made for other records is not used
 
     def __init__(
@@ -55,10 +58,19 @@ class ResponseDataset(FileDataset):
         self.documents = documents_within(
             self.lines.notes, seq_length, name, "samples", "are longer"
         )
+        encoder = self.encoder
+        self.check_prompts(
+            encoder.allow_empty_prompt, encoder.begins, type(self) is ResponseDataset
+        )
 
-    def _inspect(self, record: Record) -> int | tuple[int, float]:
-        """Length of a sample, which a subclass may pair with another number."""
-        return self.encoder.response_length(record, self.seq_length)
+    def _number(self, record: Record) -> float:
+        """What is kept of a sample beside its length."""
+        return 0.0
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """Length of a sample, its number, and whether the prompt is empty."""
+        length = self.encoder.response_length(record, self.seq_length)
+        return length, self._number(record), self.encoder.prompt_is_empty(record, "response")
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = self.encoder.with_response(self.lines[int(self.documents[max(index, 0)])])

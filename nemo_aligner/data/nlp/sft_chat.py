@@ -13,7 +13,13 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import Encoded
-from nemo_aligner.data.nlp.chat_records import conversation_messages, each_turn
+from nemo_aligner.data.nlp.chat_records import (
+    BESIDE,
+    CONVERSATIONS,
+    conversation_messages,
+    each_turn,
+    speaks_to_assistant,
+)
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.json_lines import Record
@@ -41,10 +47,13 @@ class SFTChatDataset(FileDataset):
         columns, index_mapping_dir: of the data section; see `Records`.
         one_turn_per_sample: make a sample of each of the assistant's turns, which ends with it and
             trains on it alone: what is before it stands there as it will in use.
+        allow_empty_prompt: do not refuse conversations in which only the assistant says something.
 
     Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
     makes batches of them.
     """
+
+    read_fields = (*CONVERSATIONS, *BESIDE)
 
     def __init__(
         self,
@@ -58,6 +67,7 @@ class SFTChatDataset(FileDataset):
         columns: Mapping[str, Any] | None = None,
         index_mapping_dir: str | None = None,
         one_turn_per_sample: bool = False,
+        allow_empty_prompt: bool = False,
     ) -> None:
         if one_turn_per_sample and not answer_only_loss:
             raise ConfigError(
@@ -84,11 +94,12 @@ class SFTChatDataset(FileDataset):
             ),
             expand=each_turn if one_turn_per_sample else None,
         )
+        self.check_prompts(allow_empty_prompt, lambda record: True)
         self._check_lengths()
         self.documents = np.arange(len(self.lines))
 
-    def _inspect(self, record: Record) -> tuple[int, float]:
-        """What is left of a conversation, and how many tokens."""
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """What is left of a conversation, how many tokens, and whether its prompt is empty."""
         tokens, is_response = self.form.conversation(record)
         if not self.answer_only_loss:
             if any(message.get("weight") == 0 for message in conversation_messages(record)):
@@ -96,10 +107,10 @@ class SFTChatDataset(FileDataset):
                     "a message has 'weight' 0, but model.answer_only_loss=False trains on "
                     "everything: set it to True, or remove the weights."
                 )
-        limit = self.max_seq_length + 1
+        limit, is_empty = self.max_seq_length + 1, not speaks_to_assistant(record)
         if len(tokens) <= limit:
-            return WHOLE, len(tokens)
-        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT, limit
+            return WHOLE, len(tokens), is_empty
+        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT, limit, is_empty
 
     @property
     def lengths(self) -> np.ndarray:

@@ -45,6 +45,7 @@ class SFTDataset(FileDataset):
         name: "train", ...; for messages.
         columns, index_mapping_dir: of the data section; see `Records`.
         keep_lengths: count the tokens of every example at start, for `lengths`.
+        allow_empty_prompt: do not refuse examples whose fields before the response are blank.
 
     Items: `tokens` list of ids, `answer_start` (position of the first token that is trained on),
     `idx`. `collate_fn` makes batches of them.
@@ -67,6 +68,7 @@ class SFTDataset(FileDataset):
         columns: Mapping[str, Any] | None = None,
         index_mapping_dir: str | None = None,
         keep_lengths: bool = False,
+        allow_empty_prompt: bool = False,
     ) -> None:
         if not prompt_template.endswith("{" + label_key + "}"):
             raise ConfigError(
@@ -83,10 +85,12 @@ class SFTDataset(FileDataset):
         self.template = _split_template(
             prompt_template, getattr(tokenizer, "space_sensitive", True)
         )
-        self.fields = [
+        self.fields = self.read_fields = [
             field for field in dict.fromkeys(field for _text, field in self.template) if field
         ]
         self.label_key = label_key
+        self.prompt_fields = [field for field in self.fields if field != label_key]
+        self.prompt_field = next(iter(self.prompt_fields), None)
         self.truncation_fields = [
             field.strip() for field in (truncation_field or "").split(",") if field.strip()
         ]
@@ -117,6 +121,7 @@ class SFTDataset(FileDataset):
                 [self.add_bos, add_eos, keep_lengths],
             ),
         )
+        self.check_prompts(allow_empty_prompt, lambda record: self.add_bos)
         self._check_lengths()
         self.documents = np.arange(len(self.lines))
 
@@ -136,16 +141,18 @@ class SFTDataset(FileDataset):
                 f"{without_response.sum()} of them keep nothing of the response."
             )
 
-    def _inspect(self, record: Record) -> tuple[int, float]:
-        """0: fits; 1: is truncated; 2: is truncated and keeps nothing of the response; and with
-        `keep_lengths` the number of tokens.
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """0: fits; 1: is truncated; 2: is truncated and keeps nothing of the response; with
+        `keep_lengths` the number of tokens; and whether the prompt is empty.
         """
+        said = not self.prompt_fields or any(record[field].strip() for field in self.prompt_fields)
         text = "".join(text + _field(record, field) for text, field in self.template)
         longest = len(text) + EXTRA_TOKENS * len(self.template)
         if text.isascii() and longest <= self.max_seq_length and not self.keep_lengths:
-            return 0, 0.0
+            return 0, 0.0, not said
         tokens, response_start, is_truncated = self._encode(record)
-        return 2 if response_start >= len(tokens) else int(is_truncated), len(tokens)
+        kept = 2 if response_start >= len(tokens) else int(is_truncated)
+        return kept, len(tokens), not said
 
     @property
     def lengths(self) -> np.ndarray:
