@@ -75,7 +75,6 @@ def base_in(config: DictConfig) -> Base | None:
 
 
 def settings_in(config: DictConfig) -> LoRASettings:
-    """What the adapters in a checkpoint with this configuration look like."""
     peft = complete(config.get("peft"), "gpt_ppo_actor", "model.peft")
     return LoRASettings.from_config(plain_dict(peft.lora_tuning))
 

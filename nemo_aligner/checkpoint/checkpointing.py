@@ -275,17 +275,13 @@ class CheckpointCallback:
     def _export(self, folder: Path, is_train_end: bool) -> None:
         """Write what is asked for beside the checkpoint `folder`, whose weights are in memory."""
         with progress.expected(False):
-            self._export_all(folder, is_train_end)
-
-    def _export_all(self, folder: Path, is_train_end: bool) -> None:
-        if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
-            self.model.save_to(str(self.root / f"{self.name}.nemo"))
-        if self.save_hf == EVERY_CHECKPOINT or (is_train_end and self.save_hf):
-            self.model.save_hugging_face(
-                self.root / f"{self.name}-hf", folder / CHECKPOINT_WEIGHTS
-            )
-        if is_train_end and parallel_state.get_rank() == 0:
-            (folder / EXPORTED).touch()
+            if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
+                self.model.save_to(str(self.root / f"{self.name}.nemo"))
+            if self.save_hf == EVERY_CHECKPOINT or (is_train_end and self.save_hf):
+                hf_folder = self.root / f"{self.name}-hf"
+                self.model.save_hugging_face(hf_folder, folder / CHECKPOINT_WEIGHTS)
+            if is_train_end and parallel_state.get_rank() == 0:
+                (folder / EXPORTED).touch()
 
     def finish_export(self) -> None:
         """Write what a job writes at the end of its training, if it died between its last
@@ -320,7 +316,6 @@ class CheckpointCallback:
 
     @contextlib.contextmanager
     def _removed_if_failed(self, writing: Path) -> Iterator[None]:
-        """Inside, `writing` is written; an error of that removes it."""
         try:
             yield
         except SaveError:

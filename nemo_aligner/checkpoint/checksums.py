@@ -42,8 +42,6 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Stream:
-    """A file open for writing, with the checksum of what was written."""
-
     def __init__(self, file: Any, failed: Callable[[OSError], None]):
         self.file, self.failed = file, failed
         self.hash = xxhash.xxh3_128()

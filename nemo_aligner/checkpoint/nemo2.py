@@ -95,8 +95,6 @@ def read_config(path: Path) -> DictConfig:
 
 
 def _model_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Keys of `model` for the arguments of the model's configuration class."""
-
     def refusal(name: str, value: Any) -> UserError:
         return UserError(
             f"{file}: config.{name}={value!r} has no counterpart here and would change the model; "
@@ -117,7 +115,6 @@ def _model_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Section `model.tokenizer` for the arguments of a tokenizer of NeMo."""
     context = file.parent
     kind = last_name(arguments.get("_target_"))
     if kind == "AutoTokenizer":

@@ -228,7 +228,6 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _read_archive(path: Path) -> DictConfig:
-    """`read_stored_config` of a `.nemo` or a checkpoint of a job."""
     folder = _unpack_small_members(path)
     config = read_yaml(folder / CONFIG_FILE, path)
     refuse_resolvers(config, path)
@@ -394,7 +393,6 @@ def _is_first_on_node() -> bool:
 
 
 def _tensors_in(folder: Path, path: Path) -> TensorSource:
-    """The weights in `folder`, unpacked from the `.nemo` at `path`."""
     if (folder / MARKER).is_file():  # a checkpoint of a job
         return TorchDistTensors(folder / CHECKPOINT_WEIGHTS)
     weights = folder / WEIGHTS_FOLDER

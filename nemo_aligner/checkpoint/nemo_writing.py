@@ -87,7 +87,6 @@ def _all_but_small_files(source: str, names: list[str]) -> list[str]:
 
 
 def _archive_name(path: str) -> str:
-    """Name of the copy of a file or folder in an archive."""
     name = Path(path).name
     return name if name.startswith("tokenizer") else f"tokenizer_{name}"
 
@@ -106,7 +105,6 @@ def _first_name(tokenizer: Path) -> str:
 
 
 def _nemo_config(config: DictConfig) -> DictConfig:
-    """`config` with what NeMo needs to load the file."""
     given = {key: value for key, value in config.items() if value is not None}
     settings = NEMO_UNLESS_SET | given | NEMO_ALWAYS
     if "target" in given:
@@ -255,7 +253,6 @@ class _Member:
 
 
 def _packed(path: Path) -> Path:
-    """Where a tar file is written before it gets its name."""
     return path.with_name(path.name + ".tar.writing")
 
 

@@ -96,7 +96,6 @@ class ZarrArrays:
         return np.dtype(np.int16 if dtype in BFLOAT16 else dtype)
 
     def _described(self, array: Path) -> dict:
-        """The content of an array's `.zarray`, checked."""
         try:
             found = json.loads((array / ARRAY_FILE).read_text())
             self._number(found["dtype"])

@@ -116,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
 @interruptible()
 @remarks.aside()
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
     warn_of_unsupported_versions()
     try:

@@ -83,7 +83,6 @@ def _collect_peft(source: Path) -> dict[str, Any]:
 
 
 def show(source: Path, as_json: bool = False) -> None:
-    """Print what `collect` finds."""
     found = collect(source)
     if as_json:
         print(json.dumps(found, indent=2))

@@ -40,8 +40,6 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class Number:
-    """One result."""
-
     value: float  # of all samples
     # lower and upper end of the bootstrap interval; None for a number without one
     interval: tuple[float, float] | None = None
@@ -49,8 +47,6 @@ class Number:
 
 @dataclass(frozen=True)
 class Results:
-    """What is reported."""
-
     policies: dict[str, dict[str, Number]]  # by name, the numbers of each policy by their names
     # of the first policy with the second, by name; empty with one policy
     comparison: dict[str, Number]

@@ -159,7 +159,6 @@ def deal(samples: Sequence[Sample], micro_batch_size: int) -> list[list[Sample]]
 def _generate(
     policy: Policy, prompts: Sequence[str], batches: Sequence[list[Sample]]
 ) -> dict[int, Response]:
-    """The responses of this rank's micro-batches by their places in the output."""
     fingerprint = tokenizer_fingerprint(policy.tokenizer)
     params = dataclasses.replace(policy.params, return_logprobs=True)
     found = {}

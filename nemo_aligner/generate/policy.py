@@ -156,5 +156,4 @@ def quiet_logs() -> None:
 
 
 def free(policy: Policy) -> None:
-    """Give the memory of a policy's weights back."""
     policy.generator.model.clear()

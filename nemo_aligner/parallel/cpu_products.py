@@ -82,7 +82,6 @@ def _in_rows_or_columns(x: Tensor) -> bool:
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.mm` on a CPU."""
     if (
         a.dtype == b.dtype == torch.float32
         and a.size(1) == b.size(0)

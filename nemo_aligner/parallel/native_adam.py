@@ -16,7 +16,6 @@ from torch import Tensor
 
 
 def is_used() -> bool:
-    """Whether Megatron Core's Adam is PyTorch's."""
     return megatron.core.optimizer.Adam is torch.optim.AdamW
 
 

@@ -26,7 +26,6 @@ _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context paralle
 
 
 def is_initialized() -> bool:
-    """True once Megatron's groups exist in this process."""
     return (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

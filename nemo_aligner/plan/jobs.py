@@ -193,7 +193,6 @@ def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
-    """Numbers that the head of the job's model gives; 0: it has none."""
     if not job.head:
         return 0
     return int((model.get("regression") or {}).get("num_attributes") or 1)
@@ -289,7 +288,6 @@ def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
 
 
 def is_on_policy(cfg: Mapping[str, Any]) -> bool:
-    """Whether a student learns with a served teacher."""
     return Values(cfg).get(ON_POLICY) is not None
 
 

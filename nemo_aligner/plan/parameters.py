@@ -217,7 +217,6 @@ def _lora(model: Mapping[str, Any]) -> LoRASettings | None:
 
 
 def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of the layers that `moe_layer_freq` leaves without experts."""
     pattern = model.get("moe_layer_freq") or 1
     if isinstance(pattern, int):
         return tuple(layer for layer in range(model["num_layers"]) if layer % pattern)
@@ -284,7 +283,6 @@ def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
 
 
 def count_model(a: Architecture) -> Weights:
-    """Weights of the whole model, each once."""
     return count_weights(a, Split())
 
 

@@ -15,8 +15,6 @@ MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends
 
 @dataclass(frozen=True)
 class JobInput:
-    """A job to be planned."""
-
     job: Job  # which one
     path: str  # of the model that it starts from
     cfg: Mapping[str, Any]  # `jobs.job_config`
@@ -25,8 +23,6 @@ class JobInput:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found."""
-
     chosen: list[Candidate]  # one candidate per job
     candidates: list[list[Candidate]]  # all candidates of each job at its number of GPUs
     limit: float  # bytes of a GPU that a job may use

@@ -93,7 +93,6 @@ def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[
 
 
 def with_split(cfg: Mapping[str, Any], split: Split, machine: Machine) -> dict[str, Any]:
-    """The configuration of a job at another split."""
     result = {**cfg, "model": {**cfg["model"]}, "trainer": {**cfg["trainer"]}}
     result["model"] |= {key: getattr(split, short) for short, key in SIZE_KEYS.items()}
     result["model"]["sequence_parallel"] = split.sequence_parallel

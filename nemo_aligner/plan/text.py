@@ -161,7 +161,6 @@ def limit_of(plan: Plan, chosen: Candidate) -> float:
 
 
 def host_text(c: Candidate) -> str:
-    """What a node holds in host memory beside the processes."""
     if not c.host_per_node:
         return "  Host memory: no copies of weights."
     kinds = ", ".join(f"{name} {gib(size)}" for name, size in c.memory.host.items())

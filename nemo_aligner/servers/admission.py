@@ -169,7 +169,6 @@ def _body_length(header: GetHeader) -> int:
 
 
 def _head_size(header: GetHeader, length: int) -> int:
-    """Length of the JSON of a body of this `length`."""
     size = header(HEAD_SIZE_HEADER) or str(length)
     if not _NUMBER.fullmatch(size) or int(size) > min(length, LARGEST_HEAD):
         raise RefusedError(
@@ -195,7 +194,6 @@ def read_head(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def unreadable(error: Exception) -> RefusedError:
-    """Return the refusal of a request whose JSON raised `error`."""
     return RefusedError(400, f"the request is refused: its JSON cannot be read: {error}"[:400])
 
 

@@ -182,7 +182,6 @@ class _Connection(H11Protocol):
         self.transport.close()
 
     def _note_admitted(self) -> None:
-        """A request on this connection may pass."""
         self._has_admitted = True
 
     def _close_unadmitted(self) -> None:

@@ -41,8 +41,6 @@ class EnvironmentFailedError(UserError):
 
 
 class _Request(NamedTuple):
-    """A reply that is asked for."""
-
     number: int
     seed: int
     prompt: str
@@ -139,13 +137,11 @@ class PythonEnvironment:
         prompt: tuple[int, ...],
         responses: tuple[tuple[int, ...], ...],
     ) -> None:
-        """See `Environment.submit`."""
         texts = [response_text(self.tokenizer, response) for response in responses]
         request = _Request(number, seed, self.tokenizer.ids_to_text(list(prompt)), texts)
         self._requests[number % len(self._requests)].put(request)
 
     def end(self, number: int) -> None:
-        """See `Environment.end`."""
         self._ended[number % len(self._ended)].put(number)
 
     def replies(self, wait: bool) -> dict[int, Reply]:

@@ -125,7 +125,6 @@ class Front(socketserver.ThreadingTCPServer):
         self.server_bind()
 
     def open(self) -> None:
-        """Let connections in."""
         try:
             self.server_activate()
         except OSError as error:
@@ -140,7 +139,6 @@ class Front(socketserver.ThreadingTCPServer):
         self._direct.close()
 
     def wait_for_replies(self, timeout_s: float) -> None:
-        """Wait until all replies have been sent, at most `timeout_s`."""
         with self._idle:
             self._idle.wait_for(lambda: not self._passing, timeout_s)
 
@@ -288,7 +286,6 @@ class _Handler(BaseHTTPRequestHandler):
                 return shutting_down()
 
     def _give_signs_of_life(self, triton: socket.socket) -> None:
-        """Return once Triton replies; until then tell the client that its request is alive."""
         waiting = select.poll()
         waiting.register(triton, select.POLLIN)
         while not waiting.poll(1000 * HEARTBEAT_S):

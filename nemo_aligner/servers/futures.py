@@ -24,7 +24,6 @@ class SentRequest(NamedTuple):
 
 
 def only_reply(replies: Mapping[str, Arrays]) -> Arrays:
-    """Return the reply to a request that went to one server."""
     (reply,) = replies.values()
     return reply
 

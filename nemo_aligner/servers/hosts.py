@@ -52,7 +52,6 @@ class Frontend:
         return cls(kind, read_frontend(kind, certificate, key))
 
     def make_host(self, host: str, port: int, access: Access) -> Host:
-        """Return what hosts endpoints at `host:port`, not yet started."""
         if self.kind == "asgi":
             from nemo_aligner.servers.asgi_host import AsgiHost
 

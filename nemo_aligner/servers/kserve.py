@@ -79,7 +79,6 @@ def _from_bytes(data: memoryview, name: str, count: int) -> Array:
 
 
 def _from_list(content: Any, name: str) -> Array:
-    """The elements of a tensor that stands in the head."""
     if name == "BYTES":
         flat = np.array(content, dtype=object).reshape(-1)
         return _text_array([text.encode() for text in flat])

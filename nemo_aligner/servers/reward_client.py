@@ -240,8 +240,6 @@ class RewardsInJob:
     def score(
         self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
     ) -> RMFutureResult:
-        """See `RewardModels.score`."""
-
         def send() -> PendingReply:
             assert self._function is not None  # on a source rank
             rewards = self._function.submit(

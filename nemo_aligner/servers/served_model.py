@@ -92,7 +92,6 @@ class ServedModel:
     instance: str | None = field(default=None, compare=False)
 
     def lists(self, name: str) -> bool:
-        """Whether the model has an input of this name."""
         return any(spec.name == name for spec in self.inputs)
 
     def describe(self) -> str:

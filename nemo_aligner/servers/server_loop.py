@@ -169,7 +169,6 @@ class ServerLoop:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the job is ending: no more operations are run."""
         return self._closed
 
     @property

@@ -90,7 +90,6 @@ def post_json(
 
 
 def _body(reply: Any, deadline: float) -> bytes:
-    """The body of a reply, which must be whole at `deadline`."""
     content, length = bytearray(), reply.length  # None: it ends with the connection, or in chunks
     most = MOST_BYTES if length is None else min(length, MOST_BYTES)
     while len(content) < most:

@@ -69,7 +69,6 @@ class Sampling:
     min_tokens: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a request."""
         fields = {key: value for key, value in dataclasses.asdict(self).items() if value}
         if self.temperature is not None:
             fields["temperature"] = self.temperature
@@ -278,7 +277,6 @@ class EngineChatModel:
         return text_tokens(self.policy.tokenizer, text, self.policy.add_bos)
 
     def _without_end(self, text: str) -> str:
-        """A response without the text that ended it."""
         for end in self.policy.params.end_strings:
             if end and text.endswith(end):
                 return text[: -len(end)]

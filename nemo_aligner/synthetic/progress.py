@@ -61,7 +61,6 @@ class Progress:
 
     @property
     def missing(self) -> list[int]:
-        """The numbers without a result, in order."""
         return [number for number in range(self.count) if number not in self._found]
 
     def add(self, results: Sequence[Result]) -> None:

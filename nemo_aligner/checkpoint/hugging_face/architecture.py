@@ -94,7 +94,6 @@ class Architecture:
     implied: Sequence[str] = ()  # keys of `config.json` that follow from others
 
     def class_for(self, role: str) -> str:
-        """The name of the class for `CAUSAL_LM`, `PER_SAMPLE` or `PER_TOKEN`."""
         return self.class_name + self.endings.get(role, role)
 
 

@@ -37,7 +37,6 @@ class Written:
     dtype: torch.dtype  # of all of them
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor."""
         return {
             name: torch.Size(shape).numel() * self.dtype.itemsize
             for name, shape in self.shapes.items()

@@ -43,8 +43,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """The configuration of a model in a folder."""
-
     given: dict[str, Any]  # what `config.json` says
     # the same as its class of transformers reads it, with the defaults of the class
     whole: dict[str, Any]
@@ -143,7 +141,6 @@ def names_in(file: Path) -> list[str]:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """The file that holds each tensor, by the tensor's name."""
     if (path / INDEX_FILE).is_file():
         files = read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):

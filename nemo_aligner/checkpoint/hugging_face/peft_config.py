@@ -132,7 +132,6 @@ def read(path: Path) -> AdapterConfig:
 
 
 def _layers(given: Mapping[str, Any]) -> list[Any]:
-    """What `layers_to_transform` lists: one number, or several."""
     layers = given.get("layers_to_transform")
     if layers is None:
         return []

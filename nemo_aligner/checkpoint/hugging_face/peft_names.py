@@ -106,7 +106,6 @@ class Modules:
         return last if ends.count(last) == 1 else whole
 
     def rows(self, weight: Weight, index: int) -> int:
-        """Rows of the `index`-th projection."""
         name = weight.rule.names[index]
         runs = weight.rule.runs(weight.rows, self.layout.heads)
         return sum(run.count for run in runs if run.name == name)

@@ -142,7 +142,6 @@ class PeftTensors:
     # --- what there is --------------------------------------------------------------------------
 
     def _find_heads(self) -> dict[str, str]:
-        """Names in the file of the head's tensors, by Megatron Core's."""
         if self.config.role == CAUSAL_LM:
             return {}
         found = {
@@ -167,7 +166,6 @@ class PeftTensors:
         return found
 
     def head_keys(self) -> dict[str, Any]:
-        """Keys of `model` for the head in the folder."""
         if f"{PREFIX}{HEAD}weight" not in self._heads:
             return {}
         keys: dict[str, Any] = {"output_sequence": self.config.role == PER_TOKEN}

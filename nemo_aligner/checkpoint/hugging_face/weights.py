@@ -104,7 +104,6 @@ class Layout:
         return None
 
     def name(self, template: str, place: Place) -> str:
-        """The whole name of a tensor of Hugging Face."""
         if template.startswith("/"):
             return template[1:] + place.kind
         layer = self.names.layers if place.layer is not None else ""
@@ -112,7 +111,6 @@ class Layout:
         return name.format(layer=place.layer, expert=place.expert)
 
     def runs(self, place: Place, rows: int) -> list[Run]:
-        """The runs of a tensor of Megatron Core with `rows` rows, by the names of Hugging Face."""
         return [
             Run(self.name(run.name, place), run.start, run.count)
             for run in place.rule.runs(rows, self.heads)
@@ -186,7 +184,6 @@ class FolderWeights:
         )
 
     def _does_not_apply(self, name: str, layer: int) -> bool:
-        """Whether a rule is for layers of the other kind (`Rule.beside`)."""
         rule = self.layout.names.layer[name]
         return rule.beside is not None and self._shape(Place(rule, "weight", layer)) is None
 
@@ -276,7 +273,6 @@ class FolderWeights:
         return shapes
 
     def _has_bias(self, stem: str) -> bool:
-        """Whether the model has the bias whose name begins with `stem`."""
         if stem.endswith(HEAD):
             return True
         if stem.endswith("norm_") or "layernorm" in stem:

@@ -156,7 +156,6 @@ def write_folder(
 
 
 def role_of(keys: Mapping[str, Any], weights: TensorSource) -> str:
-    """What the head of the model is for."""
     if f"model.{HEAD}" not in weights.shapes():
         return CAUSAL_LM
     return PER_TOKEN if keys["output_sequence"] else PER_SAMPLE

@@ -45,7 +45,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
     @property
     def use_peft(self) -> bool:
-        """Whether the model trains adapters."""
         return self.lora is not None
 
     def init_peft(self, peft_cfg: DictConfig | Mapping[str, Any] | None) -> None:

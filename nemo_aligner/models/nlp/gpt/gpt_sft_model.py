@@ -91,11 +91,9 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
         return self._inference_params
 
     def prepare_for_inference(self) -> None:
-        """Enter evaluation mode (dropout off)."""
         self.set_eval()
 
     def finish_inference(self) -> None:
-        """Enter training mode."""
         self.set_train()
 
     @torch.no_grad()

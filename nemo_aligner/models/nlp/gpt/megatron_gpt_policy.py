@@ -137,7 +137,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     # --- turns of generation and training -------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        """Bring Adam's states back to the device."""
         self.onload_optimizer(self.to_offload_adam_states)
 
     def finish_training(self) -> None:

@@ -16,8 +16,6 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 
 
 class RewardModelType(Enum):
-    """Values of `model.reward_model_type`."""
-
     BINARY_RANKING = "binary_ranking"
     REGRESSION = "regression"
 

@@ -21,22 +21,18 @@ def prepare_for_training_step(ptl_model: MegatronGPTModel, zero_grad: bool = Tru
 
 
 def prepare_for_validation_step(ptl_model: MegatronGPTModel) -> None:
-    """Enter evaluation mode."""
     MegatronGPTModel.prepare_for_validation_step(ptl_model)
 
 
 def finish_validation_step(ptl_model: MegatronGPTModel) -> None:
-    """Enter training mode."""
     MegatronGPTModel.finish_validation_step(ptl_model)
 
 
 def set_train(ptl_model: MegatronGPTModel) -> None:
-    """Put all chunks into training mode."""
     MegatronGPTModel.set_train(ptl_model)
 
 
 def set_eval(ptl_model: MegatronGPTModel) -> None:
-    """Put all chunks into evaluation mode."""
     MegatronGPTModel.set_eval(ptl_model)
 
 
