@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.resolvers import register_resolvers
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
-from nemo_aligner.config.values import plain_dict
+from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
@@ -117,6 +117,25 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
 def model_fallback(key: str) -> Any:
     """The value of `model.<key>` where neither a job nor a checkpoint gives one."""
     return _tree(FALLBACKS)["model"][key]
+
+
+def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any]]:
+    """Key, value and default of what is not the default in a job's whole, resolved configuration;
+    a default that refers to other keys counts with their values in `cfg`.
+    """
+    of_job = {key: value for key, value in leaves(_job_tree(config_name)) if value is not None}
+    defaults = dict(leaves(_section_tree(config_name))) | of_job
+    sections = tuple(f"{key}." for key, value in of_job.items() if "${" in str(value))
+    found = []
+    for key, value in leaves(plain_dict(cfg)):
+        default = defaults.get(key)
+        if isinstance(default, str) and "${" in default:
+            OmegaConf.update(cfg, key, default)
+            default = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+            OmegaConf.update(cfg, key, value)
+        if value != default and not key.startswith(sections):
+            found.append((key, value, default))
+    return found
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:

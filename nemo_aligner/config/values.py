@@ -3,7 +3,7 @@
 """Read access to a configuration by dotted key, and the checks of single values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +16,15 @@ def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     """`cfg` as nested dicts and lists, with its references as they are or resolved."""
     tree: Any = OmegaConf.to_container(cfg, resolve=resolve)
     return tree
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested dict."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def resolved(cfg: DictConfig | dict) -> dict[str, Any]:

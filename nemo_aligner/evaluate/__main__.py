@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.settings import CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -203,9 +204,9 @@ def _report(
     for rows in (policy_rows(results), comparison_rows(results)):
         if rows:
             print(f"{as_text(rows)}\n")
-    shown = OmegaConf.to_container(cfg, resolve=True)
+    shown = plain_dict(cfg, resolve=True)
     percent = f"{100 * cfg.bootstrap.confidence:g}% of {cfg.bootstrap.resamples} resamples"
-    settings = [(key, str(value)) for key, value in _leaves(shown)]
+    settings = [(key, str(value)) for key, value in leaves(shown)]
     page = render(results, sides, [*facts, ("intervals", percent), *settings])
     with replaced(out / "evaluation.html") as file:
         file.write(page)
@@ -217,14 +218,6 @@ def _report(
                 line = {"source": side.name, "reward": reward} | dataclasses.asdict(response)
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ Missing keys of `exp_manager` take their values from the YAML files.
 
 import copy
 import datetime
+import json
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +43,11 @@ from nemo_aligner.launch.processes import (
     resolve_and_create_trainer,
 )
 from nemo_aligner.launch.remarks import is_verbose, remarks
+from nemo_aligner.launch.versions import versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.report.about import ABOUT_FILE
+from nemo_aligner.report.ending import LiveReport
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
@@ -246,7 +251,11 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         ) from error
     if is_rank_zero():
         # In place of NeMo's, which holds secrets.
-        (log_dir / "cmd-args.log").write_text(" ".join(map(shown_word, sys.argv)))
+        words = [shown_word(word) for word in sys.argv]
+        (log_dir / "cmd-args.log").write_text(" ".join(words))
+        command = shlex.join([*_program(words[0]), *words[1:]])
+        about = {"job": config_name_of(cfg), "command": command, "versions": versions()}
+        (log_dir / ABOUT_FILE).write_text(json.dumps(about, indent=1))
         _write_config(cfg, log_dir)
         remarks.write_to(log_dir)
         logging.info(f"results: {log_dir.absolute()}, with the configuration in config.yaml")
@@ -270,6 +279,12 @@ def _mlflow_logger(options: DictConfig, log_dir: Path) -> MLFlowLogger:
 def _write_config(cfg: DictConfig, log_dir: Path) -> None:
     shown = OmegaConf.create(shown_config(plain_dict(cfg)))
     OmegaConf.save(shown, log_dir / "config.yaml")
+
+
+def _program(file: str) -> list[str]:
+    """How a user starts the Python file of this process."""
+    is_command = Path(file).name in ("__main__.py", "nemo-aligner")
+    return ["nemo-aligner"] if is_command else ["python", file]
 
 
 def _former_runs(log_dir: Path) -> list[Path]:
@@ -302,11 +317,13 @@ def _keep_json_lines(log_dir: Path) -> None:
 
 
 def build_logger(trainer: Trainer, log_dir: Path | None) -> CustomLoggerWrapper:
-    """TensorBoard and W&B loggers of the trainer, and `metrics.jsonl` in `log_dir`, if there is
-    one.
+    """TensorBoard and W&B loggers of the trainer, and `metrics.jsonl` and `report.html` in
+    `log_dir`, if there is one.
     """
-    file = None if log_dir is None else log_dir / "metrics.jsonl"
-    return CustomLoggerWrapper(trainer.loggers, metrics_file=file)
+    if log_dir is None or not is_rank_zero():
+        return CustomLoggerWrapper(trainer.loggers)
+    file, report = log_dir / "metrics.jsonl", LiveReport(log_dir)
+    return CustomLoggerWrapper(trainer.loggers, metrics_file=file, report=report.update)
 
 
 def build_checkpoint_callback(

@@ -9,8 +9,10 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.core.endings import ending_file
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.start_up import share_cores
+from nemo_aligner.training.stop_requests import stop_requests
 
 Main = Callable[[DictConfig], None]
 
@@ -34,6 +36,11 @@ def job_main(
             check_config(cfg, config_name)
             share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))
             main(cfg)
+            file = ending_file()
+            if file is not None and stop_requests.step is not None:  # it has trained
+                from nemo_aligner.report.ending import last_lines  # heavy
+
+                print(f"\n{last_lines(file.parent, config_name)}", flush=True)
 
         return run
 

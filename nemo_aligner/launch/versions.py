@@ -6,6 +6,7 @@ Imports nothing heavy: it runs before everything else.
 """
 
 import functools
+import platform
 import sys
 from importlib import metadata
 
@@ -49,6 +50,14 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except (metadata.PackageNotFoundError, KeyError, TypeError):
         return None
+
+
+def versions() -> dict[str, str]:
+    """What a run depends on, for its record."""
+    names = (DISTRIBUTION, "torch", "megatron-core", "nemo_toolkit", "transformer-engine")
+    found = {name: installed_version(name) for name in names}
+    python = f"{platform.python_version()} on {platform.platform()}"
+    return {"python": python} | {name: text for name, text in found.items() if text}
 
 
 @functools.cache

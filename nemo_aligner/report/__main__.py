@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `nemo-aligner report RUN_DIR [--out FILE]`."""
+"""The command line: `nemo-aligner report RUN_DIR [RUN_DIR ...] [--out FILE]`."""
 
 import argparse
 import sys
@@ -11,20 +11,26 @@ from nemo_aligner.report.page import write_report
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the report of a run; returns the exit code."""
+    """Write the report of one run or several; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="nemo-aligner report", description="Write one self-contained HTML page about a run."
+        prog="nemo-aligner report",
+        description="Write one self-contained HTML page about one run, or several to compare.",
     )
     parser.add_argument(
-        "run_dir",
+        "run_dirs",
         type=Path,
+        nargs="+",
         metavar="RUN_DIR",
         help="folder of a run; every metrics.jsonl below it is a job",
     )
-    parser.add_argument("--out", type=Path, help="file to write; default RUN_DIR/report.html")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file to write; default RUN_DIR/report.html, for several report.html",
+    )
     args = parser.parse_args(argv)
     try:
-        print(write_report(args.run_dir, args.out))
+        print(write_report(*args.run_dirs, out=args.out))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

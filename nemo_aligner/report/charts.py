@@ -14,6 +14,7 @@ from nemo_aligner.report.reading import Curve
 # Families whose metrics of the same name share a chart, because their steps count the same thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
 TIMERS = "timers"
+COLORS = 6  # in style.py
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
 # Title, and curves by label.
@@ -23,14 +24,14 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 210, 58, 12, 30, 26
 
 
 def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
-    """(charts of metrics that change, charts of metrics that never do), without timers.
+    """(charts of metrics that change, charts of metrics that never do), without times.
 
     Training and validation of one metric share a chart.
     """
     charts: dict[tuple[str, str], dict[str, Curve]] = {}
     for key, curve in series.items():
         family, _, metric = key.rpartition("/")
-        if family != TIMERS:
+        if not is_time(key):
             charts.setdefault((PAIRED_FAMILIES.get(family, family), metric), {})[family] = curve
     moving: list[Chart] = []
     constant: list[Chart] = []
@@ -43,16 +44,29 @@ def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
     return moving, constant
 
 
-def chart_grid(charts: list[Chart]) -> str:
+def is_time(key: str) -> bool:
+    """Whether a metric is in seconds that a phase took: timers hold speeds too."""
+    return key.startswith(f"{TIMERS}/") and not key.endswith("_per_s")
+
+
+def chart_grid(charts: list[Chart], labels: bool = True) -> str:
     """HTML of several charts side by side."""
     if not charts:
         return ""
-    return f'<div class="charts">{"".join(chart_svg(*chart) for chart in charts)}</div>'
+    drawn = "".join(chart_svg(*chart, labels=labels) for chart in charts)
+    return f'<div class="charts">{drawn}</div>'
 
 
-def chart_svg(title: str, curves: dict[str, Curve], axis: str = "step") -> str:
-    """A line chart; labels are shown when there is more than one curve. `axis` names what runs to
-    the right.
+def color_of(number: int) -> str:
+    """Class of the curve `number` of a chart."""
+    return f"c{number % COLORS + 1}"
+
+
+def chart_svg(
+    title: str, curves: dict[str, Curve], axis: str = "step", labels: bool = True
+) -> str:
+    """A line chart; `labels` are shown when there is more than one curve; one without a point has
+    its color and nothing else. `axis` names what runs to the right.
     """
     steps = [step for curve in curves.values() for step in curve]
     values = [value for curve in curves.values() for value in curve.values()]
@@ -77,7 +91,7 @@ def chart_svg(title: str, curves: dict[str, Curve], axis: str = "step") -> str:
         place = f'x="{x_of(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle"'
         parts.append(f'<text class="tick" {place}>{format_number(tick)}</text>')
     for number, (label, curve) in enumerate(curves.items()):
-        color = f"c{number % 4 + 1}"
+        color = color_of(number)
         points = [
             (step, value, x_of(step), y_of(value)) for step, value in _thin(sorted(curve.items()))
         ]
@@ -88,7 +102,7 @@ def chart_svg(title: str, curves: dict[str, Curve], axis: str = "step") -> str:
             tip = escape(f"{label}, {axis} {format_number(step)}: {format_number(value)}")
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
             parts.append(f'<circle class="{color}" {place}><title>{tip}</title></circle>')
-        if len(curves) > 1:
+        if labels and len(curves) > 1:
             place = f'x="{WIDTH - RIGHT}" y="{12 + 12 * number}" text-anchor="end"'
             parts.append(f'<text class="label {color}" {place}>{escape(label)}</text>')
     frame = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'

@@ -6,44 +6,103 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.report.charts import TIMERS, chart_grid, format_number, group_curves
+from nemo_aligner.report.about import about
+from nemo_aligner.report.charts import (
+    chart_grid,
+    color_of,
+    format_number,
+    group_curves,
+    is_time,
+)
 from nemo_aligner.report.elements import document, folded, sample_table, when
 from nemo_aligner.report.reading import Curve, JobRecord, is_number, read_run
-from nemo_aligner.report.summary import Found, alarms, what_it_learned
+from nemo_aligner.report.summary import TRAINED, Found, alarms, what_it_learned
 from nemo_aligner.report.timeline import timeline_svg
 
 FIRST_SAMPLES = 5  # shown at once; the others unfold
 MAX_SAMPLES = 20
 
 
-def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Render `run_dir` into `out` (default `run_dir/report.html`) and return its path."""
-    page = render(run_dir)
-    out = out or run_dir / "report.html"
+def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
+    """Render runs into `out` and return its path; default `report.html` in the folder of the run,
+    with several in the working directory.
+    """
+    page = render(*run_dirs)
+    out = out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    part = out.with_name(f"{out.name}.part")  # a reader of a running job never sees half a page
+    part.write_text(page, encoding="utf-8")
+    part.replace(out)
     return out
 
 
-def render(run_dir: Path) -> str:
-    """The HTML page of a run."""
-    jobs = read_run(run_dir)
-    title = f"{run_dir.resolve().name}: training report"
+def render(*run_dirs: Path) -> str:
+    """The HTML page of a run, or of several, whose jobs of one kind are laid over each other."""
+    jobs = []
+    for run_dir in run_dirs:
+        for job in read_run(run_dir):
+            if len(run_dirs) > 1:
+                job.name = str(job.folder)
+            jobs.append(job)
+    title = f"{', '.join(run_dir.resolve().name for run_dir in run_dirs)}: training report"
+    kinds = {job.place: [each for each in jobs if each.place == job.place] for job in jobs}
+    compared = "".join(map(_compared, kinds.values())) if len(run_dirs) > 1 else ""
     links = " ".join(
         f'<a href="#job{number}">{escape(job.name)}</a>' for number, job in enumerate(jobs)
     )
     sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
-    timeline = folded("What the jobs did at the same time", timeline_svg(jobs))
-    return document(title, f"<nav>{links}</nav>\n{sections}{timeline}")
+    if len(run_dirs) == 1:
+        sections += folded("What the jobs did at the same time", timeline_svg(jobs))
+    return document(title, f"<nav>{links}</nav>\n{compared}{sections}")
+
+
+def _compared(jobs: list[JobRecord]) -> str:
+    """The section with the curves of several jobs over each other, each in its color; empty for
+    one job.
+    """
+    if len(jobs) == 1:
+        return ""
+    shown: dict[str, dict[str, Curve]] = {}
+    rest: dict[str, dict[str, Curve]] = {}
+    for job in jobs:
+        titles = {found.key: found.title for found in what_it_learned(job)}
+        for key in [*titles, *(key for key in job.series if key not in titles)]:
+            charts = shown if key in titles or key in TRAINED else rest
+            charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
+            charts[titles.get(key, key)][job.name] = {} if is_time(key) else job.series[key]
+    rest = {key: curves for key, curves in rest.items() if any(curves.values())}
+    head = "".join(
+        f'<th class="{color_of(number)}">{escape(job.name)}</th>'
+        for number, job in enumerate(jobs)
+    )
+    rows = "".join(
+        f"<tr><td>{escape(title)}</td>{''.join(map(_ends, curves.values()))}</tr>"
+        for title, curves in shown.items()
+    )
+    table = f'<table class="numbers"><tr><th>first, last</th>{head}</tr>{rows}</table>'
+    more = chart_grid([*rest.items()], labels=False)
+    return (
+        f"<section><h2>Compared</h2>{table}{chart_grid([*shown.items()], labels=False)}"
+        f"{folded(f'More curves ({len(rest)})', more)}</section>\n"
+    )
+
+
+def _ends(curve: Curve) -> str:
+    ends = sorted({min(curve), max(curve)}) if curve else []
+    return f"<td>{', '.join(format_number(curve[step]) for step in ends)}</td>"
 
 
 def _job_section(job: JobRecord, anchor: str) -> str:
     measures = what_it_learned(job)
-    shown = {measure.key for measure in measures}
+    trained = {key: curve for key, curve in job.series.items() if key in TRAINED}
+    shown = {measure.key for measure in measures} | trained.keys()
     rest = {key: curve for key, curve in job.series.items() if key not in shown}
     moving, constant = group_curves(rest)
     tables = [part for key, rows in job.tables.items() if (part := _samples(key, rows))]
     body = _learned(measures) + "".join(tables[:1]) + _alarms(job)
+    if trained:
+        body += f"<h3>How was it trained?</h3>{chart_grid(sum(group_curves(trained), []))}"
+    body += about(job.folder)
     body += folded(f"More curves ({len(moving)})", chart_grid(moving))
     body += folded(f"Values that did not change ({len(constant)})", chart_grid(constant))
     body += folded("Time per phase", _timer_table(job.series))
@@ -123,7 +182,7 @@ def _timer_table(series: dict[str, Curve]) -> str:
     timers = {
         key.partition("/")[2]: list(curve.values())
         for key, curve in series.items()
-        if key.startswith(TIMERS + "/")
+        if is_time(key)
     }
     if not timers:
         return ""

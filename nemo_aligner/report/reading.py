@@ -30,6 +30,7 @@ class JobRecord:
     """What one job wrote."""
 
     name: str  # the job's folder, relative to the run
+    folder: Path
     # the curve of each metric, by "family/metric"
     series: dict[str, Curve] = field(default_factory=dict)
     # samples with their step, by the key of the table
@@ -86,7 +87,8 @@ def is_number(value: object) -> TypeGuard[float]:
 def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
     folder = metrics_path.parent
     is_top = folder == run_dir
-    job = JobRecord(run_dir.resolve().name if is_top else folder.relative_to(run_dir).as_posix())
+    name = run_dir.resolve().name if is_top else folder.relative_to(run_dir).as_posix()
+    job = JobRecord(name, folder)
     for record in _read_jsonl(metrics_path, job):
         step, when = record.get("step"), record.get("time")
         if is_number(when):

@@ -5,10 +5,10 @@
 STYLE = """
 :root { color-scheme: light dark;
   --back: #ffffff; --text: #1c2330; --soft: #667085; --line: #e3e7ee;
-  --c1: #2563c9; --c2: #c2410c; --c3: #15803d; --c4: #7c3aed; }
+  --c1: #2563c9; --c2: #c2410c; --c3: #15803d; --c4: #7c3aed; --c5: #be185d; --c6: #0e7490; }
 @media (prefers-color-scheme: dark) { :root {
   --back: #14181f; --text: #e6eaf1; --soft: #97a1b3; --line: #2a313d;
-  --c1: #6ea8fe; --c2: #fb923c; --c3: #4ade80; --c4: #c4b5fd; } }
+  --c1: #6ea8fe; --c2: #fb923c; --c3: #4ade80; --c4: #c4b5fd; --c5: #f472b6; --c6: #22d3ee; } }
 body { margin: 2rem auto; max-width: 1240px; padding: 0 1rem;
   background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
@@ -21,14 +21,11 @@ svg { width: 100%; height: auto; }
 svg text { fill: var(--text); font: 11px system-ui, sans-serif; }
 svg text.title { font-size: 13px; font-weight: 600; } svg text.tick { fill: var(--soft); }
 .grid { stroke: var(--line); }
-.curve { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
-.curve.c1 { stroke: var(--c1); } .curve.c2 { stroke: var(--c2); }
-.curve.c3 { stroke: var(--c3); } .curve.c4 { stroke: var(--c4); }
-circle.c1, svg text.c1 { fill: var(--c1); } circle.c2, svg text.c2 { fill: var(--c2); }
-rect.c1 { fill: var(--c1); } rect.c2 { fill: var(--c2); } rect.c3 { fill: var(--c3); }
-rect.c4 { fill: var(--c4); } rect.idle { fill: var(--line); }
+.c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
+.c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); }
+.curve { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round; }
+circle, rect, svg text.label { fill: currentColor; } rect.idle { fill: var(--line); }
 svg text.on-bar { fill: var(--back); } rect.idle + text.on-bar { fill: var(--soft); }
-circle.c3, svg text.c3 { fill: var(--c3); } circle.c4, svg text.c4 { fill: var(--c4); }
 table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid var(--line); padding: .3rem .8rem; text-align: left;
   vertical-align: top; }

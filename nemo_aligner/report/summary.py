@@ -63,6 +63,14 @@ SUPERVISED_MEASURES = (
 )
 
 
+# What is shown of the updates.
+TRAINED = {
+    f"{family}/{name}"
+    for family in ("train_optim", "train")
+    for name in "lr grad_norm entropy approx_kl ppo_ratio ppo_clip_fraction kl_loss".split()
+}
+
+
 @dataclass(frozen=True)
 class Found:
     """A measure of a job with its metric."""

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,16 @@ class CustomLoggerWrapper:
     Args:
         loggers: Lightning loggers (or anything with some of their methods), or None.
         metrics_file: path of `metrics.jsonl`, or None for no files. Only rank 0 writes.
+        report: is told when there are new metrics, and at the end.
     """
 
     def __init__(
         self,
         loggers: Iterable[Any] | None = None,
         metrics_file: str | os.PathLike[str] | None = None,
+        report: Callable[[bool], None] = lambda _is_end: None,
     ) -> None:
+        self._report = report
         self.loggers = list(loggers or [])
         self._files: dict[str, _JsonLines] = {}
         self._rows_written: dict[str, int] = {}
@@ -67,6 +70,7 @@ class CustomLoggerWrapper:
         }
         self._call("log_metrics", named, step=step)
         self._write("metrics", {"step": step, "time": time.time(), **named})
+        self._report(False)
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
         """Log a table that grows from call to call; the file gets the rows added since then.
@@ -122,6 +126,7 @@ class CustomLoggerWrapper:
                 problems.append(str(error))
             except OSError as error:
                 problems.append(f"{file.path}: {error.strerror}.")
+        self._report(True)
         if problems:
             raise UserError(" ".join(problems))
 

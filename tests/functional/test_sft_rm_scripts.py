@@ -237,7 +237,14 @@ def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_p
     assert len(losses) == 4 and losses[3] < losses[0]
     validation = read_metrics(sft_run, "validation/loss")
     assert len(validation) == 2 and validation[1] < validation[0]
-    assert (sft_run / "checkpoints" / "megatron_gpt_sft.nemo").is_file()
+    nemo = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
+    assert nemo.is_file()
+    lines = sft_run.with_suffix(".log").read_text().rstrip().splitlines()[-8:]
+    values = [f"{value:.4g} (step {step})" for value, step in zip(validation, (2, 4), strict=True)]
+    assert lines[0] == f"validation: loss {' -> '.join(values)}"
+    assert lines[-1].startswith(f"      next: nemo-aligner convert nemo-to-hf {nemo} ")
+    page = (sft_run / "report.html").read_text()
+    assert "train_gpt_sft.py" in page and "step 4</small>" in page and "model.optim.lr" in page
 
     resume_from(sft_run, tmp_path / "again", lost_step=4)
     must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "again"))

@@ -21,11 +21,10 @@ FLOORS = [
     {"training", "checkpoint"},
     {"servers", "generation", "data"},
     {"models"},
-    {"algorithms", "launch"},
+    {"algorithms", "launch", "report"},
     {
         "__main__",
         "jobs",
-        "report",
         "compat",
         "convert",
         "generate",

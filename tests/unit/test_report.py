@@ -7,13 +7,18 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.report import charts, page, reading, timeline
+from nemo_aligner.report import about, charts, ending, page, reading, timeline
 from nemo_aligner.report.__main__ import main
 from nemo_aligner.report.style import STYLE
+from nemo_aligner.training.loggers import CustomLoggerWrapper
+from tests.patience import wait_until
 
 
 def write_jsonl(path, records, tail=""):
@@ -21,6 +26,9 @@ def write_jsonl(path, records, tail=""):
     path.write_text(
         "".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8"
     )
+
+
+UPDATES = ("lr", "entropy", "ppo_ratio", "ppo_clip_fraction")
 
 
 def write_job(folder, start=1000.0, alarms=()):
@@ -36,6 +44,11 @@ def write_job(folder, start=1000.0, alarms=()):
             "explained_variance": 0.5 - step / 10,
         }
         times = {"timers/generate": 0.5, "timers/train_time": 2.0}
+        times["timers/generated_tokens_per_s"] = 100.0 + step
+        records.append(
+            {"step": 2 * step, "time": start + step}
+            | {f"train_optim/{key}": step / 7 for key in UPDATES}
+        )
         at = {"step": step, "time": start + step}
         records.append(at | {f"train_rollouts/{key}": value for key, value in rollout.items()})
         records.append(at | times)
@@ -114,8 +127,11 @@ def test_page_opens_with_what_the_policy_learned(tmp_path):
     assert "It is dull.\n(reward -1.5)" in read.texts
     assert "It is superb.\n(reward 2.25)" in read.texts
     assert not any("It is so." in text for text in read.texts)  # only the first and the last step
-    order = ["Did it learn?", "It is superb.", "<h3>Alarms</h3>", "More curves", "Time per phase"]
+    order = ["Did it learn?", "It is superb.", "<h3>Alarms</h3>", "How was it trained?"]
+    order += [f"train_optim/{key}<" for key in UPDATES] + ["More curves", "Time per phase"]
     places = [text.index(part) for part in order]
+    assert "<td>generated_tokens_per_s</td>" not in text  # no time
+    assert 'aria-label="timers/generated_tokens_per_s"' in text
     assert places == sorted(places)
     assert after(read, "train_time", 4) == ["10", "2.000", "2.000", "20.0"]  # 10 times 2 s
 
@@ -290,6 +306,109 @@ def test_command_line_writes_where_it_is_told(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(out) and out.read_text().startswith(
         "<!DOCTYPE html>"
     )
+
+
+def test_several_runs_are_laid_over_each_other(tmp_path, monkeypatch, capsys):
+    """Jobs of one kind, in the same colors in each chart; one that has no such metric keeps its
+    color.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name, at in (("ppo", 1000.0), ("grpo", 2000.0)):
+        write_job(Path(name) / "actor", at)
+    write_supervised(Path("ppo/critic"), 900.0, value_clip_fraction=0.1)
+    lines = Path("grpo/actor/metrics.jsonl").read_text().replace("rollouts/rewards", "rollouts/r")
+    Path("grpo/actor/metrics.jsonl").write_text(lines.replace("0.9", "0.75"))
+    assert main(["ppo", "grpo"]) == 0
+    assert capsys.readouterr().out.strip() == "report.html"
+    read = Page(text := Path("report.html").read_text(encoding="utf-8"))
+    assert after(read, "first, last", 2) == ["ppo/actor", "grpo/actor"]
+    assert after(read, "KL to the reference, per token", 2) == ["0, 0.18"] * 2
+    assert after(read, "reward, validation", 2) == ["-1, 1", "reward, rollouts"]
+    assert re.findall(r"<h2>(.*?)</h2>", text)[:2] == ["Compared", "ppo/actor"]
+    charts_of = {svg.get("aria-label"): svg for svg in drawings(text.partition("</section>")[0])}
+    for title, names in (("train_optim/entropy", {"c1", "c2"}), ("train_rollouts/r", {"c2"})):
+        circles = charts_of[title].findall("circle")
+        assert {circle.get("class") for circle in circles} == names and len(circles) >= 10
+    assert "timers/generate" not in charts_of and "timers/generated_tokens_per_s" in charts_of
+
+
+def drawings(text):
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
+
+
+def test_the_page_says_how_a_job_was_started(tmp_path):
+    write_supervised(tmp_path, 1000.0)
+    default = complete_config({}, "gpt_ppo_actor")
+    default.model.optim.lr, default.exp_manager.name = 0.5, "<b>"
+    OmegaConf.save(default, tmp_path / "config.yaml", resolve=True)
+    record = {
+        "job": "gpt_ppo_actor",
+        "command": "nemo-aligner train 'a b'",
+        "versions": {"torch": "2"},
+    }
+    (tmp_path / about.ABOUT_FILE).write_text(json.dumps(record))
+    git = ["1a\ndiff --git a/old.py b/old.py", "2b\n+commit hash: 3c\ndiff --git a/x.py b/x.py"]
+    (tmp_path / "git-info.log").write_text("".join(f"commit hash: {each}\n" for each in git))
+    read = Page(page.render(tmp_path))
+    assert "How it was started, and 2 settings that are not the defaults" in read.texts
+    assert after(read, "nemo-aligner train 'a b'", 2) == [
+        "torch 2",
+        "git commit 2b, changed files: x.py",
+    ]
+    assert after(read, "default", 6)[-6:] == [
+        "exp_manager.name", "<b>", "megatron_gpt_ppo_actor", "model.optim.lr", "0.5", "9e-07"
+    ]  # fmt: skip
+    (tmp_path / "git-info.log").unlink()
+    assert "It was not started in a git checkout." in Page(page.render(tmp_path)).texts
+
+
+def test_a_running_job_keeps_its_page_current(tmp_path, monkeypatch):
+    logger = CustomLoggerWrapper(
+        metrics_file=tmp_path / "metrics.jsonl", report=ending.LiveReport(tmp_path).update
+    )
+
+    def last_step():
+        text = (
+            (tmp_path / "report.html").read_text() if (tmp_path / "report.html").exists() else ""
+        )
+        return re.findall(r"step (\d+)</small>", text)[-1:]
+
+    for step in range(20):
+        logger.log_metrics({"loss": 1 / (step + 1)}, step=step, prefix="train/")
+    wait_until(lambda: last_step() == ["19"], 20, last_step, 0.05)
+    logger.log_metrics({"loss": 0.0}, step=20, prefix="train/")
+    logger.finalize()
+    assert last_step() == ["20"]
+
+    def broken(*_args, **_options):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(ending, "write_report", broken)
+    logger.finalize()
+
+
+def test_the_last_lines_of_a_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_job(Path("run"), alarms=(3, 4))
+    said = ending.last_lines(Path("run").resolve(), "gpt_ppo_actor")
+    assert said.splitlines() == [
+        "validation: reward -1 (step 0) -> 1 (step 10)",
+        "    alarms: in 2 steps, last in 4",
+        "   metrics: run/metrics.jsonl",
+        "    report: run/report.html",
+    ]
+    Path("run/checkpoints").mkdir()
+    Path("run/checkpoints/policy.nemo").touch()
+    for job, command in (
+        ("gpt_dpo", "generate {}"),
+        ("gpt_sft", "train ppo pretrained_checkpoint.restore_from_path={}"),
+        ("training_rm", "serve critic pretrained_checkpoint.restore_from_path={}"),
+    ):
+        *_, model, first, last = ending.last_lines(Path("run"), job).splitlines()[:7]
+        assert model == "     model: run/checkpoints/policy.nemo"
+        command = command.format("run/checkpoints/policy.nemo")
+        assert first == f"      next: nemo-aligner {command}"
+        assert last.startswith("      next: nemo-aligner ")
 
 
 CURVES = {
