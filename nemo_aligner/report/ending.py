@@ -35,14 +35,14 @@ class LiveReport:
         """There are new metrics: write it soon, and at the end of the job now."""
         if is_end:
             self._write()
-        elif self._timer is None or not self._timer.is_alive():
+        elif self._timer is None:
             self._timer = threading.Timer(self._pause_s, self._write)
             self._timer.daemon = True
             self._timer.start()
 
     def _write(self) -> None:
         with self._lock:
-            start = time.monotonic()
+            start, self._timer = time.monotonic(), None
             try:
                 write_report(self._folder)
             except Exception as error:  # no reason for a job to fail
