@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.checkpoint import transformer_fields
 from nemo_aligner.checkpoint.file_references import read_yaml
 from nemo_aligner.checkpoint.forms import NEMO2_CONTEXT, NEMO2_WEIGHTS
+from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.checkpoint.transformer_fields import last_name
 from nemo_aligner.core.errors import UserError
 
@@ -58,12 +59,12 @@ def is_folder(path: Path) -> bool:
     return context.is_dir() and any((context / name).is_file() for name in (MODEL_FILE, JSON_FILE))
 
 
-def weights_folder(path: Path) -> Path:
-    """The distributed checkpoint in a folder of NeMo 2.0; `UserError` if there is none."""
+def weights(path: Path) -> TorchDistTensors:
+    """The weights in a folder of NeMo 2.0; `UserError` if there are none."""
     folder = path / NEMO2_WEIGHTS
     if not folder.is_dir():
         raise UserError(f"{path} has no folder {NEMO2_WEIGHTS}; copy it again.")
-    return folder
+    return TorchDistTensors(folder, prefix=WEIGHTS_PREFIX)
 
 
 def read_config(path: Path) -> DictConfig:

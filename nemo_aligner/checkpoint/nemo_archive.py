@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import filterfalse
 from pathlib import Path
+from typing import Any
 
 import torch
 from nemo.utils import logging
@@ -85,7 +86,7 @@ def check_restore_path(
     if path.is_dir():
         if peft_config.is_folder(path):
             return path
-        if not _is_foreign(path) and not (path / CONFIG_FILE).is_file():
+        if _foreign_form(path) is None and not (path / CONFIG_FILE).is_file():
             if (path / forms.BACKEND_FILE).is_file() or (path / MARKER).is_file():
                 raise forms.refusal("training", f"{key}={path}")
             newest = newest_checkpoint(path)
@@ -209,22 +210,18 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
         config = peft_reading.adapter_section(path, base)
         refuse_resolvers(config, path)
         return config  # the tokenizer is that of the base
-    if not _is_foreign(path):
+    form = _foreign_form(path)
+    if form is None:
         return _read_archive(path)
-    if nemo2.is_folder(path):
-        config = nemo2.read_config(path)
-    elif hugging_face.is_folder(path):
-        config = hugging_face.model_section(path)
-    else:
-        config = megatron.read_config(path)
+    config = form.read_config(path)
     refuse_resolvers(config, path)
     mark_outside(config, path)
     return config
 
 
-def _is_foreign(path: Path) -> bool:
-    """Whether `path` is a folder of a form that has a configuration of its own."""
-    return any(form.is_folder(path) for form in (nemo2, hugging_face, megatron))
+def _foreign_form(path: Path) -> Any:
+    """The module of the form of the folder `path`, if that has a configuration of its own."""
+    return next((form for form in (nemo2, hugging_face, megatron) if form.is_folder(path)), None)
 
 
 def _read_archive(path: Path) -> DictConfig:
@@ -350,14 +347,9 @@ def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[T
         base = read_config(peft_reading.base_path(path)) if model is None else model
         yield peft_reading.PeftTensors(path, base)
         return
-    if nemo2.is_folder(path):
-        yield TorchDistTensors(nemo2.weights_folder(path), prefix=nemo2.WEIGHTS_PREFIX)
-        return
-    if hugging_face.is_folder(path):
-        yield hugging_face.weights(path)
-        return
-    if megatron.is_folder(path):
-        yield megatron.weights(path)
+    form = _foreign_form(path)
+    if form is not None:
+        yield form.weights(path)
         return
     if path.is_file():
         with _opened(path) as tar:

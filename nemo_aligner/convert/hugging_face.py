@@ -96,7 +96,7 @@ def to_nemo(source: Path, target: Path, options: Options | None = None) -> None:
     source = source.expanduser().absolute()
     if not hugging_face.is_folder(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {CONFIG_FILE}.")
-    section = hugging_face.model_section(source)
+    section = hugging_face.read_config(source)
     weights = hugging_face.weights(source)
     _check_vocabulary(section)
     write_chunks(target, section, weights, options)

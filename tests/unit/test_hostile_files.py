@@ -336,7 +336,7 @@ def test_a_configuration_may_refer_to_its_own_keys(nemo_folder):
 def test_json_of_others_calls_no_resolver(tmp_path, monkeypatch):
     found = OmegaConf.create({"hidden_act": "${oc.env:ROW_NINE}"})
     monkeypatch.setattr(nemo_archive.hugging_face, "is_folder", lambda path: True)
-    monkeypatch.setattr(nemo_archive.hugging_face, "model_section", lambda path: found)
+    monkeypatch.setattr(nemo_archive.hugging_face, "read_config", lambda path: found)
     with pytest.raises(UserError, match=f"{tmp_path}: hidden_act="):
         nemo_archive.read_config(tmp_path)
 

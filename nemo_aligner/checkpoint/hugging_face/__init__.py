@@ -22,7 +22,8 @@ architecture.
 
 from nemo_aligner.checkpoint.hugging_face.export import SHARD_BYTES
 from nemo_aligner.checkpoint.hugging_face.folder import is_folder
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, model_section, vocab_rows, weights
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, vocab_rows, weights
+from nemo_aligner.checkpoint.hugging_face.reading import model_section as read_config
 from nemo_aligner.checkpoint.hugging_face.writing import check, head_bias, write_folder
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
     "check",
     "head_bias",
     "is_folder",
-    "model_section",
+    "read_config",
     "vocab_rows",
     "weights",
     "write_folder",
