@@ -262,9 +262,7 @@ class CriticServerTrainer:
         return reply
 
     def _train_once(self, request_id: str, arrays: Arrays) -> None:
-        """Train, and keep the outcome for `_reply_to`, unless an error comes before the first
-        update.
-        """
+        """Train, and keep the outcome for `_reply_to`, unless an error comes first."""
         step = self.step
         try:
             reply: Arrays | Exception = self._submit(ServerSignal.TRAIN, arrays)
@@ -396,9 +394,7 @@ class CriticServerTrainer:
             yield
 
     def _prepare_training(self, inputs: Inputs) -> Arrays:
-        """The checked arrays of a train request, with empty rows (mask 0) up to whole global
-        batches.
-        """
+        """The checked arrays of a train request, with empty rows (mask 0) up to whole batches."""
         arrays = self._check_training(inputs)
         return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
 

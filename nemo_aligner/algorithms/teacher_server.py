@@ -46,9 +46,7 @@ class TeacherServer(RewardModelServer):
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """The logits and their tokens [n, S, K], and the log-sum-exp [n, S], of this rank's
-        samples.
-        """
+        """Logits and their tokens [n, S, K], and log-sum-exp [n, S], of this rank's samples."""
         found: Any = self.infer_fn((tokens, lengths))
         return {
             "topk_logits": found.logits,

@@ -90,9 +90,7 @@ def without_adapter_keys(config: DictConfig) -> DictConfig:
 
 
 def checksum_of_source(source: TensorSource) -> str:
-    """Checksum of a model, in hexadecimal digits: of some rows (`checked_rows`) of each weight
-    that can have an adapter.
-    """
+    """Hexadecimal checksum of some rows (`checked_rows`) of weights that can have adapters."""
     total = 0
     shapes = source.shapes()
     for key in distinct(shapes):

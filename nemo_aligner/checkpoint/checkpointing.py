@@ -89,9 +89,7 @@ from nemo_aligner.parallel.collectives import gathered
 
 
 class CheckpointedModel(Protocol):
-    """What is saved of a model (`MegatronGPTModel`, which says more); every method is called on
-    all ranks.
-    """
+    """What is saved of a model (see `MegatronGPTModel`); every method is called on all ranks."""
 
     def sharded_weights(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]: ...
     def load_sharded_weights(self, loaded: dict[str, Any]) -> None: ...
@@ -360,9 +358,7 @@ class CheckpointCallback:
         logging.info(f"saved checkpoint {folder}")
 
     def _sharded_state(self, is_loading: bool, with_reference: bool) -> dict[str, Any]:
-        """Of model, optimizer and schedule, and a reference policy if there is one and it is
-        wanted.
-        """
+        """Of model, optimizer and schedule, and a reference policy if there is one and wanted."""
         metadata = {
             "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -555,9 +551,7 @@ def _rng_state() -> dict[str, Any]:
 
 
 def _read_rng(file: Path) -> dict[str, Any]:
-    """The states in a file of `_rng_state`, read as data alone; `UserError`: it holds other
-    things.
-    """
+    """The states in a file of `_rng_state`, read as data alone; `UserError`: it holds others."""
     array = np.zeros(1, np.uint32)  # that of NumPy's generator
     classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
     try:

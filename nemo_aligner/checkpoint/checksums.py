@@ -213,9 +213,7 @@ def parse_manifest(content: bytes, path: Path) -> Checksums:
 
 
 def read_manifest(folder: Path) -> Checksums | None:
-    """The checksums in a folder's manifest; None, with a warning, if it has none.
-    `DamagedFileError` if it is damaged.
-    """
+    """The checksums in a folder's manifest, or `DamagedFileError`; without one None, a warning."""
     try:
         content = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:

@@ -134,9 +134,7 @@ def content_samples(path: Path) -> bytes:
 
 
 def content_hash(path: Path) -> str:
-    """A hash of the content of a file or folder, wherever it lies; of its checksums, if it has
-    some.
-    """
+    """A hash of the content of a file or folder, wherever it lies; of its checksums, if there."""
     if path.is_dir():
         path = locate(path)
         is_flat = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -339,9 +339,7 @@ def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[S
 
 @contextlib.contextmanager
 def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
-    """As `own_weights`, but for reading one tensor after the other, from a file in place if its
-    form allows.
-    """
+    """As `own_weights`, for reading tensor by tensor; in place, where a file's form allows."""
     path = Path(path).resolve()
     if peft_config.is_folder(path):
         base = read_config(peft_reading.base_path(path)) if model is None else model

@@ -177,9 +177,7 @@ def write_streamed(
     *,
     as_directory: bool = False,
 ) -> None:
-    """Write a `.nemo` by `torch_dist_stream.write`; in one process. After an error nothing is
-    left.
-    """
+    """Write a `.nemo` by `torch_dist_stream.write` in one process; a failure leaves nothing."""
     path = Path(path).expanduser().absolute()
     folder = path.with_name(path.name + WRITING_SUFFIX)
     shutil.rmtree(folder, ignore_errors=True)

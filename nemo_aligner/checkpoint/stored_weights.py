@@ -59,9 +59,7 @@ class TensorSource(Protocol):
     """Global tensors that are read in parts."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Global shape of each tensor, by Megatron Core's names; of layers their number is in
-        front.
-        """
+        """Global shape of each tensor by Megatron Core's name; of layers, their number first."""
 
     def read(self, key: str, part: Slice) -> Tensor:
         """A part within the tensor `key`, `checked`; an int in `part` drops its axis."""

@@ -21,9 +21,7 @@ def is_peft_folder(source: Path) -> bool:
 
 
 def are_adapters(source: Path, key: str = "ADAPTERS") -> bool:
-    """Whether the checkpoint `source`, for messages named `key`, holds adapters; `UserError` if it
-    does not load.
-    """
+    """Whether the checkpoint `source`, called `key`, holds adapters; `UserError`: no such one."""
     source = nemo_archive.check_restore_path(source, key=key)
     if peft_config.is_folder(source):
         return True

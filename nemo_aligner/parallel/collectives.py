@@ -173,9 +173,7 @@ def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """What `function` returns on global rank 0, on all ranks, which call it together; so with a
-    `UserError`.
-    """
+    """What `function` returns on rank 0, or its `UserError`, on all ranks, which call it."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return function()
     outcome: list[Any] = [None, None]

@@ -120,9 +120,7 @@ def _shard(logits: Tensor, wanted: int, temperature: float, vocab_size: int | No
 
 
 class _CandidateLogprobs(torch.autograd.Function):
-    """The formulas of `candidate_logprobs`, for the first columns of the logits; the others give
-    0.
-    """
+    """The formulas of `candidate_logprobs`, for the first columns of logits; others give 0."""
 
     @staticmethod
     def forward(

@@ -138,9 +138,7 @@ class AsgiHost:
 
 
 class _Connection(H11Protocol):
-    """A connection of uvicorn's that gives signs of life, and that has the time limits of
-    admission.py where uvicorn has none.
-    """
+    """A connection of uvicorn's with signs of life and the time limits of admission.py."""
 
     def __init__(
         self,

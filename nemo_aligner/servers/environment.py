@@ -193,9 +193,7 @@ class PythonEnvironment:
     def score(
         self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
     ) -> "EnvironmentScores":
-        """The rewards that came with the replies, in place of those of reward models
-        (`RewardModels.score`).
-        """
+        """The rewards that came with the replies, as `RewardModels.score` gives others."""
         return EnvironmentScores(rollout_batch)
 
     # --- one thread per worker ------------------------------------------------------------------

@@ -34,9 +34,7 @@ def piece_rows(arrays: Arrays, limit: int) -> int:
 
 
 class PieceStore:
-    """The pieces of one request until the last has come, or none for `timeout_s`; another request
-    takes their place.
-    """
+    """The pieces of one request until all have come, none for `timeout_s`, or another's first."""
 
     def __init__(self, timeout_s: float = PIECE_TIMEOUT_S):
         self.timeout_s = timeout_s

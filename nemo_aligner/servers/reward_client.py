@@ -107,9 +107,7 @@ class RMFutureResult(FutureScores):
         return self._scored()["response_tokens"].shape[1]
 
     def _of_transitions(self, token_rewards: Tensor) -> Tensor:
-        """[b, S-1], the reward of token t+1 in column t, from those of the columns that were sent;
-        NaN in the others.
-        """
+        """[b, S-1], the reward of token t+1 in column t; NaN in columns that were not sent."""
         rewards = token_rewards[:, 1 : self._width]
         more = self._width - 1 - rewards.shape[1]
         return torch.nn.functional.pad(rewards, (0, more), value=float("nan"))
@@ -324,9 +322,7 @@ def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
 
 
 def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
-    """A communicator for `cfg`, the section `setting`; `ConfigError`: token or certificates cannot
-    be read.
-    """
+    """A communicator for section `setting`; `ConfigError`: no such token or certificates."""
     return HTTPCommunicator(
         cfg.init_timeout_s,
         cfg.inference_timeout_s,

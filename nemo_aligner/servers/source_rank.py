@@ -161,9 +161,7 @@ def readable_error(error: Exception) -> Exception:
 
 
 class RankZeroFuture(FutureResult[T]):
-    """The outcome of a request of global rank 0, which alone has it `pending`; `result()` ends on
-    all ranks together.
-    """
+    """The outcome of a request that rank 0 has `pending`; `result()` ends on all together."""
 
     def __init__(self, pending: Awaitable | Exception | None):
         self._pending = pending

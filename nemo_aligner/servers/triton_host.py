@@ -172,9 +172,7 @@ class TritonHost:
         return False
 
     def _note_stubs(self) -> None:
-        """Note the processes that an endpoint needs: its last stub, for the first only describes
-        it.
-        """
+        """Note the processes that an endpoint needs: its last stub, the first describes it."""
         for endpoint, parts in self._find_stubs().items():
             known = self._stubs.get(endpoint, [])
             known = known if known[:1] == parts[:1] else []

@@ -47,9 +47,7 @@ class ChatModel(Protocol):
     def respond(
         self, turns: Sequence[Turn], temperature: float | None = None
     ) -> list[str | Exception]:
-        """The response to each conversation, or its error; `temperature` in place of the
-        settings'.
-        """
+        """The response to each conversation, or its error, at this or the usual temperature."""
 
 
 # --- servers ------------------------------------------------------------------------------------

@@ -166,9 +166,7 @@ def open_model(
 
 
 def engine_settings(args: argparse.Namespace, path: str) -> Any:
-    """The configuration of the engine (conf/generate.yaml) that the options ask for;
-    `ConfigError`: it cannot work.
-    """
+    """The configuration (conf/generate.yaml) that the options ask for; `ConfigError`: none."""
     from nemo_aligner.config.checks import check_config
 
     def of_engine(name: str) -> Any:

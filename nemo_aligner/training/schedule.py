@@ -93,9 +93,7 @@ class Counters(Protocol):
 def compute_num_steps_per_epoch(
     sampler: Sampler, limit_train_batches: int | float | None = 1.0
 ) -> int:
-    """Updates (whole global batches) in one epoch of a sampler, which must drop incomplete ones:
-    else `ConfigError`.
-    """
+    """Whole global batches in an epoch of a sampler that drops incomplete ones (`ConfigError`)."""
     if not sampler.drop_last:
         raise ConfigError(
             "training needs drop_last=True: an incomplete global batch cannot make a step."

@@ -82,9 +82,7 @@ def _checksum(path: Path) -> str | None:
 
 
 def file_tensors(path: Path) -> Tensors:
-    """The tensors in a folder of PEFT by their own names; `UserError`: missing, damaged or
-    pickled.
-    """
+    """The tensors in a folder of PEFT by their names; `UserError`: missing, broken, pickled."""
     if (path / WEIGHTS_FILE).is_file():
         return Tensors(path, dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE))
     if (path / _PICKLED).is_file():

@@ -22,9 +22,7 @@ from nemo_aligner.training.megatron_steps import Batch, forward_backward
 class MegatronGPTReinforceActorModel(
     ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference
 ):
-    """Policy of REINFORCE on Megatron Core, with the section `model` of
-    `gpt_reinforce_actor.yaml`.
-    """
+    """Policy of REINFORCE on Megatron Core; section `model` of `gpt_reinforce_actor.yaml`."""
 
     CONFIG_NAME = "gpt_reinforce_actor"
     SECTION = "reinforce"

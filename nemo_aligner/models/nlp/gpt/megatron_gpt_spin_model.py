@@ -58,9 +58,7 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         return self.loss_settings["beta"]
 
     def set_KL_penalty_by_iteration(self, iteration: int) -> None:
-        """Take beta of the loss for an iteration, from 0; `ConfigError`: the section has none for
-        it.
-        """
+        """Take beta of the loss for an iteration, from 0; `ConfigError`: there is none."""
         penalty = self.settings.ref_policy_kl_penalty
         if isinstance(penalty, ListConfig):
             if iteration >= len(penalty):

@@ -190,9 +190,7 @@ class MovingReferenceMixin(ReferencePolicyMixin):
 
     @contextlib.contextmanager
     def reference_policy(self) -> Iterator[None]:
-        """Inside, the model computes as the reference policy, by one swap of weights and back;
-        `UserError`: there is none.
-        """
+        """Inside, the model computes as the reference, by one swap and back; else `UserError`."""
         self.check_reference_policy()
         with self._reference_policy(), self.as_reference_policy():
             yield
