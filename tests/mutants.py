@@ -691,6 +691,20 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "conversations with two prompts are a pair",
+        "data/nlp/chat_records.py",
+        "same = said[0] == also[0] == one[-1][0]",
+        "same = True",
+        _unit("test_data.py", "test_neighbouring_conversations_are_pairs_of_one_prompt"),
+    ),
+    Mutant(
+        "the prompt of a pair of whole texts ends with its first mark",
+        "data/nlp/record_encoder.py",
+        "shared.rfind(self.prompt_end)",
+        "shared.find(self.prompt_end)",
+        _unit("test_data.py", "test_a_key_says_where_the_prompt_of_whole_texts_ends"),
+    ),
+    Mutant(
         "a pair of the same tokens is trained on",
         "data/nlp/record_encoder.py",
         "            _check_differ(*pair)\n",

@@ -166,8 +166,7 @@ def _by_length(job: InspectedJob) -> Iterator[Finding]:
 
 def _records(dataset: Any) -> list[Finding]:
     """What the dataset found in the records beside their lengths."""
-    unread = [f"{text}. {hint}".removesuffix(". ") for text, hint in dataset.unread_columns()]
-    found = [Finding("columns that nothing reads", unread)]
+    found = [Finding("columns that nothing reads", dataset.unread_columns())]
     if hasattr(dataset, "unlike"):
         places = [place(dataset, int(number)) for number in dataset.unlike]
         what = "pairs of texts that share no beginning of their own, so no prompt"
@@ -187,7 +186,8 @@ def _indices_in_use(job: InspectedJob) -> np.ndarray:
 
 def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
     """Whether a sample has a response without text."""
-    dataset, tokenizer = job.dataset, job.tokenizer
+    dataset: Any = job.dataset
+    tokenizer = job.tokenizer
     special = special_ids(tokenizer)
     form = form_of(dataset, dataset.lines[0])
     ends = () if form is None else form.end_strings

@@ -475,6 +475,36 @@ def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
         RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
+def test_bad_steps_and_responses_are_named(tmp_path, tiny_tokenizer, chat_tokenizer):
+    good = {"prompt": "a", "text": ["b", "c"], "label": [1, [0]]}
+    for bad, message in (
+        ({"text": "b"}, "field 'text' must be a list of steps, as in the first record"),
+        ({"label": [1]}, "field 'label' must be a list of 2 labels, one of each step"),
+        ({"text": ["b", 3]}, "field 'text' must be a list of texts"),
+    ):
+        path = write(tmp_path / "bad.jsonl", [good, good | bad])
+        with pytest.raises(UserError, match=f"bad.jsonl, line 2: {message}"):
+            RegressionRewardModelDataset([path], tiny_tokenizer, 20, 1)
+    path = write(tmp_path / "good.jsonl", [good, {k: v for k, v in good.items() if k != "prompt"}])
+    data = {"chat_template": "tokenizer"}
+    with pytest.raises(UserError, match="good.jsonl, line 2: field 'prompt' is missing"):
+        RegressionRewardModelDataset([path], chat_tokenizer, 64, 1, data_cfg=data)
+    plain = RegressionRewardModelDataset([path], tiny_tokenizer, 64, 1)
+    said = [
+        tiny_tokenizer.ids_to_text(item["inputs"][: item["lengths"]].tolist())
+        for item in map(plain.__getitem__, range(4))
+    ]
+    assert said == ["a\nb", "a\nb\nc", "b", "b\nc"]
+    pair = {"prompt": "a", "responses": [" b", " c"], "label": -1}
+    for bad, message in (
+        ({"responses": [" b"]}, "field 'responses' must be a list of two responses"),
+        ({"chosen": " b"}, "a line with 'chosen' and 'rejected' says which is better"),
+    ):
+        path = write(tmp_path / "bad.jsonl", [pair, pair | bad])
+        with pytest.raises(UserError, match=f"bad.jsonl, line 2: {message}"):
+            LabelledPairDataset([path], tiny_tokenizer, 20)
+
+
 # ------------------------------------------------------------------------------------------- SFT
 
 
@@ -577,7 +607,7 @@ def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
     with pytest.raises(UserError) as refused:
         build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
     assert "2 of 3 prompts are empty, the first in" in str(refused.value)
-    assert "alpaca.jsonl, line 1. 'instruction' looks like the prompt" in str(refused.value)
+    assert "alpaca.jsonl, line 1. Nothing reads these columns of" in str(refused.value)
     assert line in str(refused.value)
     assert f"nothing reads these columns of {path}: instruction. 'inst" in warnings.pop()
     columns = {"input": r"{instruction}{\n\n?input}"}

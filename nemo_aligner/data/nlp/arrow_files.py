@@ -54,11 +54,7 @@ class ArrowTable:
         return _without_nulls(self.table.fast_slice(int(number), 1).to_pylist()[0])
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All rows in order, decoded a few at a time.
-
-        Raises:
-            UserError: a part of the file is damaged; names the row after which it begins.
-        """
+        """All rows in order, decoded a few at a time."""
         number = 0
         batches = self._read_through() if self.arrow_files else iter(self.table.table.to_batches())
         while (batch := _next(batches, self.path, number)) is not None:
@@ -97,11 +93,7 @@ def _without_nulls(row: Record) -> Record:
 
 
 def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
-    """The rows of a parquet file.
-
-    Raises:
-        UserError: it is not one, or is damaged or cut short.
-    """
+    """The rows of a parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from datasets.table import InMemoryTable, MemoryMappedTable
@@ -135,11 +127,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
 
 
 def open_arrow(path: Path) -> ArrowTable:
-    """The rows of an Arrow file, in its form for streams (as `datasets` writes) or for files.
-
-    Raises:
-        UserError: it is not one, or is damaged.
-    """
+    """The rows of an Arrow file, in its form for streams (as `datasets` writes) or for files."""
     import pyarrow as pa
     from datasets.table import InMemoryTable, MemoryMappedTable
 
@@ -157,11 +145,7 @@ def open_arrow(path: Path) -> ArrowTable:
 
 
 def open_saved(folder: Path) -> ArrowTable:
-    """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote.
-
-    Raises:
-        UserError: a file of it is missing or damaged.
-    """
+    """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote."""
     import datasets
     import pyarrow as pa
 

@@ -33,8 +33,6 @@ class DefaultBatchIterator:
     Args:
         sampler_iter: iterator over lists of dataset indices.
         num_microbatches: micro-batches of one rollout on each data-parallel rank.
-        dataset: from index to item.
-        collate_fn: from items to a batch.
 
     Attributes:
         num_microbatches: of this rank's share, however many it takes from a common queue.

@@ -141,24 +141,17 @@ _make_distillation_dataset = _maker(KnowledgeDistillationDataset)
 def _make_regression_rm_dataset(
     paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> RegressionRewardModelDataset:
-    regression = complete(cfg.get("regression"), "training_rm", "model.regression")
-    return RegressionRewardModelDataset(
-        paths,
-        tokenizer,
-        seq_length,
-        num_attributes=regression.num_attributes,
-        mask_value=regression.loss_mask_val,
-        data_cfg=cfg.get("data"),
-        name=name,
-    )
+    given = complete(cfg.get("regression"), "training_rm", "model.regression")
+    numbers, data = (given.num_attributes, given.loss_mask_val), cfg.get("data")
+    return RegressionRewardModelDataset(paths, tokenizer, seq_length, *numbers, data, name)
 
 
 def _make_labelled_pair_dataset(
     paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
 ) -> LabelledPairDataset:
-    regression = complete(cfg.get("regression"), "training_rm", "model.regression")
-    mask_value = regression.loss_mask_val
-    return LabelledPairDataset(paths, tokenizer, seq_length, mask_value, cfg.get("data"), name)
+    given = complete(cfg.get("regression"), "training_rm", "model.regression")
+    mask_value, data = given.loss_mask_val, cfg.get("data")
+    return LabelledPairDataset(paths, tokenizer, seq_length, mask_value, data, name)
 
 
 def build_train_valid_test_datasets(
@@ -178,7 +171,6 @@ def build_train_valid_test_datasets(
 
     Args:
         cls: makes one dataset; a class is one with NeMo-Aligner's constructor.
-        cfg: `model` section.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
             divides. A list of weights and paths in turn, [0.3, a, 0.7, b], blends the files.
@@ -187,8 +179,6 @@ def build_train_valid_test_datasets(
             example "98,1,1".
         train_valid_test_num_samples: use at most so many samples of each; below 1 means all. A
             blend has exactly so many, or as many as its files together.
-        seq_length: `model.data.seq_length`.
-        tokenizer: NeMo tokenizer.
         seed, n_chunks, n_examples_per_chunk: not used (samplers shuffle; there are no chunks).
 
     Returns:
@@ -375,7 +365,6 @@ def build_configured_datasets(
     """(train, validation, test) datasets from the section `model.data`.
 
     Args:
-        cfg: the whole configuration.
         build: one of the functions `build_train_valid_test_*_datasets`.
     """
     data = cfg.model.data
@@ -414,16 +403,11 @@ def build_sft_dataset(
             `truncation_method`, `add_bos`, `add_eos`, `pad_to_max_length`, `columns`,
             `index_mapping_dir`, `packed_sequence`. For conversations the templates, the
             truncation, bos and eos are not read: their form says how they begin and end.
-        tokenizer: NeMo tokenizer.
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the response only, not on the prompt.
-        is_chat: `model.data.chat`, conversations in NeMo's chat format.
-        special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo, `<extra_id_0>` to
-            `<extra_id_2>` and newlines.
+        is_chat, special_tokens: `model.data.chat` and `chat_prompt_tokens` (None: NeMo's).
         model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
-        chat_template: `model.data.chat_template`, conversations in a template of Hugging Face;
-            None: in that of the tokenizer, if the first record holds one.
-        chat_template_kwargs, one_turn_per_sample, chat_date, allow_empty_prompt: of `model.data`.
+        others: of `model.data`.
 
     Raises:
         ConfigError: no files, or something that is not supported.
@@ -432,52 +416,32 @@ def build_sft_dataset(
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
     paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    chat = {
-        "chat": is_chat,
-        "chat_prompt_tokens": special_tokens,
-        "chat_template": chat_template,
-        "chat_template_kwargs": chat_template_kwargs,
-        "chat_date": chat_date,
-        "one_turn_per_sample": one_turn_per_sample,
-    }
+    chat = {"chat": is_chat, "chat_prompt_tokens": special_tokens, "chat_template": chat_template}
+    chat |= {"chat_template_kwargs": chat_template_kwargs, "chat_date": chat_date}
+    chat |= {"one_turn_per_sample": one_turn_per_sample}
     form = chat_form(chat, tokenizer)
     if form is not None and form.is_default:
         if begins_with_conversation(paths[0], data_cfg):
             say_default()
         else:
             form = None
+    options: dict[str, Any] = {
+        "max_seq_length": data_cfg.max_seq_length,
+        "answer_only_loss": answer_only_loss,
+        "pad_to_max_length": bool(data_cfg.get("pad_to_max_length")),
+        "columns": data_cfg.columns,
+        "index_mapping_dir": data_cfg.index_mapping_dir,
+        "allow_empty_prompt": bool(allow_empty_prompt),
+    }
     if form is not None:
-        conversations = SFTChatDataset(
-            paths,
-            tokenizer,
-            form,
-            max_seq_length=data_cfg.max_seq_length,
-            answer_only_loss=answer_only_loss,
-            pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
-            columns=data_cfg.columns,
-            index_mapping_dir=data_cfg.index_mapping_dir,
-            one_turn_per_sample=one_turn_per_sample,
-            allow_empty_prompt=bool(allow_empty_prompt),
-        )
-        conversations = _blended(conversations, weights, num_samples)
-        return PackedDataset(conversations) if data_cfg.packed_sequence else conversations
-    dataset = SFTDataset(
-        paths,
-        tokenizer,
-        max_seq_length=data_cfg.max_seq_length,
-        prompt_template=data_cfg.prompt_template,
-        label_key=data_cfg.label_key,
-        truncation_field=data_cfg.truncation_field,
-        truncation_method=data_cfg.truncation_method,
-        add_bos=data_cfg.add_bos,
-        add_eos=bool(data_cfg.add_eos),
-        answer_only_loss=answer_only_loss,
-        pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
-        columns=data_cfg.columns,
-        index_mapping_dir=data_cfg.index_mapping_dir,
-        keep_lengths=bool(data_cfg.packed_sequence),
-        allow_empty_prompt=bool(allow_empty_prompt),
-    )
+        options["one_turn_per_sample"] = one_turn_per_sample
+        dataset: Any = SFTChatDataset(paths, tokenizer, form, **options)
+    else:
+        names = "prompt_template label_key truncation_field truncation_method add_bos".split()
+        options |= {name: data_cfg[name] for name in names}
+        options |= {"add_eos": bool(data_cfg.add_eos)}
+        options |= {"keep_lengths": bool(data_cfg.packed_sequence)}
+        dataset = SFTDataset(paths, tokenizer, **options)
     dataset = _blended(dataset, weights, num_samples)
     return PackedDataset(dataset) if data_cfg.packed_sequence else dataset
 
@@ -493,7 +457,6 @@ def build_steerlm2_dataset(
     Args:
         data_cfg: `file_path` (as for `build_sft_dataset`), `max_seq_length`, and optionally
             `pad_to_max_length`, `columns` and `index_mapping_dir`.
-        tokenizer: NeMo tokenizer.
         num_samples: use at most so many prompts; None or below 1 means all.
         special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
 
@@ -599,12 +562,8 @@ def build_dataloader(
 
     Args:
         cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
-        dataset: with a length.
         consumed_samples: samples that all ranks together have used.
-        mbs: micro-batch size.
-        gbs: global batch size, over all ranks.
         drop_last, pad_samples_to_global_batch_size: see `samplers.py`.
-        collate_fn: from items to a batch.
         load_gbs: yield this rank's share of a global batch; False yields micro-batches.
         use_random_sampler: shuffle, with a new permutation in each epoch.
     """

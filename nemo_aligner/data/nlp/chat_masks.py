@@ -52,9 +52,6 @@ def find_turns(
     Args:
         trained: places of the messages to find.
         turn_end: finds the end-of-turn token in a turn with what follows it.
-
-    Raises:
-        UserError: the turns cannot be found, or the template left out a part of one.
     """
     spans: list[Span] = []
     for place in sorted(trained):
@@ -92,9 +89,6 @@ def marked_turns(
     """`text` without its marks, and the marked parts that are of the messages `trained`, each with
     its end-of-turn token, also where that stands behind the mark. Some templates mark only the
     last turns.
-
-    Raises:
-        UserError: another part than a whole turn is marked, or no end-of-turn token follows.
     """
     text = text.replace(MARK_END + MARK_START, "")  # two marked parts of one turn
     borders = [0]
@@ -168,9 +162,6 @@ def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: D
     A tokenizer may join characters on both sides of a span's border into one token (two newlines,
     say). Such a conversation is tokenized in pieces, as in a rollout, whose prompt is tokenized
     before there is a response.
-
-    Raises:
-        UserError: the tokenizer writes something else for the pieces than for the whole.
     """
     cuts = [0, *(border for span in spans for border in span)]
     parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]

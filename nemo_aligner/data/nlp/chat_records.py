@@ -61,11 +61,7 @@ def holds_pair(record: Record) -> bool:
 
 
 def conversation_messages(record: Record) -> list[Message]:
-    """The messages of a record's conversation, its system message first.
-
-    Raises:
-        UserError: there is no conversation, or a message is broken.
-    """
+    """The messages of a record's conversation, its system message first."""
     field = conversation_field(record)
     if field is None:
         raise UserError(
@@ -77,11 +73,7 @@ def conversation_messages(record: Record) -> list[Message]:
 
 
 def prompt_messages(record: Record) -> list[Message]:
-    """The messages of a prompt: those of `prompt`, else of the record's conversation.
-
-    Raises:
-        UserError: there is none, a message is broken, or the last one is the assistant's.
-    """
+    """The messages of a prompt: those of `prompt`, else of the record's conversation."""
     messages = (
         _with_system(record, _prompt(record))
         if record.get("prompt") is not None
@@ -115,10 +107,6 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
     """The conversations of a pair, the better one first, and the place from which they differ.
 
     `chosen` and `rejected` are texts or messages that continue `prompt`, or whole conversations.
-
-    Raises:
-        UserError: a field is missing or broken, a conversation does not end with a response, or
-            the two are the same, one begins with the other, or they respond to different prompts.
     """
     for field in PAIR:
         if record.get(field) is None:
@@ -179,9 +167,6 @@ def _said(message: Message) -> tuple[str, str, Any]:
 def response_messages(record: Record) -> tuple[list[Message], int]:
     """The conversation of `prompt` and `response`, a text or the messages that follow, and the
     place where the response begins.
-
-    Raises:
-        UserError: a field is missing or broken, or the conversation does not end with a response.
     """
     for field in ("prompt", "response"):
         if record.get(field) is None:
@@ -233,9 +218,6 @@ def read_messages(value: Any, field: str, as_named: bool = False) -> list[Messag
 
     Keys other than role and content (`tool_calls`, `name`, ...) stay, unless they are null. With
     `as_named` speakers keep their names, and each may be trained on.
-
-    Raises:
-        UserError: it is no list of messages, is empty, or a message lacks its role or content.
     """
     if not isinstance(value, list):
         raise UserError(f"field '{field}' must be a list of messages, not {type(value).__name__}.")

@@ -104,10 +104,6 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
     Args:
         data_impl: form of the files (`config/data_rules.py`).
         index_dir: `model.data.index_mapping_dir`.
-
-    Raises:
-        UserError: there is no such file, a folder holds no data or several splits, or a file
-            cannot be read.
     """
     if not data_impl.startswith("json"):
         from nemo_aligner.data.nlp.token_files import TokenFile

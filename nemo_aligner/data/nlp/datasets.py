@@ -2,19 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The datasets, at NeMo-Aligner's module path. They read the files of `data_files.py`; the first
 two read files of tokens too.
-
-| dataset                        | lines                                                     |
-|--------------------------------|-----------------------------------------------------------|
-| `RLHFDataset`                  | prompts for PPO and RS                                    |
-| `RewardModelDataset`           | pairs: two neighbouring lines, the better response first  |
-| `RegressionRewardModelDataset` | labelled texts                                            |
-| `LabelledPairDataset`          | pairs with the preference as a label                      |
-| `DPOModelDataset`              | pairs with their prompt, for DPO                          |
-| `KnowledgeDistillationDataset` | examples with the largest logits of a teacher             |
-| `KTOModelDataset`              | responses with a label, for KTO                           |
-| `SFTDataset`                   | prompt-response examples                                  |
-| `SFTChatDataset`               | conversations for supervised fine-tuning                  |
-| `SteerLM2Dataset`              | prompts with attributes and several responses             |
 """
 
 from nemo_aligner.core.retired import retired_names

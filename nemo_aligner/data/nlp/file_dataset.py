@@ -28,7 +28,6 @@ class TextEncoder:
     """Tokenizes a text without a template; tokens stay as they are.
 
     Args:
-        tokenizer: NeMo tokenizer.
         data_cfg: `model.data`; `add_bos`, `append_eod` and `apply_ftfy` are optional.
     """
 
@@ -91,12 +90,15 @@ class TextEncoder:
 class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """A dataset over files that serves some of their documents.
 
+    The arguments of most: `paths`, the files; `tokenizer`, NeMo's; `seq_length`, S; `data_cfg`,
+    `model.data`; `name`, "train", ..., for messages. What has more than S tokens is left out; a
+    warning at start counts it. Every record is checked at start (`UserError`).
+
     Index -1 is an empty slot of a padded validation batch: it returns the first item, masked.
 
     Attributes:
         lines: the records of all files.
         lines_per_document: 2 where a document is a pair.
-        name: "train", ...; for messages.
         documents: int64 [number of items], the numbers of the documents served, in order.
     """
 
@@ -107,30 +109,27 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     prompt_field: str | None = None  # that holds the prompt
     read_fields: Sequence[str] = ()  # of its records; empty: all
 
-    def unread_columns(self) -> list[tuple[str, str]]:
-        """For each file with columns that nothing reads their names, and what to do if one looks
-        like the prompt.
+    def unread_columns(self) -> list[str]:
+        """For each file the columns that nothing reads, and how to read one that looks like the
+        prompt.
         """
-        found = []
+        found, field = [], self.prompt_field
         for path, record, names in self.lines.first_rows():
             names -= set(self.read_fields or names)
-            like = other_name(self.prompt_field or "", names)
-            form: Any = like
-            if self.prompt_field in record:
-                form = f"'{{{like}}}{{\\n\\n?{self.prompt_field}}}'"
-            column = f'model.data.columns="{{{self.prompt_field}: {form}}}"'
-            hint = f"'{like}' looks like the prompt: {column} reads it." if like else ""
-            found += [(f"{path}: {', '.join(sorted(names))}", hint)] if names else []
+            like = other_name(field or "", names)
+            form = f"'{{{like}}}{{\\n\\n?{field}}}'" if field in record else like
+            column = f'model.data.columns="{{{field}: {form}}}"'
+            hint = f" '{like}' looks like the prompt: {column} reads it." if like else ""
+            found += [f"{path}: {', '.join(sorted(names))}.{hint}"] if names else []
         return found
 
     def say_unread(self) -> str:
-        """Name the columns that nothing reads; returns what to do if one looks like the prompt."""
-        hints = []
-        for text, hint in self.unread_columns():
-            say = logging.warning if hint else logging.info
-            say(f"{self.name} data: nothing reads these columns of {text}. {hint}".strip())
-            hints += [f"{hint} "] if hint else []
-        return "".join(hints[:1])
+        """Name the columns that nothing reads; returns what was said of a prompt among them."""
+        said = [f"nothing reads these columns of {text}" for text in self.unread_columns()]
+        hints = [text for text in said if text.endswith("reads it.")]
+        for text in said:
+            (logging.warning if text in hints else logging.info)(f"{self.name} data: {text}")
+        return f"N{hints[0][1:]} " if hints else ""
 
     def check_prompts(
         self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False
@@ -139,25 +138,18 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         Args:
             allowed: `model.data.allow_empty_prompt`.
-            begins: whether a token stands before the response to a record's empty prompt.
-            sampled: the policy responds to the prompts.
-
-        Raises:
-            UserError: there are some, and they are not allowed, or have no token to begin with.
+            begins: whether a token stands before the response to a record's empty prompt, which
+                those that are `sampled` from must have.
         """
-        hint = self.say_unread()
-        empty = np.flatnonzero(self.lines.extra)
+        unread, empty = self.say_unread(), np.flatnonzero(self.lines.extra)
         if not len(empty):
             return
         text = f"{self.name} data: {len(empty)} of {len(self.lines)} prompts are empty"
         has_token = begins(self.lines[int(empty[0])])
         if not allowed or sampled and not has_token:
-            text += f", the first in {self.lines.where(int(empty[0]))}."
-            if allowed:
-                raise UserError(f"{text} The policy needs a token to begin with: add_bos=True.")
-            raise UserError(
-                f"{text} {hint}Remove them, or set model.data.allow_empty_prompt=True."
-            )
+            remedy = f"{unread}Remove them, or set model.data.allow_empty_prompt=True."
+            remedy = "The policy needs a token to begin with: add_bos=True." if allowed else remedy
+            raise UserError(f"{text}, the first in {self.lines.where(int(empty[0]))}. {remedy}")
         rest = "" if has_token else "; the first token behind is not trained on (add_bos=True)"
         logging.warning(f"{text}, as model.data.allow_empty_prompt=True allows{rest}.")
 
@@ -215,7 +207,6 @@ def documents_within(
 
     Args:
         lengths: int64 [number of documents], in tokens.
-        seq_length: limit.
         name: of the dataset, for messages.
         what: plural of what a document is, for messages: "all 3 <what> <are_longer> than ...".
         are_longer: verb of that message.
@@ -237,6 +228,15 @@ def documents_within(
             f"{lengths.max()})."
         )
     return documents
+
+
+def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
+    """What items of any dataset hold: `loss_mask` float32 [width], 1 up to `length`, but all 0 for
+    an empty slot, `position_ids` and `idx`.
+    """
+    used = torch.arange(width) < (length if index >= 0 else 0)
+    places = torch.arange(width)
+    return {"loss_mask": used.float(), "position_ids": places, "idx": torch.tensor(index)}
 
 
 def pad(tokens: list[int], width: int, pad_id: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.file_dataset import pad
+from nemo_aligner.data.nlp.file_dataset import pad, slot
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.responses import ResponseDataset
 
@@ -32,19 +32,11 @@ class KTOModelDataset(ResponseDataset):
     """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`; true and
     false are accepted as preferences too.
 
-    The texts may be conversations, as for `DPOModelDataset`, or follow each other as they stand. A
-    sample longer than `seq_length` is left out; a warning at start counts them.
+    The texts may be conversations, as for `DPOModelDataset`, or follow each other as they stand.
 
     Each item also holds a mismatched sample, its prompt with the response of another document,
     from which the distance of policy and reference is estimated. Which one is fixed, so the batch
     that an item is in and the split over ranks do not matter. It is cut to `seq_length`.
-
-    Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
-        seq_length: S.
-        data_cfg: `model.data`, as for `RLHFDataset`.
-        name: "train", ...; for messages.
 
     Items: `samples`, `kl_samples` int64 [S], padded with eos; `sample_length`, `kl_sample_length`
     (scalars); `sample_mask`, `kl_sample_mask` float32 [S], 1 on the tokens of the responses (all 0
@@ -113,11 +105,8 @@ class KTOModelDataset(ResponseDataset):
         other = self._sample(next(n for n in others if self.documents[n] != self.documents[place]))
         item = {
             "preference": torch.tensor(float(self.lines.numbers[int(self.documents[place])])),
-            "loss_mask": torch.zeros(self.seq_length),
-            "position_ids": torch.arange(self.seq_length),
-            "idx": torch.tensor(index),
+            **slot(index, len(sample.tokens), self.seq_length),
         }
-        item["loss_mask"][: len(sample.tokens) if index >= 0 else 0] = 1.0
         prompt, first = _start(sample), _start(other)
         mismatched = Encoded(
             (sample.tokens[:prompt] + other.tokens[first:])[: self.seq_length],

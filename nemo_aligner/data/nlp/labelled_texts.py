@@ -15,7 +15,7 @@ from nemo_aligner.data.nlp.chat_records import A_SAMPLE, response_messages
 from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.data_files import DataFile
-from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
+from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad, slot
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import first_record, open_records
@@ -44,17 +44,11 @@ class RegressionRewardModelDataset(FileDataset):
     sample of each step is made, which ends with it (`each_step`).
 
     With one attribute the label may be a bare number. A number equal to `mask_value` means that
-    the attribute has no label. A text longer than `seq_length` is left out; a warning at start
-    counts them.
+    the attribute has no label.
 
     Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
-        seq_length: S.
         num_attributes: A, numbers in each label.
         mask_value: `model.regression.loss_mask_val`.
-        data_cfg: `model.data`, as for `RLHFDataset`.
-        name: "train", ...; for messages.
 
     Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
     `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
@@ -104,15 +98,11 @@ class RegressionRewardModelDataset(FileDataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = self.lines[int(self.documents[max(index, 0)])]
         tokens = self.encoder.sample(record)
-        loss_mask = torch.zeros(self.seq_length)
-        loss_mask[: len(tokens) if index >= 0 else 0] = 1.0
         return {
             "inputs": pad(tokens, self.seq_length, self.pad_id),
             "lengths": torch.tensor(len(tokens)),
             "labels": torch.tensor(_label(record, self.num_attributes), dtype=torch.float32),
-            "loss_mask": loss_mask,
-            "position_ids": torch.arange(self.seq_length),
-            "idx": torch.tensor(index),
+            **slot(index, len(tokens), self.seq_length),
         }
 
 
@@ -128,14 +118,11 @@ def each_step(record: Record, is_chat: bool = False) -> list[Record]:
         raise UserError("field 'text' must be a list of steps, as in the first record.")
     if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
         raise UserError(f"field 'label' must be a list of {len(steps)} labels, one of each step.")
-    made = []
+    if not all(isinstance(step, str) for step in steps):
+        raise UserError("field 'text' must be a list of texts, the steps.")
+    made, start = [], [prompt] if isinstance(prompt, str) and not is_chat else []
     for number, label in enumerate(labels, start=1):
-        texts = (
-            steps[:number] if is_chat or not isinstance(prompt, str) else [prompt, *steps[:number]]
-        )
-        if not all(isinstance(text, str) for text in texts):
-            raise UserError("field 'text' must be a list of texts, the steps.")
-        text = "\n".join(texts)
+        text = "\n".join([*start, *steps[:number]])
         sample: Record = {"text": text}
         if is_chat or isinstance(prompt, list):
             sample = {"messages": response_messages({**record, "response": text})[0]}

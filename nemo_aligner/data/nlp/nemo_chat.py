@@ -123,7 +123,6 @@ class NeMoChat(ConversationForm):
     """NeMo's chat format for one tokenizer.
 
     Args:
-        tokenizer: NeMo tokenizer.
         marks: the texts between turns.
     """
 
@@ -140,11 +139,7 @@ class NeMoChat(ConversationForm):
     # --- records --------------------------------------------------------------------------------
 
     def prompt(self, record: Record) -> list[int]:
-        """The tokens of a record's prompt, up to where the response begins.
-
-        Raises:
-            UserError: a broken record, or one that does not end with the user's turn.
-        """
+        """The tokens of a record's prompt, up to where the response begins."""
         if record.get("prompt") is None and "conversations" in record:
             source = source_of_record(record)
             if source.turns[-1].speaker not in source.masked:
@@ -160,11 +155,7 @@ class NeMoChat(ConversationForm):
         return self.tokenizer.text_to_ids(text)
 
     def conversation(self, record: Record) -> Encoded:
-        """The tokens of a record's conversation.
-
-        Raises:
-            UserError: a broken record, or one without anything to train on.
-        """
+        """The tokens of a record's conversation."""
         if "conversations" in record:
             return self.encode(source_of_record(record))
         return super().conversation(record)
@@ -185,11 +176,7 @@ class NeMoChat(ConversationForm):
     # --- tokens -------------------------------------------------------------------------------
 
     def encode(self, source: Source) -> Encoded:
-        """The tokens of a conversation and which of them are trained on.
-
-        Raises:
-            UserError: nothing is trained on, or the tokenizer joins characters of two turns.
-        """
+        """The tokens of a conversation and which of them are trained on."""
         tokens = self.tokenizer.text_to_ids(chat_text(source, self.marks))
         header = self.tokenizer.text_to_ids(header_text(source, self.marks))
         parts = [self._ids(turn_text(turn, source.kind, self.marks)) for turn in source.turns]
@@ -248,11 +235,7 @@ class NeMoChat(ConversationForm):
 
 
 def source_of_record(record: Record) -> Source:
-    """The conversation in the fields `system`, `conversations`, `mask` and `type` of a record.
-
-    Raises:
-        UserError: a turn without speaker or value, an unknown type, or a mask that names nobody.
-    """
+    """The conversation in the fields `system`, `conversations`, `mask` and `type` of a record."""
     _check_options(record)
     messages = list(enumerate(read_messages(record["conversations"], "conversations", True), 1))
     turns = tuple(
@@ -278,9 +261,6 @@ def source_of_record(record: Record) -> Source:
 def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
     """The conversation of messages with roles: user is User, assistant is Assistant, and so on;
     those before `first` do not count.
-
-    Raises:
-        UserError: a system message that is not the first, or nothing but one.
     """
     system, rest = "", list(enumerate(messages, start=1))
     if messages[0]["role"] == "system":

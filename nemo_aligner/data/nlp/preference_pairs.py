@@ -15,7 +15,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, PAIR, holds_pair
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad
+from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad, slot
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, label_numbers
 from nemo_aligner.data.nlp.record_encoder import SURE, Pair, RecordEncoder
@@ -32,14 +32,6 @@ class RewardModelDataset(FileDataset):
     or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
     The lines may hold conversations (`chat_records.py`), in the form that `data_cfg` asks for.
-    A pair with a text longer than `seq_length` is left out; a warning at start counts them.
-
-    Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
-        seq_length: S.
-        data_cfg: `model.data`, as for `RLHFDataset`.
-        name: "train", ...; for messages.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
     (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There
@@ -133,46 +125,37 @@ class RewardModelDataset(FileDataset):
 
     def _check_prompts_of_pairs(self) -> None:
         """Refuse pairs with different prompts, and count those that begin differently."""
-        hint = self.say_unread()
-        lines, starts = self.lines, self.lines.starts
+        unread, lines, starts = self.say_unread(), self.lines, self.lines.starts
         found = lines.extra % IN_LINE
-        known = np.delete(found, starts)  # what all texts begin with says nothing about a pair
-        common = 0 if self.pair_in_line or not len(known) else int(known.min())
+        known = np.delete(found, starts)
+        common = 0 if self.pair_in_line or not len(known) else int(known.min())  # to all texts
         if not self.pair_in_line:
             found = found[1::2].copy()
             for start in starts[starts % 2 == 1]:
                 found[start // 2] = self._in_common(lines[start - 1], lines[start])
         different = np.flatnonzero(found == DIFFERENT)
+        self.unlike = np.flatnonzero((found <= common) & (found < SURE))
+        if not len(different) and not len(self.unlike):
+            return
+        bad = different if len(different) else self.unlike
+        first = int(bad[0]) * self.lines_per_document
+        text = f"{self.name} data: {len(bad)} of {len(found)} pairs "
+        where = f", the first in {lines.where(first)}"
         remedy = (
-            "Two neighbouring lines are a pair, responses to one prompt, unless each line "
-            "has 'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs."
+            f"{unread}Two neighbouring lines are a pair, responses to one prompt, unless each has "
+            "'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs."
         )
         if len(different):
-            first = 2 * int(different[0])
             try:
                 self.encoder.in_common(lines[first], lines[first + 1])
             except UserError as error:
-                raise UserError(
-                    f"{self.name} data: {len(different)} of {len(found)} pairs have two prompts, "
-                    f"the first in {lines.where(first)} and {lines.where(first + 1)}: {error} "
-                    f"{remedy}"
-                ) from None
-        self.unlike = np.flatnonzero((found <= common) & (found < SURE))
-        if not len(self.unlike):
-            return
-        text = f"{self.name} data: the two texts of {len(self.unlike)} of {len(found)} pairs "
-        first = int(self.unlike[0]) * self.lines_per_document
-        where = f"the first in {lines.where(first)}"
+                where += f" and {lines.where(first + 1)}: {error}"
+                raise UserError(f"{text}have two prompts{where} {remedy}") from None
+        begin = "no beginning, so no prompt"
         if common:
-            record = lines[0]["text"]
-            shown = f" but {record[:common]!r}" if isinstance(record, str) else " but some tokens"
-            logging.warning(
-                f"{text}share nothing{shown}, with which all begin, {where}. If that is not their "
-                f"prompt, these are no pairs. {remedy}"
-            )
-            return
-        text += f"share no beginning, so no prompt, {where}. {hint}{remedy}"
-        if 2 * len(self.unlike) > len(found):
+            begin = f"nothing but {lines[0]['text'][:common]!r}, with which all begin"
+        text += f"share {begin}{where}. {remedy}"
+        if not common and 2 * len(bad) > len(found):
             raise UserError(text)
         logging.warning(text)
 
@@ -187,17 +170,12 @@ class RewardModelDataset(FileDataset):
         return self._item(index, *self.pair_tokens(int(self.documents[max(index, 0)])))
 
     def _item(self, index: int, chosen: list[int], rejected: list[int]) -> dict[str, torch.Tensor]:
-        longest = max(len(chosen), len(rejected))
-        loss_mask = torch.zeros(self.seq_length)
-        loss_mask[: longest if index >= 0 else 0] = 1.0
         return {
             "chosen": pad(chosen, self.seq_length, self.pad_id),
             "rejected": pad(rejected, self.seq_length, self.pad_id),
             "chosen_length": torch.tensor(len(chosen)),
             "rejected_length": torch.tensor(len(rejected)),
-            "loss_mask": loss_mask,
-            "position_ids": torch.arange(self.seq_length),
-            "idx": torch.tensor(index),
+            **slot(index, max(len(chosen), len(rejected)), self.seq_length),
         }
 
 
@@ -207,17 +185,12 @@ class LabelledPairDataset(RewardModelDataset):
 
     The first number of the label, the same in two lines, says which of the two is better, and its
     absolute value by how much: below 0 the first, else the second (NeMo-Aligner's form of
-    HelpSteer2-Preference, arXiv:2410.01257, whose preferences go from -3 to 3). A pair with a text
-    longer than `seq_length` is left out; a warning at start counts them.
+    HelpSteer2-Preference, arXiv:2410.01257, whose preferences go from -3 to 3).
 
     Args:
-        paths, tokenizer, seq_length, data_cfg, name: as for the base class.
         mask_value: `model.regression.loss_mask_val`: the number that means "no label".
 
     Items: those of the base class, and `margin` float32 (a scalar, at least 0).
-
-    Raises:
-        UserError: a pair without a preference, or whose two lines disagree.
     """
 
     read_fields = (*RewardModelDataset.read_fields, "label", "responses")
@@ -302,17 +275,13 @@ class DPOModelDataset(RewardModelDataset):
     NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
     `rejected_reward`.
 
-    The texts may be conversations, as for the base class, or follow each other as they stand. A
-    pair with a text longer than `seq_length` is left out; a warning at start counts them.
+    The texts may be conversations, as for the base class, or follow each other as they stand.
 
     Args:
         data_cfg: also `default_chosen_reward` and `default_rejected_reward`, of pairs without.
 
     Items: those of the base class, `chosen_mask` and `rejected_mask` float32 [S], 1 on the tokens
     of the responses (all 0 in an empty slot), and the rewards, float32.
-
-    Raises:
-        UserError: a line without a pair, or a pair without a prompt or a difference.
     """
 
     _what = "pairs with prompts"

@@ -37,12 +37,9 @@ class RLHFDataset(FileDataset):
     warning at start counts such prompts.
 
     Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
         max_prompt_length: limit in tokens.
         data_cfg: `model.data`; of it `data_impl` (the form of the files, jsonl if not set),
             `columns` and `index_mapping_dir` are read, and what `RecordEncoder` reads.
-        name: "train", ...; for messages.
         limit_text: the limit in words, and where it comes from; for messages.
 
     Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32, `idx`, the

@@ -44,7 +44,6 @@ class RecordEncoder:
     for only records that hold messages.
 
     Args:
-        tokenizer: NeMo tokenizer.
         data_cfg: `model.data`; `prompt_end` and `allow_empty_prompt` are read, and what
             `TextEncoder` and `chat_form` read.
 
@@ -178,7 +177,7 @@ class RecordEncoder:
         """
         one, other = (self._text(record, has_conversation=False) for record in (first, second))
         if one is not None and other is not None:
-            if not self.prompt_end:
+            if not self.prompt_end or not (isinstance(one, str) and isinstance(other, str)):
                 return _common_length(one, other)
             self._split([one, other], "the two lines")
             return SURE
@@ -313,7 +312,7 @@ def _common(first: list[int], second: list[int]) -> int:
 def _common_length(first: str | np.ndarray, second: str | np.ndarray) -> int:
     """How many characters (or tokens) the two begin with in common."""
     if not (isinstance(first, str) and isinstance(second, str)):
-        return _common(list(first), list(second))
+        return _common([*map(int, first)], [*map(int, second)])
     shorter = range(min(len(first), len(second)))
     return bisect.bisect_left(shorter, True, key=lambda n: first[: n + 1] != second[: n + 1])
 

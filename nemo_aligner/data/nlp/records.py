@@ -193,7 +193,7 @@ class _Check:
 
     def read(self, source: RecordSource, columns: Columns) -> index_files.Index:
         """Read all records of a source and check them."""
-        notes, numbers, extra = array.array("q"), array.array("d"), array.array("q")
+        kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
         rows = array.array("q")
         for place, (number, row) in enumerate(source.scan()):
             try:
@@ -203,21 +203,17 @@ class _Check:
                 for each in [record] if self.expand is None else self.expand(record):
                     found = self.inspect(each)
                     given = found if isinstance(found, tuple) else (found,)
-                    for kept, value in zip((notes, numbers, extra), (*given, 0, 0), strict=False):
+                    for kept, value in zip(kinds, (*given, 0, 0), strict=False):
                         kept.append(value)
                     if self.expand is not None:
                         rows.append(place)
             except UserError as error:
                 raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
-        if not notes:
+        if not kinds[0]:
             raise UserError(f"data file {source.path} is empty.")
-        return index_files.Index(
-            source.offsets,
-            np.frombuffer(notes, dtype=np.int64),
-            np.frombuffer(numbers, dtype=np.float64),
-            np.frombuffer(extra, dtype=np.int64),
-            np.frombuffer(rows, dtype=np.int64) if rows else np.zeros(0, dtype=np.int64),
-        )
+        notes, numbers, extra = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
+        of_rows = np.frombuffer(rows, dtype=np.int64) if rows else np.zeros(0, dtype=np.int64)
+        return index_files.Index(source.offsets, notes, numbers, extra, of_rows)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

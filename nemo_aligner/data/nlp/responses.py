@@ -18,15 +18,7 @@ from nemo_aligner.data.nlp.records import open_records
 
 class ResponseDataset(FileDataset):
     """Lines `{"prompt": ..., "response": ...}`: texts that follow each other as they stand, or
-    conversations, as for `DPOModelDataset`. A sample longer than `seq_length` is left out; a
-    warning at start counts them.
-
-    Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
-        seq_length: S.
-        data_cfg: `model.data`, as for `RLHFDataset`.
-        name: "train", ...; for messages.
+    conversations, as for `DPOModelDataset`.
 
     Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
     t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty

@@ -2,13 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch samplers: which data-parallel rank gets which dataset index, and when.
 
-| class                                   | yields                      | order               |
-|-----------------------------------------|-----------------------------|---------------------|
-| `MegatronPretrainingRandomSampler`      | micro-batches               | random, many epochs |
-| `MegatronPretrainingRandomBatchSampler` | its share of a global batch | random, many epochs |
-| `MegatronPretrainingSampler`            | micro-batches               | as stored, one pass |
-| `MegatronPretrainingBatchSampler`       | its share of a global batch | as stored, one pass |
-
 `consumed_samples` alone (samples used by all ranks together since step 0) decides where a pass
 starts, so a resumed job gets exactly the batches that the killed one would have had next. A pass
 has whole global batches only: the rest at the end of an epoch is dropped or, in order and on
@@ -32,10 +25,7 @@ class BatchSampler(ABC):
     """Sizes, checks and counters that the four samplers share.
 
     Args:
-        total_samples: size of the dataset.
         consumed_samples: samples used by all ranks since the start of training.
-        micro_batch_size: samples of a micro-batch of one rank.
-        data_parallel_rank, data_parallel_size: of this process.
         drop_last: leave out the samples that do not fill a global batch.
         global_batch_size: over all ranks; None for one micro-batch per rank.
         pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with

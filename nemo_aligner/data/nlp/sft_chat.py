@@ -37,13 +37,10 @@ class SFTChatDataset(FileDataset):
     of an example is predicted, but not read).
 
     Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
         form: of the conversations.
         max_seq_length: widest batch, in tokens.
         answer_only_loss: train on the assistant's turns only, not on everything.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        name: "train", ...; for messages.
         columns, index_mapping_dir: of the data section; see `Records`.
         one_turn_per_sample: make a sample of each of the assistant's turns, which ends with it and
             trains on it alone: what is before it stands there as it will in use.

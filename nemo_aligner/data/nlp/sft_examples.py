@@ -31,18 +31,14 @@ class SFTDataset(FileDataset):
     enough, the end of the response.
 
     Args:
-        paths: the files.
-        tokenizer: NeMo tokenizer.
         max_seq_length: longest example, in tokens.
         prompt_template: text with fields in braces.
-        label_key: field of the response.
         truncation_field: fields to truncate first; None or "" for none.
         truncation_method: "left" or "right".
         add_bos: begin each example with bos; None: as the tokenizer itself does it.
         add_eos: end each example with eos.
         answer_only_loss: train on the response only, not on the prompt.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        name: "train", ...; for messages.
         columns, index_mapping_dir: of the data section; see `Records`.
         keep_lengths: count the tokens of every example at start, for `lengths`.
         allow_empty_prompt: do not refuse examples whose fields before the response are blank.
@@ -227,8 +223,6 @@ def collate_examples(
     Args:
         examples: ids; one more than `max_seq_length` at most, of which the last is a label only.
         trained: True for the tokens that are trained on.
-        max_seq_length: largest S.
-        pad_id: id of the padding.
         pad_to_max_length: S is `max_seq_length` in any case.
 
     Returns:

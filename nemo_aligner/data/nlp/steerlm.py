@@ -47,11 +47,7 @@ def encode_label(values: Mapping[str, Any]) -> str:
 
 
 def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
-    """The values of a label by attribute.
-
-    Raises:
-        UserError: no "name:value", an unknown attribute, or a value that is no number.
-    """
+    """The values of a label by attribute."""
     values: dict[str, float] = {}
     for part in text.split(","):
         name, colon, value = part.strip().partition(":")
@@ -80,11 +76,7 @@ def rounded_label(values: Sequence[float], attributes: Sequence[str]) -> str:
 
 
 def read_attributes(text: str) -> tuple[str, ...]:
-    """The attributes of a list with commas.
-
-    Raises:
-        UserError: an empty name, or one that is there twice.
-    """
+    """The attributes of a list with commas."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) < len(names):
         raise UserError(f"--attributes {text}: give different names with commas between them.")
@@ -100,9 +92,6 @@ def scored_turns(record: Record) -> list[tuple[int, str]]:
 
     A response is a turn of a speaker whom the field `mask` does not name, but for the first turn.
     The texts name speakers User and Assistant, and hold no labels.
-
-    Raises:
-        UserError: a broken record, or one without a response.
     """
     source = source_of_record(record)
     # Null and absent mean the prompt of the published models, "" means none.
@@ -137,9 +126,6 @@ def regression_records(
 ) -> list[Record]:
     """A record `{"text": ..., "label": [number, ...]}` for each response that has a label; an
     attribute without a value gets `model.regression.loss_mask_val`.
-
-    Raises:
-        UserError: a broken record or label.
     """
     found = []
     for number, text in scored_turns(record):
@@ -167,9 +153,6 @@ def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
 def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
     """The conversations of a message tree of OpenAssistant, one for each path from its prompt to
     a message without replies; a prompt without a reply is none.
-
-    Raises:
-        UserError: it is no message tree.
     """
     try:
         return [labelled_conversation(path) for path in _paths(tree["prompt"]) if len(path) > 1]
@@ -203,11 +186,7 @@ def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
 
 
 def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Record:
-    """The conversation of a row of HelpSteer or HelpSteer2 with those of `attributes` that it has.
-
-    Raises:
-        UserError: prompt, response or all attributes are missing.
-    """
+    """The conversation of a row of HelpSteer or HelpSteer2 with the `attributes` that it has."""
     values = {name: row[name] for name in attributes if row.get(name) is not None}
     missing = [name for name in ("prompt", "response") if not isinstance(row.get(name), str)]
     if missing or not values:

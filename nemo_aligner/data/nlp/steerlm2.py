@@ -45,12 +45,9 @@ class SteerLM2Dataset(FileDataset):
     a response belong to the whole of it. Prompts may have different numbers of responses.
 
     Args:
-        file_path: the files.
-        tokenizer: NeMo tokenizer.
         max_seq_length: widest batch, in tokens.
         special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        name: "train", ...; for messages.
         columns, index_mapping_dir: of the data section; see `Records`.
         options: others of NeMo's data set of texts, which have no effect on this form.
 
@@ -97,12 +94,7 @@ class SteerLM2Dataset(FileDataset):
         return max(len(response.tokens) for response in responses), len(responses)
 
     def _encoded(self, record: Record) -> list[Encoded]:
-        """Each response behind its prompt, with the mask of that last turn alone.
-
-        Raises:
-            UserError: as `NeMoChat.encode`, or the tokenizer joins the end of a prompt with the
-                response, whose log-probs then are not those of the response.
-        """
+        """Each response behind its prompt, with the mask of that last turn alone."""
         turns, label, responses = _fields(record)
         speaker = responses[0]["from"]
         others = tuple(dict.fromkeys(t.speaker for t in turns if t.speaker != speaker))
@@ -182,11 +174,7 @@ class SteerLM2Dataset(FileDataset):
 
 
 def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
-    """(turns of the prompt, label, responses) of a record.
-
-    Raises:
-        UserError: one of them is missing or broken.
-    """
+    """(turns of the prompt, label, responses) of a record."""
     for field in ("prompt_turns", "responses"):
         value = record.get(field)
         if not isinstance(value, list) or not value:
@@ -214,11 +202,7 @@ def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
 
 
 def _log_probs(record: Record) -> tuple[np.ndarray, ...]:
-    """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x) of the responses.
-
-    Raises:
-        UserError: one is missing or not finite.
-    """
+    """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x) of the responses."""
     found = []
     for key in (LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q):
         for number, response in enumerate(record["responses"], start=1):

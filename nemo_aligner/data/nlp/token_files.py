@@ -42,9 +42,6 @@ class TokenFile:
     Args:
         path: the file; with "mmap" without its endings .bin and .idx.
         data_impl: "mmap" or "packed_jsonl" (see `config/data_rules.py`).
-
-    Raises:
-        UserError: the file is missing or of another form.
     """
 
     unit = "document"
@@ -63,11 +60,7 @@ class TokenFile:
         return {"text": self.documents[number]}
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All documents in order, numbered from 0.
-
-        Raises:
-            UserError: one cannot be read.
-        """
+        """All documents in order, numbered from 0."""
         for number in range(len(self)):
             try:
                 tokens = self.documents[number]

@@ -105,9 +105,6 @@ def check_record(record: Record, fingerprint: str | None) -> None:
 def from_record(record: Record, top_k: int | None = None) -> TopKExample:
     """The example of a record that `check_record` has passed, with the `top_k` largest logits of
     each position; None: all that it has.
-
-    Raises:
-        UserError: its numbers do not belong together, or it has fewer logits.
     """
     tokens, labels = (np.asarray(record[key], dtype=np.int64) for key in EXAMPLE[:2])
     loss_mask = np.asarray(record["loss_mask"], dtype=np.float32)
@@ -163,19 +160,13 @@ class KnowledgeDistillationDataset(FileDataset):
     warning at start counts them.
 
     Args:
-        paths: the files.
         tokenizer: of the student.
         seq_length: longest example, in tokens.
         data_cfg: `model.data`: `top_k` (of each position so many; None: all, of all files alike),
             `columns`, `index_mapping_dir`.
-        name: "train", ...; for messages.
 
     Items: the fields of `TopKExample` as tensors, with the positions that do not count, [S, K] and
     [S], filled with 0. `collate_fn` makes batches of them.
-
-    Raises:
-        UserError: a line is damaged, of another tokenizer, or holds no logits; lines are missing;
-            or there are fewer logits than `top_k`.
     """
 
     def __init__(
