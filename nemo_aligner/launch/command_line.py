@@ -3,10 +3,12 @@
 """The command line of a script: Hydra composes the configuration and calls `main` with it."""
 
 import functools
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.access import shown_word
+from nemo_aligner.config.defaults import CONF
 from nemo_aligner.core.endings import ExitCode, interruptible
 from nemo_aligner.core.gpus import hide_gpus
 
@@ -39,7 +42,8 @@ def hydra_runner(
     process with `ExitCode.USER_ERROR`.
 
     Args:
-        config_path: folder of the YAML files, relative to the script.
+        config_path: folder of the YAML files, relative to the script; where it is missing, as
+            beside a script that was copied, that of this package.
         config_name: YAML file without its ending.
 
     The decorated function may also be called with a configuration, or with the `arguments` of
@@ -64,6 +68,10 @@ def hydra_runner(
                     hide_gpus()  # before anything asks PyTorch for them
                 main(cfg)
 
+            folder = config_path
+            beside = Path(inspect.getfile(main)).parent / config_path
+            if not beside.is_dir() and (CONF / f"{config_name}.yaml").exists():
+                folder = str(CONF)
             parser = get_args_parser()
             args = parser.parse_args(arguments)
             if arguments is not None and args.config_path:
@@ -77,7 +85,7 @@ def hydra_runner(
                     args=args,
                     args_parser=parser,
                     task_function=task,
-                    config_path=config_path,
+                    config_path=folder,
                     config_name=config_name,
                 )
             except SystemExit as end:

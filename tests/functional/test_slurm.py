@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/slurm/ppo.sbatch` under a real Slurm: pre-empted, killed, started again by Slurm, and
+"""`scripts/slurm/pair.sbatch` under a real Slurm: pre-empted, killed, started again by Slurm, and
 at its end with the numbers of an undisturbed run.
 
 Slurm runs here as the packages `slurmctld slurmd slurm-client munge` of a distribution install it,
@@ -235,16 +235,10 @@ def slurm():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def words_of(job) -> str:
-    """The overrides of a job of test_ppo_job.py, as a variable of the script holds them: without
-    those that the script sets itself, and without one that has spaces and comes again later.
-    """
-    own = ("host=", "port=", ".ip=", "restore_from_path=", "explicit_log_dir=", "data_prefix=")
-    words = [word for word in job.overrides if not any(part in word for part in own)]
-    assert all(
-        word.startswith("model.ppo.sampling_params.end_strings") for word in words if " " in word
-    )
-    return " ".join(word for word in words if " " not in word)
+def words_of(job) -> list[str]:
+    """The overrides of a job of test_ppo_job.py, without those that the script sets itself."""
+    own = ("host=", "port=", ".ip=", "explicit_log_dir=")
+    return [word for word in job.overrides if not any(part in word for part in own)]
 
 
 def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
@@ -277,28 +271,22 @@ def test_ppo_is_queued_again_and_ends_with_the_same_numbers(
         actor_words, critic_words = words_of(job), words_of(server)
 
     results = tmp_path / "results"
-    prompts = str(inputs / "prompts.jsonl")
     variables = {
         "REPO": str(ROOT),
         "PYTHON": sys.executable,
         "RESULTS": str(results),
-        "RM_NEMO": str(inputs / "rm.nemo"),
-        "SFT_NEMO": str(inputs / "policy.nemo"),
-        "TRAIN_DATA": prompts,
-        "VALID_DATA": prompts,
-        "CRITIC_PORT": str(find_free_port()),
-        "CRITIC_MASTER_PORT": str(find_free_port()),
-        "ACTOR_MASTER_PORT": str(find_free_port()),
-        "ACTOR_ARGS": actor_words,
-        "CRITIC_ARGS": critic_words,
+        "PORT": str(find_free_port()),
+        "MASTER_PORT": str(find_free_port()),
+        "DEVICES": "1",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     slurm.env |= variables
     one = ["--nodes=1", "--ntasks-per-node=1"]
-    script = str(ROOT / "scripts" / "slurm" / "ppo.sbatch")
-    said = slurm.ask("sbatch", f"--output={results}.log", *one, ":", *one, script)
+    script = str(ROOT / "scripts" / "slurm" / "pair.sbatch")
+    jobs = ["critic", *critic_words, "--", "ppo", *actor_words]
+    said = slurm.ask("sbatch", f"--output={results}.log", *one, ":", *one, script, *jobs)
     number = said.split()[-1]
 
     def output() -> str:

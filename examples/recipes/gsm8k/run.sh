@@ -12,7 +12,7 @@
 #
 # The same command again resumes. Arguments are overrides of the actor's configuration.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
+EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 MODEL=${MODEL:?set MODEL to the Hugging Face folder of the policy}
 GSM8K=${GSM8K:?set GSM8K to the folder with train.jsonl and test.jsonl}
@@ -22,10 +22,10 @@ LAUNCH=${LAUNCH:-}            # srun on a cluster
 PYTHON=${PYTHON:-python}
 ACCELERATOR=${ACCELERATOR:-gpu}
 
-$PYTHON "$ROOT/examples/recipes/gsm8k/prepare.py" "$MODEL" "$GSM8K" "$OUT/data"
+$PYTHON "$EXAMPLES/recipes/gsm8k/prepare.py" "$MODEL" "$GSM8K" "$OUT/data"
 
 # A step: 64 questions, 8 responses each, 4 updates.
-$LAUNCH $PYTHON "$ROOT/examples/nlp/gpt/train_gpt_ppo_actor.py" \
+$LAUNCH $PYTHON "$EXAMPLES/nlp/gpt/train_gpt_ppo_actor.py" \
     trainer.devices="$DEVICES" trainer.num_nodes="$NODES" trainer.accelerator="$ACCELERATOR" \
     pretrained_checkpoint.restore_from_path="$MODEL" model.save_hf=True \
     "model.data.data_prefix={train: [$OUT/data/train.jsonl], \
@@ -41,7 +41,7 @@ validation: [$OUT/data/test.jsonl], test: [$OUT/data/test.jsonl]}" \
     model.ppo.length_params.max_length=512 model.ppo.sampling_params.temperature=1.0 \
     model.global_batch_size=128 model.micro_batch_size=4 model.ppo.forward_micro_batch_size=8 \
     model.optim.lr=1e-6 model.optim.sched.warmup_steps=10 \
-    trainer.ppo.reward_fn="$ROOT/examples/recipes/gsm8k/reward.py:right_number" \
+    trainer.ppo.reward_fn="$EXAMPLES/recipes/gsm8k/reward.py:right_number" \
     exp_manager.explicit_log_dir="$OUT/actor" "$@"
 
 $PYTHON -m nemo_aligner.report "$OUT"

@@ -8,11 +8,11 @@
 #       bash examples/recipes/ultrafeedback/run.sh
 #
 # On a cluster, STAGES="data sft rm" with NODES=8 DEVICES=8 LAUNCH=srun, then STAGES=ppo_slurm, which
-# submits scripts/slurm/ppo.sbatch (docs/own_model.md). The same command again resumes. STAGES
+# submits scripts/slurm/pair.sbatch (docs/own_model.md). The same command again resumes. STAGES
 # names what to run; SFT_ARGS, RM_ARGS, CRITIC_ARGS and ACTOR_ARGS are further overrides, separated
 # by spaces.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
+EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 MODEL=${MODEL:?set MODEL to the Hugging Face folder of the base model}
 OUT=${OUT:-results/ultrafeedback}
@@ -42,10 +42,10 @@ test: [$OUT/data/$1_validation.jsonl]}"; }
 
 for stage in $STAGES; do case $stage in
 data)
-    $PYTHON "$ROOT/examples/recipes/ultrafeedback/prepare.py" "$MODEL" \
+    $PYTHON "$EXAMPLES/recipes/ultrafeedback/prepare.py" "$MODEL" \
         "${TRAIN:?set TRAIN to a jsonl file}" "${TEST:?set TEST to a jsonl file}" "$OUT/data" ;;
 sft)
-    $LAUNCH $PYTHON "$ROOT/examples/nlp/gpt/train_gpt_sft.py" $COMMON \
+    $LAUNCH $PYTHON "$EXAMPLES/nlp/gpt/train_gpt_sft.py" $COMMON \
         model.restore_from_path="$MODEL" model.save_hf=True \
         model.data.train_ds.file_path="$OUT/data/sft_train.jsonl" \
         model.data.validation_ds.file_path="$OUT/data/sft_validation.jsonl" \
@@ -58,7 +58,7 @@ sft)
         model.optim.lr=2e-5 model.optim.sched.warmup_steps=20 model.optim.sched.constant_steps=0 \
         exp_manager.explicit_log_dir="$OUT/sft" ${SFT_ARGS:-} ;;
 rm)
-    $LAUNCH $PYTHON "$ROOT/examples/nlp/gpt/train_reward_model.py" $COMMON \
+    $LAUNCH $PYTHON "$EXAMPLES/nlp/gpt/train_reward_model.py" $COMMON \
         pretrained_checkpoint.restore_from_path="$SFT" model.save_hf=True \
         "model.data.data_prefix=$(files pairs)" ++model.data.append_eod=True \
         model.global_batch_size=64 model.micro_batch_size=2 \
@@ -67,14 +67,14 @@ rm)
         exp_manager.explicit_log_dir="$OUT/rm" ${RM_ARGS:-} ;;
 ppo)
     mkdir -p "$OUT"
-    $PYTHON "$ROOT/examples/nlp/gpt/serve_ppo_critic.py" $COMMON \
+    $PYTHON "$EXAMPLES/nlp/gpt/serve_ppo_critic.py" $COMMON \
         pretrained_checkpoint.restore_from_path="$RM" \
         trainer.ppo.host=127.0.0.1 trainer.ppo.port="$PORT" $CRITIC \
         trainer.ppo.inference_micro_batch_size=16 model.micro_batch_size=4 \
         exp_manager.explicit_log_dir="$OUT/critic" ${CRITIC_ARGS:-} > "$OUT/critic.log" 2>&1 &
     critic=$!
     trap 'kill $critic 2>/dev/null; wait $critic 2>/dev/null || true' EXIT
-    $PYTHON "$ROOT/examples/nlp/gpt/train_gpt_ppo_actor.py" $COMMON \
+    $PYTHON "$EXAMPLES/nlp/gpt/train_gpt_ppo_actor.py" $COMMON \
         pretrained_checkpoint.restore_from_path="$SFT" \
         "model.data.data_prefix=$(files prompts)" $ACTOR \
         model.ppo.rollout_micro_batch_size=32 model.ppo.val_rollout_micro_batch_size=32 \
@@ -84,11 +84,14 @@ ppo)
     $PYTHON -m nemo_aligner.report "$OUT" ;;
 ppo_slurm)
     # Each of the 16 ranks of the actor validates 8 samples.
-    RM_NEMO=$RM SFT_NEMO=$SFT RESULTS=$OUT REPO=$ROOT \
-    TRAIN_DATA=$OUT/data/prompts_train.jsonl VALID_DATA=$OUT/data/prompts_validation.jsonl \
-    CRITIC_ARGS="$CRITIC ${CRITIC_ARGS:-}" \
-    ACTOR_ARGS="$ACTOR model.ppo.val_rollout_micro_batch_size=8 ${ACTOR_ARGS:-}" \
-        sbatch "$ROOT/scripts/slurm/ppo.sbatch" ;;
+    export RESULTS=$OUT REPO=${REPO:-$EXAMPLES/..}  # a checkout
+    sbatch "$REPO/scripts/slurm/pair.sbatch" \
+        critic pretrained_checkpoint.restore_from_path="$RM" $CRITIC \
+        trainer.ppo.inference_micro_batch_size=4 model.micro_batch_size=1 ${CRITIC_ARGS:-} \
+        -- ppo pretrained_checkpoint.restore_from_path="$SFT" \
+        "model.data.data_prefix=$(files prompts)" $ACTOR model.micro_batch_size=1 \
+        model.ppo.rollout_micro_batch_size=8 model.ppo.val_rollout_micro_batch_size=8 \
+        ${ACTOR_ARGS:-} ;;
 *)
     echo "error: STAGES names $stage; use data, sft, rm, ppo, ppo_slurm" >&2; exit 1 ;;
 esac; done
