@@ -166,7 +166,7 @@ def _by_length(job: InspectedJob) -> Iterator[Finding]:
 
 def _records(dataset: Any) -> list[Finding]:
     """What the dataset found in the records beside their lengths."""
-    found = [Finding("columns that nothing reads", dataset.unread_columns())]
+    found = [Finding(f"with {dataset.others_are}", dataset.unread_columns())]
     if hasattr(dataset, "unlike"):
         places = [place(dataset, int(number)) for number in dataset.unlike]
         what = "pairs of texts that share no beginning of their own, so no prompt"

@@ -142,10 +142,10 @@ def _guess(file: str) -> tuple[str, list[str]]:
         return SFT, []
     if "prompt_turns" in record and "responses" in record:
         return STEERLM2, []
+    if "preference" in record or isinstance(record.get("label"), bool):
+        return KTO, []
     if "label" in record:
         return RM, [f"{REWARD_MODEL_TYPE}=regression"]
-    if "preference" in record:
-        return KTO, []
     if "topk_logits" in record:
         return DISTILLATION, []
     if "prompt" in record and "response" in record:

@@ -391,7 +391,7 @@ def test_conversations_get_the_tokenizers_template_and_texts_stay(tokenizers, wr
     assert trained(sft(write(talk), tokenizer, chat_template=None)) == "a<|im_end|>"
     texts = sft(write({"input": "hello", "output": "a", **talk}), tokenizer, chat_template=None)
     assert "answer_start" in texts[0]
-    assert "nothing reads these columns of" in said.pop() and said == [
+    assert "columns that nothing reads, in" in said.pop() and said == [
         "conversations are written in the tokenizer's chat template, as model.data.chat_template "
         "is not set"
     ]

@@ -372,7 +372,7 @@ LAYOUTS = [
         [
             "(of N)\nthe film[[ a joy]][[<|im_end|>]]\n",
             "a plot⏎\n⏎\nhello[[ 4]][[<|im_end|>]]\n",
-            "1 columns that nothing reads:\n    {path}: text.\n",
+            "1 with columns that nothing reads:\n    {path}: text.\n",
         ],
     ),
     (
@@ -395,7 +395,7 @@ LAYOUTS = [
             "record 1; margin 2\nchosen (of N)\nhello⏎\na[[ joy]]\nrejected (of N)\nhello⏎\n"
             "a[[ plot]]",
             "record 2; margin 3\nchosen (of N)\nhello⏎\na[[ plot]]",
-            "1 columns that nothing reads:\n    {path}: split.\n",
+            "1 with columns that nothing reads:\n    {path}: split.\n",
         ],
     ),
     (
@@ -417,7 +417,7 @@ LAYOUTS = [
         [
             "<|im_start|>assistant⏎\n[[a joy]][[<|im_end|>]]\n",
             "assistant⏎\n[[a plot]][[<|im_end|>]]",
-            "1 columns that nothing reads:\n    {path}: prompt_id.\n",
+            "1 with columns that nothing reads:\n    {path}: prompt_id.\n",
         ],
     ),
     (
@@ -448,7 +448,7 @@ LAYOUTS = [
         ],
         [
             "user⏎\n2 + 2?<|im_end|>⏎\n<|im_start|>assistant⏎\n\n",
-            "ability, data_source, extra_info.\n",
+            "1 with columns that only a reward function can read:\n    {path}: ability, data",
         ],
     ),
 ]
@@ -471,7 +471,8 @@ def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
     line = re.match(r"`(\{.*?\})`", cell(layout, asked))
     settings = [*settings, *([f"model.data.columns={line[1]}"] if line else [])]
     assert not line or settings[-1] != "model.data.columns={}"
-    out = shown(capsys, path, "--model", model, "--job", job, *settings)
+    by_itself = () if layout == "KTO (trl)" else ("--job", job)
+    out = shown(capsys, path, "--model", model, *by_itself, *settings)
     out = re.sub(r"\(\d+ tokens(, \d trained on)?\)", "(of N)", out)
     for text in expected:
         assert text.replace("{path}", path) in out

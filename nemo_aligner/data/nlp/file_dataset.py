@@ -108,6 +108,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     lines_per_document = 1
     prompt_field: str | None = None  # that holds the prompt
     read_fields: Sequence[str] = ()  # of its records; empty: all
+    others_are = "columns that nothing reads"
 
     def unread_columns(self) -> list[str]:
         """For each file the columns that nothing reads, and how to read one that looks like the
@@ -125,11 +126,11 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def say_unread(self) -> str:
         """Name the columns that nothing reads; returns what was said of a prompt among them."""
-        said = [f"nothing reads these columns of {text}" for text in self.unread_columns()]
+        said = [f"{self.others_are}, in {text}" for text in self.unread_columns()]
         hints = [text for text in said if text.endswith("reads it.")]
         for text in said:
             (logging.warning if text in hints else logging.info)(f"{self.name} data: {text}")
-        return f"N{hints[0][1:]} " if hints else ""
+        return f"There are {hints[0]} " if hints else ""
 
     def check_prompts(
         self, allowed: bool, begins: Callable[[Record], bool], sampled: bool = False

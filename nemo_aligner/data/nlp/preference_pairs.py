@@ -128,7 +128,7 @@ class RewardModelDataset(FileDataset):
         unread, lines, starts = self.say_unread(), self.lines, self.lines.starts
         found = lines.extra % IN_LINE
         known = np.delete(found, starts)
-        common = 0 if self.pair_in_line or not len(known) else int(known.min())  # to all texts
+        common = 0 if self.pair_in_line or len(known) < 2 else int(known.min())  # to all texts
         if not self.pair_in_line:
             found = found[1::2].copy()
             for start in starts[starts % 2 == 1]:

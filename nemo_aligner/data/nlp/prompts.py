@@ -46,7 +46,8 @@ class RLHFDataset(FileDataset):
     index that was asked for, and for `PromptColumns` `record`, the number of the prompt's record.
     """
 
-    prompt_field, read_fields = "prompt", A_SAMPLE  # a reward function may read others
+    prompt_field, read_fields = "prompt", A_SAMPLE
+    others_are = "columns that only a reward function can read"
     first_record: int | None = None  # number of the first record; None: items have no `record`
 
     def __init__(

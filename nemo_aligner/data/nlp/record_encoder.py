@@ -61,7 +61,8 @@ class RecordEncoder:
     def settings(self, *others: Any) -> Callable[[], str | None]:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
         form = None if self.form is None else self.form.state
-        return self.encode_text.settings(form, self.prompt_end, *others)
+        ends = [self.prompt_end] if self.prompt_end else []
+        return self.encode_text.settings(form, *ends, *others)
 
     def form_of(self, record: Record) -> ConversationForm | None:
         """The form that a record is written in; None: its texts stay as they are."""
