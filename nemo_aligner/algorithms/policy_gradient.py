@@ -71,7 +71,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         optimizer: Optimizer,
         scheduler: Scheduler,
         train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder,
+        val_dataloader_builder: PromptLoaderBuilder | None,
         collate_fn: Any,
         batch_iterator_cls: PromptIterator,
         logger: Logger,
@@ -85,7 +85,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         Args:
             train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
                 a data loader whose batch sampler yields this rank's micro-batches of one rollout
-                after the other.
+                after the other; the second may be None.
             collate_fn: list of samples of the dataset to an `InferenceBatch`; must carry `idx`,
                 the dataset index.
             batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an
@@ -93,12 +93,14 @@ class PolicyGradientTrainer(RolloutTrainer):
             num_rollouts_per_prompt: responses to each training prompt.
         """
         # Sizes that do not fit are refused now, not after the first steps.
-        val_dataloader_builder(consumed_samples=0)
+        if val_dataloader_builder is not None:
+            val_dataloader_builder(consumed_samples=0)
         self.sampler = train_dataloader_builder(consumed_samples=0).batch_sampler
         shared = cfg, model, optimizer, scheduler, self.sampler, logger, ckpt_callback, run_timer
         super().__init__(*shared, num_rollouts_per_prompt, score)
         self.train_dataloader_builder = train_dataloader_builder
         self.val_dataloader_builder = val_dataloader_builder
+        self.has_validation = val_dataloader_builder is not None
         self.collate_fn = collate_fn
         self.batch_iterator_cls = batch_iterator_cls
         self.resumed = False
@@ -180,6 +182,7 @@ class PolicyGradientTrainer(RolloutTrainer):
     # ---------------------------------------------------------------------------- parts of a step
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
+        assert self.val_dataloader_builder is not None
         return self._prompts(self.val_dataloader_builder, 0)
 
     def _prompts(

@@ -79,7 +79,7 @@ class PPOTrainer(PolicyGradientTrainer):
         optimizer: Optimizer,
         scheduler: Scheduler,
         train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder,
+        val_dataloader_builder: PromptLoaderBuilder | None,
         collate_fn: Any,
         rm_critic: Critic,
         batch_iterator_cls: PromptIterator,

@@ -73,7 +73,7 @@ class ReinforceTrainer(PolicyGradientTrainer):
         optimizer: Optimizer,
         scheduler: Scheduler,
         train_dataloader_builder: PromptLoaderBuilder,
-        val_dataloader_builder: PromptLoaderBuilder,
+        val_dataloader_builder: PromptLoaderBuilder | None,
         collate_fn: Any,
         rm: RewardSource,
         batch_iterator_cls: PromptIterator,

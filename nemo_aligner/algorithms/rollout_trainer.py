@@ -104,6 +104,7 @@ class RolloutTrainer(ABC):
     SECTION: ClassVar[str]  # name of the algorithm's sections: trainer.<name> and model.<name>
     NAME: ClassVar[str]  # of the algorithm, for messages
     WAIT_TIMER: ClassVar[str]  # of the time spent waiting for scores
+    has_validation = True  # there are prompts for it
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class RolloutTrainer(ABC):
                     self.max_steps,
                     self.cfg.val_check_interval,
                     self.cfg.save_interval,
-                    limit_val_batches=1.0,
+                    limit_val_batches=float(self.has_validation),
                     run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
                     must_save=stop is not None,
                 )
@@ -263,7 +264,7 @@ class RolloutTrainer(ABC):
 
     def before_first_step(self) -> None:
         """What a fresh run does before its first step."""
-        if self.cfg.run_init_validation:
+        if self.cfg.run_init_validation and self.has_validation:
             self.validate()
 
     def run_step(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RSTrainer(RolloutTrainer):
         optimizer: Optimizer,
         scheduler: Scheduler,
         train_dataloader: PromptLoader,
-        val_dataloader: PromptLoader,
+        val_dataloader: PromptLoader | None,
         logger: Logger,
         ckpt_callback: CheckpointWriter,
         run_timer: RunTimer,
@@ -102,7 +102,7 @@ class RSTrainer(RolloutTrainer):
         Args:
             train_dataloader, val_dataloader: data loaders of inference batches (they must carry
                 `idx`, the dataset index) whose batch samplers yield this rank's micro-batches of
-                one rollout after the other.
+                one rollout after the other; the second may be None.
             top_n_rollouts: how many responses to each prompt are trained on: those with the
                 highest rewards.
             rm: the reward models.
@@ -122,6 +122,7 @@ class RSTrainer(RolloutTrainer):
         )
         self.train_dataloader = train_dataloader
         self.val_dataloader = val_dataloader
+        self.has_validation = val_dataloader is not None
         self.top_n_rollouts = int(top_n_rollouts)
         self.rm = rm
 
@@ -129,7 +130,8 @@ class RSTrainer(RolloutTrainer):
         name = f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept}"
         self.check_sizes(train_dataloader.batch_sampler, prompts * kept, name)
         self.num_train_microbatches = compute_num_rollout_microbatches(train_dataloader)
-        self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)
+        if val_dataloader is not None:
+            self.num_val_microbatches = compute_num_rollout_microbatches(val_dataloader)
         self.train_batches = endless_batches(train_dataloader, self)
 
     rs_optimization_step = property(attrgetter("optimization_step"))
@@ -213,6 +215,7 @@ class RSTrainer(RolloutTrainer):
         }
 
     def validation_prompts(self) -> Iterable[InferenceBatch]:
+        assert self.val_dataloader is not None
         self.val_dataloader.batch_sampler.consumed_samples = 0
         return islice(self.val_dataloader, self.num_val_microbatches)
 

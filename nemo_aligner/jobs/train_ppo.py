@@ -66,6 +66,7 @@ def main(cfg: DictConfig) -> None:
             cfg.trainer.ppo.ppo_epochs,
         ),
         train=prompts.train_dataloader_builder(consumed_samples=0),
+        has_validation=prompts.val_dataloader_builder is not None,
     )
 
     has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic

@@ -54,6 +54,7 @@ def main(cfg: DictConfig) -> None:
             cfg.model.global_batch_size,
         ),
         train=prompts.train_dataloader_builder(consumed_samples=0),
+        has_validation=prompts.val_dataloader_builder is not None,
     )
 
     rm = RemoteGPTRMClient(

@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     prompts = build_prompt_loaders(cfg, "rs", "remote_rm", model.tokenizer)
     train_dataloader, val_dataloader = (
         # 0: the trainer says where to go on
-        build(consumed_samples=0, collate_fn=prompts.collate_fn)
+        build and build(consumed_samples=0, collate_fn=prompts.collate_fn)
         for build in (prompts.train_dataloader_builder, prompts.val_dataloader_builder)
     )
     optimizer, scheduler, ckpt_callback = set_up_training(
@@ -53,6 +53,7 @@ def main(cfg: DictConfig) -> None:
             cfg.model.global_batch_size,
         ),
         train=train_dataloader,
+        has_validation=val_dataloader is not None,
     )
 
     rm = RemoteGPTRMClient(

@@ -11,6 +11,8 @@ Lines hold a prompt, its attributes and several responses with three log-probs e
 (docs/steerlm.md).
 """
 
+from functools import partial
+
 from omegaconf import DictConfig
 
 from nemo_aligner.config.rules import check_steerlm2
@@ -31,10 +33,7 @@ def main(cfg: DictConfig) -> None:
 
     job, model = start_with_model(cfg, CONFIG_NAME, "sft", GPTSteerLMModel)
 
-    data = cfg.model.data
-    train_ds, validation_ds = (
-        build_steerlm2_dataset(section, model.tokenizer, special_tokens=data.chat_prompt_tokens)
-        for section in (data.train_ds, data.validation_ds)
-    )
-    model.check_responses(train_ds.num_responses)
-    train_supervised(cfg, job, model, build_sft_loaders(cfg, train_ds, validation_ds))
+    build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
+    loaders = build_sft_loaders(cfg, build, model.tokenizer)
+    model.check_responses(loaders.train.dataset.num_responses)
+    train_supervised(cfg, job, model, loaders)

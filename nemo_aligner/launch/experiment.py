@@ -9,6 +9,7 @@ import copy
 import datetime
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -333,13 +334,21 @@ def build_checkpoint_callback(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     made_from: MadeFrom | None = None,
+    has_validation: bool = True,
 ) -> CheckpointCallback:
     """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`; without a `log_dir` it
-    neither writes nor finds a checkpoint.
+    neither writes nor finds a checkpoint. Without a validation checkpoints are not ranked by its
+    metrics, and their names are without them.
     """
     # Jobs differ in what they keep: a key that is missing takes the default of the callback.
     options = cfg.exp_manager or {}
     params = options.get("checkpoint_callback_params") or {}
+    given = {key: params[key] for key in CHECKPOINT_OPTIONS if key in params}
+    if not has_validation:
+        if str(given.get("monitor")).startswith("val_"):
+            given["monitor"] = None
+        if "filename" in given:
+            given["filename"] = re.sub(r"-?\{val_[^{}]*\}", "", given["filename"])
     return CheckpointCallback(
         os.devnull if log_dir is None else log_dir,  # no folder can be below os.devnull
         model,
@@ -349,7 +358,7 @@ def build_checkpoint_callback(
         save_hf=(cfg.get("model") or {}).get("save_hf"),
         enabled=log_dir is not None and options.get("create_checkpoint_callback", True),
         made_from=made_from,
-        **{key: params[key] for key in CHECKPOINT_OPTIONS if key in params},
+        **given,
     )
 
 
@@ -359,6 +368,7 @@ def set_up_training(
     model: MegatronGPTModel,
     max_steps: int,
     train: Any = None,
+    has_validation: bool = True,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler, CheckpointCallback]:
     """Optimizer and learning-rate schedule of `model`, and what writes its checkpoints; logs the
     configuration. All ranks call it.
@@ -366,11 +376,17 @@ def set_up_training(
     Args:
         max_steps: optimizer updates, the horizon of the schedule.
         train: loader of the training data; None: the job has none.
+        has_validation: there are data for it.
     """
+    settings = cfg.trainer[job.section]
+    if not has_validation:
+        logging.info("no validation data: nothing is validated, and the newest checkpoints stay")
+    has_validation &= settings.get("val_check_interval", 1) > 0
+    has_validation &= settings.get("limit_val_batches", 1) != 0
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=max_steps)
     origin = made_from(cfg, job.section, train)
     ckpt_callback = build_checkpoint_callback(
-        cfg, job.log_dir, model, optimizer, scheduler, origin
+        cfg, job.log_dir, model, optimizer, scheduler, origin, has_validation
     )
     job.logger.log_hyperparams(shown_config(plain_dict(cfg)))
     return optimizer, scheduler, ckpt_callback

@@ -37,10 +37,10 @@ class PromptLoaders:
     """
 
     train_dataloader_builder: PromptLoaderBuilder
-    val_dataloader_builder: PromptLoaderBuilder
+    val_dataloader_builder: PromptLoaderBuilder | None
     collate_fn: Callable[..., Any]
     max_steps: int
-    datasets: tuple[RLHFDataset, RLHFDataset]
+    datasets: list[RLHFDataset]
 
 
 def build_prompt_loaders(
@@ -58,7 +58,8 @@ def build_prompt_loaders(
         cfg, build_train_valid_test_rlhf_datasets, tokenizer
     )
     validation_ds = single_validation_set(validation_ds)
-    check_pad_to_length(cfg, remote, kind, [train_ds, validation_ds])
+    datasets = [train_ds] if validation_ds is None else [train_ds, validation_ds]
+    check_pad_to_length(cfg, remote, kind, datasets)
     train: Any = partial(
         build_dataloader,
         cfg,
@@ -79,7 +80,7 @@ def build_prompt_loaders(
     steps_per_epoch = compute_num_steps_per_epoch(train(consumed_samples=0).batch_sampler)
     return PromptLoaders(
         train,
-        validation,
+        None if validation_ds is None else validation,
         collate_with_pad_to_max_batch(
             settings.length_params.max_length,
             tokenizer.eos_id,
@@ -87,5 +88,5 @@ def build_prompt_loaders(
             generate_masks_and_position_ids=False,
         ),
         compute_max_steps(steps_per_epoch, section.max_epochs, section.max_steps),
-        (train_ds, validation_ds),
+        datasets,
     )

@@ -3,6 +3,7 @@
 """What all jobs that learn from labelled data do: build their data loaders, train, resume."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,33 +129,27 @@ def build_sft_dataloaders(
         collate_fn: makes a batch of items of the training data; None: that of their dataset.
     """
     data = cfg.model.data
-    train, validation = (
-        build_sft_dataset(
-            section,
-            tokenizer,
-            answer_only_loss=answer_only_loss,
-            **sft_chat_options(data),
-        )
-        for section in (data.train_ds, data.validation_ds)
-    )
-    return build_sft_loaders(cfg, train, validation, collate_fn)
+    build = partial(build_sft_dataset, answer_only_loss=answer_only_loss, **sft_chat_options(data))
+    return build_sft_loaders(cfg, build, tokenizer, collate_fn)
 
 
 def build_sft_loaders(
     cfg: DictConfig,
-    train: Any,
-    validation: Any,
+    build: Callable[..., Any],
+    tokenizer: Tokenizer,
     collate_fn: Callable[..., Any] | None = None,
 ) -> Loaders:
-    """Loaders of the data sets of `model.data.train_ds` and `model.data.validation_ds`, which have
-    a `collate_fn`.
+    """Loaders of the data sets of `model.data.train_ds` and `model.data.validation_ds`; without
+    files the second has none.
 
     Args:
+        build: (section, tokenizer) to a data set that has a `collate_fn`.
         collate_fn: of the training data, in place of its own.
     """
-    sections = cfg.model.data.train_ds, cfg.model.data.validation_ds
+    train, validation = cfg.model.data.train_ds, cfg.model.data.validation_ds
 
-    def loader(dataset: Any, section: DictConfig, gbs: int, drop_last: bool) -> DataLoader[Any]:
+    def loader(section: DictConfig, gbs: int, drop_last: bool, own: Any = None) -> DataLoader[Any]:
+        dataset = build(section, tokenizer)
         return build_dataloader(
             cfg,
             dataset,
@@ -163,17 +158,15 @@ def build_sft_loaders(
             gbs=gbs,
             drop_last=drop_last,
             pad_samples_to_global_batch_size=not drop_last,
-            collate_fn=(collate_fn if dataset is train else None) or dataset.collate_fn,
+            collate_fn=own or dataset.collate_fn,
             use_random_sampler=section.shuffle,
         )
 
     return Loaders(
-        loader(train, sections[0], cfg.model.global_batch_size, drop_last=True),
-        {
-            "validation": loader(
-                validation, sections[1], sections[1].global_batch_size, sections[1].drop_last
-            )
-        },
+        loader(train, cfg.model.global_batch_size, drop_last=True, own=collate_fn),
+        {"validation": loader(validation, validation.global_batch_size, validation.drop_last)}
+        if validation.file_path
+        else {},
         test=None,
     )
 
@@ -201,7 +194,7 @@ def train_supervised(
     settings = cfg.trainer[job.section]
     max_steps = supervised_max_steps(settings, loaders.train)
     optimizer, scheduler, ckpt_callback = set_up_training(
-        cfg, job, model, max_steps, loaders.train
+        cfg, job, model, max_steps, loaders.train, bool(loaders.validation)
     )
     trainer = trainer_class(
         cfg=settings,

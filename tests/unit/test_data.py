@@ -809,26 +809,16 @@ def test_data_prefix_refusals(texts, tiny_tokenizer):
             build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, **options)
 
 
-def test_rollouts_are_validated_on_one_set(texts, tiny_tokenizer):
+def test_rollouts_are_validated_on_one_set_or_on_none(texts, tiny_tokenizer):
     path = texts(["a"])
-    for validation, message in (
-        ({}, "has no validation files"),
-        (
-            {"validation": [path], "validation_b": [path]},
-            "several validation sets .validation, validation_b",
-        ),
-    ):
-        _, built, _ = build(
-            build_train_valid_test_rlhf_datasets, {"train": [path]} | validation, tiny_tokenizer
-        )
-        with pytest.raises(ConfigError, match=message):
-            single_validation_set(built)
-    _, built, _ = build(
-        build_train_valid_test_rlhf_datasets,
-        {"train": [path], "validation": [path]},
-        tiny_tokenizer,
-    )
-    assert single_validation_set(built) is built
+    for names in ((), ("validation",), ("validation", "validation_b")):
+        files = {name: [path] for name in ("train", *names)}
+        _, built, _ = build(build_train_valid_test_rlhf_datasets, files, tiny_tokenizer)
+        if len(names) < 2:
+            assert single_validation_set(built) is built and (built is None) == (not names)
+        else:
+            with pytest.raises(ConfigError, match="several validation sets .validation, valid"):
+                single_validation_set(built)
 
 
 @pytest.mark.parametrize("section, remote", [("ppo", "remote_critic_rm"), ("rs", "remote_rm")])

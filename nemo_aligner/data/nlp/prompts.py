@@ -264,24 +264,19 @@ def identity_collate(batch: list[Any]) -> list[Any]:
 
 def single_validation_set(
     validation: RLHFDataset | dict[str, RLHFDataset] | None,
-) -> RLHFDataset:
-    """The validation set of a PPO or RS job.
+) -> RLHFDataset | None:
+    """The validation set of a PPO or RS job; None: it has none.
 
     Args:
         validation: the second value that `build_train_valid_test_rlhf_datasets` returns.
 
     Raises:
-        ConfigError: there is no set, or there are several.
+        ConfigError: there are several.
     """
-    if validation is None or isinstance(validation, dict):
-        have = (
-            "no validation files"
-            if validation is None
-            else f"several validation sets ({', '.join(validation)})"
-        )
+    if isinstance(validation, dict):
         raise ConfigError(
-            f"model.data.data_prefix has {have}, but rollouts are validated on one: give "
-            "{train: [file.jsonl], validation: [file.jsonl]}."
+            f"model.data.data_prefix has several validation sets ({', '.join(validation)}), but "
+            "rollouts are validated on one: give {train: [file.jsonl], validation: [file.jsonl]}."
         )
     return validation
 
