@@ -72,7 +72,7 @@ from nemo_aligner.checkpoint.folders import (
     try_names,
     why_unranked,
 )
-from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, MARKER, REFERENCE, RNG_FOLDER
+from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
@@ -81,6 +81,7 @@ from nemo_aligner.checkpoint.optimizer_forms import (
     read_main_weights,
     sharded_optimizer_state,
 )
+from nemo_aligner.checkpoint.places import check_complete
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_save_hf
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.core.progress import progress
@@ -460,12 +461,7 @@ class CheckpointCallback:
                     "exp_manager.resume_if_exists=False to start afresh here."
                 )
             return None
-        if read_state(folder) is None:
-            raise UserError(
-                f"{folder} is not a complete checkpoint (no {MARKER} file); give another one in "
-                "exp_manager.resume_from_checkpoint. From a checkpoint of NeMo-Aligner itself no "
-                "job can resume: start from its .nemo file in another folder."
-            )
+        check_complete(folder)
         if resume_from is not None:
             check_files_together(folder)
         return self.load_sound(folder)

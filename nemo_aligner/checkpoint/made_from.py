@@ -24,6 +24,7 @@ from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.megatron import locate
 from nemo_aligner.config.access import shown_url
+from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.kl import name_kl_estimator
 from nemo_aligner.parallel.collectives import gathered
@@ -31,9 +32,6 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 MadeFrom = dict[str, dict[str, Any]]
 FIXED = ("base", "data", "objective")  # another one is refused
-# Data files above this size (bytes) are known by their size and these samples of their content.
-SMALL = 4 << 20
-SAMPLES, SAMPLE_BYTES = 64, 4096
 # Endings of what is read of a folder: configuration, weights and tokenizer.
 READ = tuple(
     """.safetensors .bin .pt .distcp .json .yaml .model .jinja .tiktoken merges.txt vocab.txt
@@ -123,16 +121,6 @@ def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
     logging.warning(f"this job resumes from {folder} with other settings:\n{table}")
 
 
-def content_samples(path: Path) -> bytes:
-    """The content of a file; of one above `SMALL`, samples of it."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= SMALL:
-            return file.read()
-        starts = np.linspace(0, size - SAMPLE_BYTES, SAMPLES).astype(np.int64).tolist()
-        return b"".join((file.seek(start), file.read(SAMPLE_BYTES))[1] for start in starts)
-
-
 def content_hash(path: Path) -> str:
     """A hash of the content of a file or folder, wherever it lies; of its checksums, if there."""
     if path.is_dir():
@@ -215,6 +203,7 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
     if values.get("model.reward_model_type") == "binary_ranking":
         objective = {key: objective[key] for key in objective if ".regression." not in key}
     # null and tokenizer: the same for conversations, but not for plain texts.
+    settings["model.precision"] = cfg.model.precision  # trainer.precision=null goes by the device
     given = OmegaConf.select(cfg, "model.data.chat_template")
     template = given or "tokenizer"
     settings["model.data.chat_template"] = str(given)

@@ -27,21 +27,25 @@ from nemo_aligner.checkpoint import forms, megatron_args, transformer_fields
 from nemo_aligner.checkpoint.data_only import (
     COMMON_FILE,
     COMMON_OBJECT,
-    METADATA_FILE,
     read_objects,
 )
 from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
+from nemo_aligner.checkpoint.places import (
+    BRIDGE_FILE,
+    RANK_FILE,
+    TRACKER,
+    is_iteration,
+    is_megatron,
+    rank_folders,
+)
 from nemo_aligner.checkpoint.rank_files import RankTensors
 from nemo_aligner.checkpoint.stored_weights import EitherName, TensorSource, unnumbered
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.parallel_rules import pad_vocab_size
 from nemo_aligner.core.errors import UserError
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-BRIDGE_FILE = "run_config.yaml"
-RANK_FILE = "model_optim_rng.pt"
 TOKENIZER = "tokenizer"
 ARGS = "args"
 # Providers of Megatron-Bridge that build Megatron Core's GPT from their fields alone, and those
@@ -65,19 +69,7 @@ _PLACES = re.compile(
 )
 
 
-def is_folder(path: Path) -> bool:
-    return (path / TRACKER).is_file() or _is_iteration(path)
-
-
-def _is_iteration(path: Path) -> bool:
-    if (path / forms.CONFIG_FILE).exists() or (path / forms.NEMO2_CONTEXT).exists():
-        return False
-    distributed = (path / METADATA_FILE).is_file() and (path / forms.BACKEND_FILE).is_file()
-    return distributed or (path / BRIDGE_FILE).is_file() or bool(_rank_folders(path))
-
-
-def _rank_folders(path: Path) -> list[Path]:
-    return sorted(file.parent for file in path.glob(f"mp_rank_*/{RANK_FILE}"))
+is_folder = is_megatron
 
 
 def locate(path: Path) -> Path:
@@ -95,7 +87,7 @@ def locate(path: Path) -> Path:
             "the folders beside it."
         )
     folder = path / (RELEASE if newest == RELEASE else f"iter_{int(newest):07d}")
-    if not _is_iteration(folder):
+    if not is_iteration(folder):
         raise UserError(
             f"{path / TRACKER} names {folder.name}, which is not there or no checkpoint of "
             "Megatron-LM or Megatron-Bridge; copy it, or name another folder beside it."
@@ -134,7 +126,7 @@ def _refusal(where: str) -> transformer_fields.Refusal:
 
 
 def _args(folder: Path) -> dict[str, Any]:
-    ranks = _rank_folders(folder)
+    ranks = rank_folders(folder)
     if ranks:
         found = _read_rank(ranks[0])
     elif (folder / COMMON_FILE).is_file():
@@ -211,7 +203,7 @@ def weights(path: Path) -> TensorSource:
         UserError: a file is missing or damaged, or a weight has no place in a GPT.
     """
     folder = locate(path)
-    ranks = _rank_folders(folder)
+    ranks = rank_folders(folder)
     if ranks:
         source = EitherName(_rank_tensors(folder, ranks))
     else:

@@ -23,13 +23,13 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.checkpoint import transformer_fields
 from nemo_aligner.checkpoint.file_references import read_yaml
 from nemo_aligner.checkpoint.forms import NEMO2_CONTEXT, NEMO2_WEIGHTS
+from nemo_aligner.checkpoint.places import NEMO2_MODEL as MODEL_FILE
+from nemo_aligner.checkpoint.places import is_nemo2
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.checkpoint.transformer_fields import last_name
 from nemo_aligner.core.errors import UserError
 
 WEIGHTS_PREFIX = "module."
-MODEL_FILE = "model.yaml"
-JSON_FILE = "io.json"
 REMEDY = (
     "convert it to a .nemo with scripts/checkpoint_converters of NeMo 2.0 to 2.4, or use another "
     "checkpoint"
@@ -52,11 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # Llama 3.1's change of the rotary frequencies: `scale_factor` is a key, the others are constants.
 ROPE_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 TOKEN_KINDS = ("mask", "bos", "eos", "pad", "sep", "cls", "unk")
-
-
-def is_folder(path: Path) -> bool:
-    context = path / NEMO2_CONTEXT
-    return context.is_dir() and any((context / name).is_file() for name in (MODEL_FILE, JSON_FILE))
+is_folder = is_nemo2
 
 
 def weights(path: Path) -> TorchDistTensors:

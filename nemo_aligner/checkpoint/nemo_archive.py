@@ -50,9 +50,9 @@ from nemo_aligner.checkpoint.file_references import (
     read_yaml,
     refuse_resolvers,
 )
-from nemo_aligner.checkpoint.folders import newest_checkpoint
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, CONFIG_FILE, MARKER, WEIGHTS_FOLDER
-from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
+from nemo_aligner.checkpoint.hugging_face import peft_reading
+from nemo_aligner.checkpoint.places import check_restore_path, is_peft
 from nemo_aligner.checkpoint.rank_files import RankFiles
 from nemo_aligner.checkpoint.stored_weights import StoredWeights, TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
@@ -63,45 +63,6 @@ from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machin
 ARTIFACT_PREFIX = "nemo:"
 REMOTE_CODE = "tokenizer.trust_remote_code"
 TOKENIZER_FOLDER = "tokenizer.folder"  # our copy of a Hugging Face tokenizer
-
-
-def check_restore_path(
-    path: str | Path | None, key: str = "pretrained_checkpoint.restore_from_path"
-) -> Path:
-    """`path` as an existing `.nemo` file or directory.
-
-    Args:
-        key: configuration key that `path` comes from, for the messages.
-
-    Raises:
-        UserError: the path is None, does not exist, or has a form that does not load.
-    """
-    if path is None:
-        raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise UserError(
-            f"{key}={path} does not exist; give the path of a .nemo file or directory."
-        )
-    if path.is_dir():
-        if peft_config.is_folder(path):
-            return path
-        if _foreign_form(path) is None and not (path / CONFIG_FILE).is_file():
-            if (path / forms.BACKEND_FILE).is_file() or (path / MARKER).is_file():
-                raise forms.refusal("training", f"{key}={path}")
-            newest = newest_checkpoint(path)
-            if newest is not None:
-                files = " or ".join(map(str, [*sorted(newest.parent.glob("*.nemo")), newest]))
-                raise UserError(
-                    f"{key}={path} is the folder of a job; name what it has written: {files}."
-                )
-            raise UserError(
-                f"{key}={path} is a directory without {CONFIG_FILE}; it is not an unpacked .nemo. "
-                f"Forms that load: {forms.loadable_forms()}."
-            )
-    elif not tarfile.is_tarfile(path):
-        raise UserError(f"{key}={path} is not a tar file; a .nemo is a tar file or a directory.")
-    return path
 
 
 @contextlib.contextmanager
@@ -205,7 +166,7 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
             the base that they name.
     """
     path = Path(path).resolve()
-    if peft_config.is_folder(path):
+    if is_peft(path):
         base = read_config(peft_reading.base_path(path)) if model is None else model
         config = peft_reading.adapter_section(path, base)
         refuse_resolvers(config, path)
@@ -341,7 +302,7 @@ def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[S
 def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
     """As `own_weights`, for reading tensor by tensor; in place, where a file's form allows."""
     path = Path(path).resolve()
-    if peft_config.is_folder(path):
+    if is_peft(path):
         base = read_config(peft_reading.base_path(path)) if model is None else model
         yield peft_reading.PeftTensors(path, base)
         return

@@ -12,7 +12,7 @@ it is needed.
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -56,6 +56,7 @@ def check_config(
     visible_devices: int | None = None,
     env: Mapping[str, str] | None = None,
     may_have_other_keys: bool = False,
+    before_notes: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Check a user's configuration before anything is built: keys, missing values, combinations.
 
@@ -68,6 +69,7 @@ def check_config(
         env: environment variables; None: those of this process.
         may_have_other_keys: warn of unknown keys instead of refusing them; for a script that may
             read keys of its own.
+        before_notes: further checks; to log takes the seconds in which NeMo is imported.
 
     Returns:
         The notes about unknown keys, about keys without effect and about forms of NeMo-Aligner
@@ -97,6 +99,7 @@ def check_config(
     tree = resolved(completed)
     check_sections(tree, config_name)
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
+    before_notes()
     inert, old = inert_notes(tree, config_name), old_form_notes(Values(tree), config_name)
     notes = {
         "This package reads none of these keys:": unknown,

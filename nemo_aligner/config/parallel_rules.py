@@ -121,6 +121,11 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def default_precision(accelerator: str = "auto") -> str | int:
+    """What `trainer.precision=null` means: bf16 on GPUs, and 32 on CPUs, where bf16 is slow."""
+    return "bf16" if accelerator != "cpu" and cuda_devices() else 32
+
+
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
     """Raise `ConfigError` when a GPU is asked for that is not there. `visible_devices`: GPUs of
     this machine.

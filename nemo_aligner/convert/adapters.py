@@ -10,20 +10,21 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
-from nemo_aligner.checkpoint.hugging_face import peft_config, peft_writing
+from nemo_aligner.checkpoint.hugging_face import peft_writing
+from nemo_aligner.checkpoint.places import is_peft
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.convert.hugging_face import Options, check_target, write_chunks
 from nemo_aligner.core.errors import UserError
 
 
 def is_peft_folder(source: Path) -> bool:
-    return peft_config.is_folder(source.expanduser())
+    return is_peft(source.expanduser())
 
 
 def are_adapters(source: Path, key: str = "ADAPTERS") -> bool:
     """Whether the checkpoint `source`, called `key`, holds adapters; `UserError`: no such one."""
     source = nemo_archive.check_restore_path(source, key=key)
-    if peft_config.is_folder(source):
+    if is_peft(source):
         return True
     return adapters.base_in(nemo_archive.read_stored_config(source)) is not None
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
-from nemo_aligner.checkpoint.hugging_face import peft_config, peft_reading
+from nemo_aligner.checkpoint.hugging_face import peft_reading
+from nemo_aligner.checkpoint.places import is_peft
 from nemo_aligner.checkpoint.stored_weights import TensorSource, distinct, stored_dtype
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
@@ -18,7 +19,7 @@ from nemo_aligner.config.values import plain_dict
 def collect(source: Path) -> dict[str, Any]:
     """Keys, parameters and tensors of a checkpoint; `UserError`: it is damaged, or unreadable."""
     source = nemo_archive.check_restore_path(source, key="PATH")
-    if peft_config.is_folder(source):
+    if is_peft(source):
         return _collect_peft(source)
     config = nemo_archive.read_stored_config(source)
     keys = plain_dict(config)

@@ -9,8 +9,15 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.parallel_rules import (
+    check_accelerator,
+    count_devices,
+    cuda_devices,
+    default_precision,
+)
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.launch.inputs import check_inputs
 from nemo_aligner.launch.start_up import share_cores
 from nemo_aligner.training.stop_requests import stop_requests
 
@@ -33,8 +40,10 @@ def job_main(
         @functools.wraps(main)
         def run(cfg: DictConfig) -> None:
             cfg = complete_config(cfg, config_name)
-            check_config(cfg, config_name)
+            _check(cfg, config_name)
             share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))
+            if cfg.trainer.precision is None:
+                cfg.trainer.precision = default_precision(cfg.trainer.accelerator)
             main(cfg)
             file = ending_file()
             if file is not None and stop_requests.step is not None:  # it has trained
@@ -45,6 +54,22 @@ def job_main(
         return run
 
     return decorator
+
+
+def _check(cfg: DictConfig, config_name: str) -> None:
+    """Check a complete configuration; what needs PyTorch, which takes seconds to import, last."""
+    accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
+    # "auto" and -1 count GPUs, on which sizes depend.
+    counts_gpus = accelerator != "cpu" and str(devices) in ("auto", "-1")
+    gpus = None if counts_gpus or accelerator == "cpu" else count_devices(devices)
+    check_config(
+        cfg,
+        config_name,
+        visible_devices=gpus,
+        before_notes=lambda: check_inputs(cfg, config_name),
+    )
+    if gpus is not None:
+        check_accelerator(accelerator, devices, cuda_devices())
 
 
 def reward_servers(cfg: DictConfig, kind: str) -> int:

@@ -11,9 +11,10 @@ from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import nemo2, nemo_archive
+from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.defaults import complete_model, drop_unset, model_fallback
+from nemo_aligner.config.parallel_rules import default_precision
 from nemo_aligner.config.rules import job_of_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.launch.processes import launch_processes
@@ -122,9 +123,10 @@ def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
     own, given = base.get("tokenizer") or {}, drop_unset(model_cfg).get("tokenizer") or {}
     if any(own.get(key) not in (None, given.get(key)) for key in TOKENIZER_FILES if key in given):
         own.pop("end_token_ids", None)  # ids of another tokenizer
-    return OmegaConf.create(
-        _merged(plain_dict(base), plain_dict(drop_unset(model_cfg), resolve=True))
-    )
+    over = plain_dict(drop_unset(model_cfg), resolve=True)
+    if "precision" in over and over["precision"] is None:  # of a script that does not set it
+        over["precision"] = default_precision()
+    return OmegaConf.create(_merged(plain_dict(base), over))
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

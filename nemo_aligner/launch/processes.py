@@ -144,7 +144,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
             "and would use them; start it with an empty environment variable "
             "CUDA_VISIBLE_DEVICES."
         )
-    options["precision"] = "bf16-true" if "bf16" in str(options["precision"]) else "32-true"
+    precision = options["precision"] or ("bf16" if gpus else 32)
+    options["precision"] = "bf16-true" if "bf16" in str(precision) else "32-true"
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
         options["num_nodes"] = int(os.environ["WORLD_SIZE"]) // options["devices"]

@@ -172,6 +172,8 @@ def job_config(
     check_keys(plain_dict(cfg), job.config_name)
     check_required(Values(plain_dict(cfg)), job.config_name)
     OmegaConf.set_struct(cfg, False)
+    if cfg.trainer.precision is None:
+        cfg.trainer.precision = "bf16"  # of GPUs
     try:
         own = plain_dict(drop_unset(cfg.model), resolve=True)
         base = {key: value for key, value in checkpoint.items() if key not in ("target", "optim")}

@@ -754,7 +754,8 @@ def test_old_yaml_may_refer_to_sizes_that_only_the_checkpoint_knows(tmp_path):
 
 
 def test_drop_unset_keeps_what_was_given(tmp_path):
-    cfg = load("gpt_sft", tmp_path, "model.num_layers=2", "model.tokenizer.library=sentencepiece")
+    given = "model.num_layers=2 model.tokenizer.library=sentencepiece trainer.precision=bf16"
+    cfg = load("gpt_sft", tmp_path, *given.split())
     model = drop_unset(cfg.model)
     assert model.num_layers == 2
     assert dict(model.tokenizer) == {"library": "sentencepiece"}

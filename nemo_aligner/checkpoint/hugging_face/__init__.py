@@ -21,10 +21,10 @@ architecture.
 """
 
 from nemo_aligner.checkpoint.hugging_face.export import SHARD_BYTES
-from nemo_aligner.checkpoint.hugging_face.folder import is_folder
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, vocab_rows, weights
 from nemo_aligner.checkpoint.hugging_face.reading import model_section as read_config
 from nemo_aligner.checkpoint.hugging_face.writing import check, head_bias, write_folder
+from nemo_aligner.checkpoint.places import is_hugging_face as is_folder
 
 __all__ = [
     "ORIGIN",

@@ -26,10 +26,6 @@ DTYPES = ("F32", "BF16", "F16", "F64")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def is_folder(path: Path) -> bool:
-    return path.is_dir() and (path / CONFIG_FILE).is_file()
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; `UserError` if it holds none."""
     try:

@@ -98,12 +98,6 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
     return default
 
 
-def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder of PEFT: adapters, not a model with all weights."""
-    whole = ("model.safetensors", "model.safetensors.index.json")
-    return (path / CONFIG_FILE).is_file() and not any((path / name).is_file() for name in whole)
-
-
 def read(path: Path) -> AdapterConfig:
     """The configuration in the folder `path`.
 

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -125,6 +124,19 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
     raise UserError(f"data file {path} does not exist.")
 
 
+def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
+    """As `open_sources`, but none of what takes long to open: folders, patterns, tokens, and large
+    files that are unpacked. That they exist is checked.
+    """
+    if data_impl == "mmap":
+        exists = all(Path(f"{path}{end}").is_file() for end in (".idx", ".bin"))
+    else:
+        exists = path.exists() or bool(glob.glob(str(path), recursive=True))
+    is_quick = data_impl.startswith("json") and path.is_file()
+    is_quick = is_quick and not (path.stat().st_size > index_files.SMALL and _kind(path))
+    return [] if exists and not is_quick else open_sources(path, data_impl, index_dir)
+
+
 def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
     from nemo_aligner.data.nlp.arrow_files import open_saved
 
@@ -192,6 +204,8 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
         if data:
             splits[str(split)] = data
     if splits and others:
+        from nemo.utils import logging
+
         logging.warning(f"not read in the folder {folder}: {', '.join(others)}")
     return splits
 
@@ -199,11 +213,7 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
 def _open_file(path: Path, index_dir: str | None) -> RecordSource:
     if not path.stat().st_size:
         raise UserError(f"data file {path} is empty.")
-    with path.open("rb") as file:
-        first = file.read(4)
-    kind = path.suffix.lower()
-    if kind not in TABLE_ENDINGS + COMPRESSED_ENDINGS:
-        kind = next((end for magic, end in _MAGIC.items() if first.startswith(magic)), "")
+    kind = _kind(path)
     if kind in TABLE_ENDINGS:
         from nemo_aligner.data.nlp import arrow_files
 
@@ -213,6 +223,16 @@ def _open_file(path: Path, index_dir: str | None) -> RecordSource:
     if kind in COMPRESSED_ENDINGS:
         return _open_compressed(path, kind, index_dir)
     return JsonLinesFile(path, path)
+
+
+def _kind(path: Path) -> str:
+    """The ending of a table or a compressed file; "" of another file."""
+    kind = path.suffix.lower()
+    if kind in TABLE_ENDINGS + COMPRESSED_ENDINGS:
+        return kind
+    with path.open("rb") as file:
+        first = file.read(4)
+    return next((end for magic, end in _MAGIC.items() if first.startswith(magic)), "")
 
 
 def _open_compressed(path: Path, kind: str, index_dir: str | None) -> JsonLinesFile:

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from nemo.utils import logging
 
-from nemo_aligner.checkpoint.made_from import SMALL as SMALL
-from nemo_aligner.checkpoint.made_from import content_samples
 from nemo_aligner.core import leftovers
+from nemo_aligner.core.content import SMALL as SMALL
+from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
 
 FOLDER = ".nemo_aligner_index"
@@ -143,6 +142,8 @@ def keep_file(
     Raises:
         UserError: there is no room for it; or of `write`.
     """
+    from nemo.utils import logging  # here, as below: NeMo takes seconds to import
+
     folders = _folders(data, index_dir)
     for folder in folders:
         if (folder / name).is_file():
@@ -178,6 +179,8 @@ def keep_file(
 
 def temporary_folder(data: Path) -> Path:
     """A folder that lives as long as this process, for data that could not be kept."""
+    from nemo.utils import logging
+
     folder = leftovers.temporary_folder("nemo_aligner_data_")
     logging.warning(
         f"no folder can be written to keep a copy of {data} for the next start: this process "
@@ -200,6 +203,7 @@ def _folders(data: Path, index_dir: str | None) -> list[Path]:
 def _alone(lock: Path, data: Path) -> Iterator[None]:
     """One process at a time; on a file system without locks, all of them."""
     from filelock import FileLock, Timeout
+    from nemo.utils import logging
 
     held = FileLock(lock)
     try:

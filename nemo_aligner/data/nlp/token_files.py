@@ -7,13 +7,15 @@ import struct
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.json_lines import Record
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 # What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
@@ -72,13 +74,15 @@ class TokenFile:
             yield number, {"text": tokens}
 
 
-def _read_indexed(prefix: Path) -> IndexedDataset:
+def _read_indexed(prefix: Path) -> "IndexedDataset":
     for ending in (".idx", ".bin"):
         if not Path(f"{prefix}{ending}").is_file():
             raise UserError(
                 f"data file {prefix}{ending} does not exist. With model.data.data_impl=mmap a "
                 "path names <path>.bin and <path>.idx, without the ending."
             )
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
+
     with Path(f"{prefix}.idx").open("rb") as file:
         if file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
             raise UserError(f"{prefix}.idx is not the index of an indexed dataset.")

@@ -1,0 +1,94 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong paths, keys, sizes and data forms are told by every job before its packages are imported
+(launch/inputs.py).
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+MANY = """
+import contextlib, io, json, sys
+from nemo_aligner.__main__ import main
+results = []
+for words in json.loads(sys.stdin.read()):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        main(words)
+    results.append([said.getvalue(), "torch" in sys.modules])
+print(json.dumps(results))
+"""
+BASE = "pretrained_checkpoint.restore_from_path=base"
+SFT_BASE = "model.restore_from_path=base model.data.train_ds.file_path"
+PREFIX = "'model.data.data_prefix={train: [%s]}'"
+WRONG = {  # words of the command line -> what the one message says
+    "serve critic pretrained_checkpoint.restore_from_path=away": "restore_from_path=away does not",
+    "serve reward rm_model_file=sft.jsonl": "rm_model_file=sft.jsonl is not a tar file",
+    "serve teacher pretrained_checkpoint.restore_from_path=.": "is a directory without model_conf",
+    f"logits {BASE} output_path=o data.data.file_path=away": "data file away does not exist",
+    f"train sft {SFT_BASE}=away.jsonl": "data file away.jsonl does not exist",
+    f"train sft {SFT_BASE}=broken.jsonl": "broken.jsonl, line 2: not valid JSON",
+    f"train sft {SFT_BASE}=texts.jsonl": "texts.jsonl, line 1: field 'input' is missing",
+    f"train sft {SFT_BASE}=unsaid.jsonl": "line 1: message 1 of field 'messages' (user) has no",
+    f"train sft {SFT_BASE}=sft.jsonl model.data.validation_ds.file_path=no": "data file no does n",
+    f"train sft {SFT_BASE}=sft.jsonl model.tokenizer.model=no": "model.tokenizer.model=no does n",
+    f"train sft {SFT_BASE}=sft.jsonl exp_manager.resume_from_checkpoint=.": "(no COMPLETE file)",
+    f"train sft {SFT_BASE}=sft.jsonl model.peft.restore_from_path=no": "model.peft.restore_from_p",
+    f"train sft {SFT_BASE}=sft.jsonl model.micro_batch_size=3": "global_batch_size=128 must be a",
+    f"train spin {BASE} model.data.train_ds.file_path=texts.jsonl": "field 'messages' (or",
+    f"train steerlm2 {SFT_BASE}=away model.data.chat=True": "data file away does not exist",
+    f"train rm {BASE} {PREFIX % 'chats.jsonl, away'}": "data file away does not exist",
+    f"train rm {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'text' is missing",
+    f"train dpo {BASE} {PREFIX % 'texts.jsonl'}": "line 1: field 'chosen' is missing",
+    f"train kto {BASE} {PREFIX % 'pairs.jsonl'}": "line 1: field 'response' is missing",
+    f"train ppo {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'text' is missing",
+    f"train ppo {BASE} {PREFIX % 'texts.jsonl'} trainer.ppo.reward_fn=no.py:f": "no.py does not e",
+    f"train rs {BASE} {PREFIX % 'away*.parquet'}": "no data file matches away*.parquet",
+    f"train reinforce {BASE} {PREFIX % 'away'} model.data.data_impl=mmap": "away.idx does not ex",
+    f"train distill {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'topk_logits' is missing",
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """(stderr, whether PyTorch was imported) of each command line, all in one process."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "base").mkdir()
+    (folder / "base/model_config.yaml").write_text("{}")
+    message = {"role": "user", "content": "1+1="}
+    for name, *records in (
+        ("sft", {"input": "1+1=", "output": "2"}),
+        ("texts", {"text": "1+1="}),
+        ("pairs", {"prompt": "1+1=", "chosen": "2", "rejected": "3"}),
+        ("chats", {"messages": [message, message | {"role": "assistant"}]}),
+        ("unsaid", {"messages": [{"role": "user"}]}),
+    ):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "broken.jsonl").write_text('{"input": "1", "output": "2"}\n{"input":\n')
+    done = subprocess.run(
+        [sys.executable, "-c", MANY],
+        input=json.dumps([shlex.split(words) for words in WRONG]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(WRONG, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_it_is_one_message_before_torch_is_imported(words, said):
+    text, has_torch = said[words]
+    assert not has_torch
+    assert WRONG[words] in text and text.startswith("\nERROR: ") and len(text.splitlines()) == 2
+
+
+def test_under_torchrun_one_rank_tells_it(tmp_path):
+    words = "train sft model.restore_from_path=away model.data.train_ds.file_path=away".split()
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
+    done = subprocess.run([*run, "nemo_aligner", *words], capture_output=True, text=True)
+    assert done.stderr.count("ERROR: ") == 1 and done.returncode == 1
