@@ -38,11 +38,11 @@ def main(cfg: DictConfig) -> None:
 
     rs = cfg.model.rs
     prompts = build_prompt_loaders(cfg, "rs", "remote_rm", model.tokenizer)
-    train_dataloader, val_dataloader = (
-        # 0: the trainer says where to go on
-        build and build(consumed_samples=0, collate_fn=prompts.collate_fn)
-        for build in (prompts.train_dataloader_builder, prompts.val_dataloader_builder)
-    )
+    # 0: the trainer says where to go on
+    start = {"consumed_samples": 0, "collate_fn": prompts.collate_fn}
+    train_dataloader = prompts.train_dataloader_builder(**start)
+    build_validation = prompts.val_dataloader_builder
+    val_dataloader = None if build_validation is None else build_validation(**start)
     optimizer, scheduler, ckpt_callback = set_up_training(
         cfg,
         job,

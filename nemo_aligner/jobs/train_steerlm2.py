@@ -12,6 +12,7 @@ Lines hold a prompt, its attributes and several responses with three log-probs e
 """
 
 from functools import partial
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -35,5 +36,6 @@ def main(cfg: DictConfig) -> None:
 
     build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
     loaders = build_sft_loaders(cfg, build, model.tokenizer)
-    model.check_responses(loaders.train.dataset.num_responses)
+    train: Any = loaders.train.dataset
+    model.check_responses(train.num_responses)
     train_supervised(cfg, job, model, loaders)

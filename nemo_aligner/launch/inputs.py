@@ -7,7 +7,7 @@ functions check all of it when the job reads them. Imports nothing heavy.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +32,43 @@ from nemo_aligner.data.nlp.records import check_text
 from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file
-SECTIONS = {  # with a key `file_path`
-    "gpt_sft": ("model.data.train_ds", "model.data.validation_ds"),
-    "gpt_spin": ("model.data.train_ds", "model.data.validation_ds"),
+SFT_SECTIONS = ("model.data.train_ds", "model.data.validation_ds")  # with a key `file_path`
+SECTIONS = {
+    "gpt_sft": SFT_SECTIONS,
+    "gpt_spin": SFT_SECTIONS,
     "compute_topk_logits": ("data.data",),
 }
-CODE = {  # of users, with what the file holds
-    "inference.reward_fn": "function",
-    **{f"trainer.{kind}.reward_fn": "function" for kind in ("ppo", "rs", "reinforce")},
-    **{f"model.{kind}.environment.path": "class" for kind in ("ppo", "rs", "reinforce")},
+FIELDS = {  # of records
+    "training_rm": PAIR,
+    "gpt_dpo": PAIR,
+    "gpt_kto": ("response", "preference"),
+    "gpt_knowledge_distillation": ("topk_logits",),
 }
-TOKENIZER_FILES = ("model", "vocab_file", "merge_file")
+RESUME = "exp_manager.resume_from_checkpoint"
+TOKENIZER = [f"model.tokenizer.{name}" for name in ("model", "vocab_file", "merge_file")]
+MODELS = ("model.peft.restore_from_path", RESUME, *TOKENIZER)
+CODE = {"inference.reward_fn": "function"}  # of users, with what the file holds
+for _kind in ("ppo", "rs", "reinforce"):
+    CODE |= {f"trainer.{_kind}.reward_fn": "function", f"model.{_kind}.environment.path": "class"}
 
 
 def check_inputs(cfg: DictConfig, config_name: str) -> None:
-    """Check the models and data that a complete configuration names.
-
-    Raises:
-        UserError: one is not there, or cannot be used; with the key or the line.
+    """Raise `UserError` if a model, a file or a record that a complete configuration names is not
+    there or cannot be used.
     """
-    for key in (restore_key(config_name), "model.peft.restore_from_path"):
-        path = OmegaConf.select(cfg, key)
-        if path is not None:
-            check_restore_path(path, key)
-    resumed = OmegaConf.select(cfg, "exp_manager.resume_from_checkpoint")
-    if resumed:
-        check_complete(Path(resumed))
-    for name in TOKENIZER_FILES:
-        path = OmegaConf.select(cfg, f"model.tokenizer.{name}")
-        if path is not None and not Path(path).is_file():
-            raise UserError(f"model.tokenizer.{name}={path} does not exist; give a file.")
-    for key, kind in CODE.items():
-        spec = OmegaConf.select(cfg, key)
-        if spec is not None and "://" not in str(spec):
-            split_spec(spec, key, kind, "code.py:name")
+    given = {key: OmegaConf.select(cfg, key) for key in (restore_key(config_name), *MODELS, *CODE)}
+    for key, value in given.items():
+        if value is None or "://" in str(value):
+            continue
+        if key in CODE:
+            split_spec(value, key, CODE[key], "code.py:name")
+        elif key == RESUME:
+            check_complete(Path(value))
+        elif key in TOKENIZER:
+            if not Path(value).is_file():
+                raise UserError(f"{key}={value} does not exist; give a file.")
+        else:
+            check_restore_path(value, key)
     for file, section in _data_files(cfg, config_name):
         columns = Columns(section.columns if file.columns is None else file.columns)
         form = section.get("data_impl") or "jsonl"
@@ -81,24 +84,24 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
 
 def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, DictConfig]]:
     """Each data file, with the section that says how it is read."""
-    for key in SECTIONS.get(config_name, ()):
-        section = OmegaConf.select(cfg, key)
-        if section.file_path:
-            for file in data_paths(section.file_path, f"{key}.file_path")[0]:
-                yield file, section
+    lists = {
+        f"{key}.file_path": OmegaConf.select(cfg, key) for key in SECTIONS.get(config_name, ())
+    }
     if config_name in PREFIX_DATA_JOBS:
-        prefix = OmegaConf.to_container(cfg.model.data, resolve=True)["data_prefix"]  # type: ignore[index, call-overload]
-        parts = prefix if isinstance(prefix, Mapping) else {"": prefix}
-        for part, files in parts.items():
-            key = f"model.data.data_prefix.{part}".rstrip(".")
-            for file in data_paths(files, key)[0] if files else ():
-                yield file._replace(path=file.path.replace(CHUNK_ID, "0")), cfg.model.data
+        prefix, key = cfg.model.data.data_prefix, "model.data.data_prefix"
+        parts = [f"{key}.{part}" for part in prefix] if isinstance(prefix, DictConfig) else [key]
+        lists = dict.fromkeys(parts, cfg.model.data)
+    for key, section in lists.items():
+        files = OmegaConf.select(cfg, key)
+        for file in data_paths(files, key)[0] if files else ():
+            yield file._replace(path=file.path.replace(CHUNK_ID, "0")), section
 
 
 def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_name: str) -> None:
     """Raise `UserError` if a record lacks a field, or a conversation in it is broken."""
     data: Any = cfg.get("data") or cfg.model.data
     talks = holds_conversation(record)
+    fields: tuple[str, ...] = FIELDS.get(config_name, ())
     if data.chat:  # NeMo's format, whose parts have other names, or that of SteerLM 2
         if config_name in SECTIONS and not talks and "prompt_turns" not in record:
             conversation_messages(record)
@@ -108,8 +111,17 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
             return
         for field in re.findall(r"{(\w+)}", section.prompt_template):
             check_text(record, field, allow_blank=True)
-    elif config_name in ("training_rm", "gpt_dpo", "gpt_kto", "gpt_knowledge_distillation"):
-        for field in _fields(record, cfg, config_name):
+    elif config_name in FIELDS:
+        if config_name == "training_rm":
+            is_text = not (talks or holds_pair(record) or data.chat_template)
+            fields = PAIR if holds_pair(record) else ("text",) * is_text
+            fields += ("label",) * (cfg.model.reward_model_type == "regression")
+        elif (
+            config_name == "gpt_knowledge_distillation"
+            and cfg.model.knowledge_distillation.on_policy.fraction is not None
+        ):
+            fields = ("prompt", "response")
+        for field in fields:
             if field not in record and f"{field}_response" not in record:
                 raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
         if all(isinstance(record.get(field), list) for field in PAIR):
@@ -119,18 +131,3 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
     else:
         is_prompt = "text" not in record and "prompt" in record
         check_text(record, "prompt" if is_prompt else "text")
-
-
-def _fields(record: Record, cfg: DictConfig, config_name: str) -> tuple[str, ...]:
-    """What a record of this job must have."""
-    if config_name == "gpt_dpo":
-        return PAIR
-    if config_name == "gpt_kto":
-        return ("response", "preference")
-    if config_name == "gpt_knowledge_distillation":
-        on_policy = cfg.model.knowledge_distillation.on_policy.fraction is not None
-        return ("prompt", "response") if on_policy else ("topk_logits",)
-    if holds_pair(record):
-        return PAIR
-    sample = () if holds_conversation(record) or cfg.model.data.chat_template else ("text",)
-    return (*sample, "label") if cfg.model.reward_model_type == "regression" else sample

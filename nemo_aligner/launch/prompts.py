@@ -68,7 +68,7 @@ def build_prompt_loaders(
         gbs=settings.num_rollout_samples,
         load_gbs=False,
     )
-    validation: Any = partial(
+    validation: Any = validation_ds and partial(
         build_dataloader,
         cfg,
         validation_ds,
@@ -80,7 +80,7 @@ def build_prompt_loaders(
     steps_per_epoch = compute_num_steps_per_epoch(train(consumed_samples=0).batch_sampler)
     return PromptLoaders(
         train,
-        None if validation_ds is None else validation,
+        validation,
         collate_with_pad_to_max_batch(
             settings.length_params.max_length,
             tokenizer.eos_id,
