@@ -365,6 +365,7 @@ def make_trainer(
     max_response_length=MAX_NEW_TOKENS,
     kl_loss_coef=0.0,
     rollout_logprobs="recompute",
+    has_validation=True,
     **changes,
 ):
     """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global
@@ -384,7 +385,9 @@ def make_trainer(
         train_dataloader_builder=builder,
         val_dataloader_builder=functools.partial(
             dataloader_builder, 4, micro_batch_size=micro_batch_size
-        ),
+        )
+        if has_validation
+        else None,
         collate_fn=collate,
         rm_critic=critic_cls(events, fail_at_train),
         batch_iterator_cls=batch_iterator,

@@ -95,6 +95,7 @@ def make_rs_trainer(
     random=True,
     num_workers=0,
     dataset=None,
+    has_validation=True,
     **changes,
 ):
     """A trainer among fakes, `events` its record of calls; 24 prompts, 8 per step, 3 responses
@@ -108,7 +109,9 @@ def make_rs_trainer(
         optimizer=FakeOptimizer(policy, events),
         scheduler=FakeScheduler(),
         train_dataloader=dataloader(rollout_size, micro_batch_size, **loaders),
-        val_dataloader=dataloader(4, micro_batch_size, dataset=dataset),
+        val_dataloader=dataloader(4, micro_batch_size, dataset=dataset)
+        if has_validation
+        else None,
         logger=FakeLogger(),
         ckpt_callback=FakeCheckpoints(events),
         run_timer=FakeRunTimer(time_limit),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_aligner.config import parallel_rules
 from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import (
     check_config,
@@ -23,6 +24,7 @@ from nemo_aligner.config.parallel_rules import (
     check_architecture,
     count_ranks,
     data_parallel_size,
+    default_precision,
 )
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.schema import CONFIG_NAMES
@@ -289,6 +291,14 @@ def test_data_parallel_size():
         data_parallel_size(8, 2, 3)
     with pytest.raises(ConfigError, match="2 does not divide the 1 rank of"):
         data_parallel_size(1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "accelerator", "precision"), [(0, "auto", 32), (2, "auto", "bf16"), (2, "cpu", 32)]
+)
+def test_the_default_precision_goes_by_the_device(gpus, accelerator, precision, monkeypatch):
+    monkeypatch.setattr(parallel_rules, "cuda_devices", lambda: gpus)
+    assert default_precision(accelerator) == precision
 
 
 @pytest.mark.parametrize(

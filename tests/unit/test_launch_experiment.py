@@ -3,12 +3,13 @@
 """The functions of `launch/` that users' scripts call take a configuration with keys missing."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint.folders import why_unranked
+from nemo_aligner.checkpoint.folders import format_name, outdated, why_unranked
 from nemo_aligner.config.parallel_rules import cuda_devices
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch import experiment
@@ -61,6 +62,25 @@ def test_checkpoints_from_a_section_with_keys_missing(tmp_path, given, kept):
     cfg = OmegaConf.create({"exp_manager": {"name": "mine"} | given})
     callback = build_checkpoint_callback(cfg, tmp_path, None, None, None)
     assert callback.enabled and callback.name == "mine" and callback.save_top_k == kept
+
+
+def test_without_validation_the_newest_checkpoints_stay(tmp_path):
+    params = {
+        "monitor": "val_loss",
+        "filename": "gpt--{val_loss:.3f}-{step}-{val_x}",
+        "mode": "min",
+    }
+    for has_validation in (True, False):
+        given = {"exp_manager": {"checkpoint_callback_params": params}}
+        callback = build_checkpoint_callback(
+            OmegaConf.create(given), tmp_path, *[None] * 4, has_validation
+        )
+        name = format_name(callback.filename, {"step": 3})
+        assert name == ("gpt--val_loss=nan-step=3-val_x=nan" if has_validation else "gpt--step=3")
+        assert callback.monitor == ("val_loss" if has_validation else None)
+        saved = [(Path(str(n)), {"metrics": {}, "save_number": n}) for n in range(4)]
+        assert outdated(saved, callback.monitor, "min", 3) == [Path("0")]
+        assert why_unranked({}, callback.monitor, 3) is None or has_validation
 
 
 class NeverSaved:

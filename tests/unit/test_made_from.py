@@ -91,6 +91,8 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
         "9e-06",
         "0.5",
     ]
+    compare(made_from(dpo(base, model__precision="bf16"), "dpo"), stored, "run")
+    assert warned[1].split()[-1] == "bf16"
     base.write_bytes(b"b")
     other = dpo(base, model__dpo__preference_loss="ipo", model__dpo__ref_policy_kl_penalty=0.5)
     with pytest.raises(UserError) as refusal:
@@ -108,7 +110,7 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
     with pytest.raises(UserError, match="job +dpo +kto"):
         compare({"objective": {"job": "kto"}}, stored, "run")
     compare(first, {"trainer": {}}, "run")
-    assert len(warned) == 2 and "does not say what it was made from" in warned[1]
+    assert len(warned) == 3 and "does not say what it was made from" in warned[1]
 
 
 def test_each_key_that_is_compared_is_one_of_a_job():

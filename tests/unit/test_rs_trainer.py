@@ -20,6 +20,7 @@ from tests.ppo_fakes import (
     Prompts,
     collate,
     fit_until_stopped,
+    make_trainer,
 )
 from tests.rs_fakes import FakeRSPolicy, make_rs_trainer
 
@@ -113,6 +114,15 @@ def test_metrics_are_means_over_all_rollouts_and_over_the_selected_ones():
         sum(rewards[tokens] for tokens in kept) / 16
     )
     assert metrics["selected_rewards"] > metrics["global_rewards"]
+
+
+@pytest.mark.parametrize("make", [make_rs_trainer, make_trainer])
+def test_without_validation_data_nothing_is_validated(make):
+    settings = {"val_check_interval": 1, "save_interval": 1, "run_init_validation": True}
+    trainer = make(has_validation=False, **settings)
+    trainer.fit()
+    assert trainer.step == 3 and not trainer.logger.series("timers/validation_time")
+    assert [state["step"] for _, _, state in trainer.ckpt_callback.saved] == [1, 2, 3]
 
 
 def test_validation_scores_one_response_to_each_prompt_the_same_each_time():
