@@ -74,7 +74,7 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
         if is_rank_zero():
             objective, settings = _objective_and_settings(cfg, section)
             found = {
-                "base": _base(cfg),
+                "base": _base(cfg, section),
                 "data": {} if loader is None else _data(loader) | {"model.seed": cfg.model.seed},
                 "objective": objective,
                 "settings": settings,
@@ -147,11 +147,11 @@ def _hash(*parts: str | bytes) -> str:
     return hashlib.sha256(joined).hexdigest()
 
 
-def _base(cfg: DictConfig) -> dict[str, Any]:
+def _base(cfg: DictConfig, section: str) -> dict[str, Any]:
     base: dict[str, Any] = {"base": "random weights"}
+    holder = "model" if section == "sft" else "pretrained_checkpoint"  # else it is of the base
     for key, name in (
-        ("model.restore_from_path", "base"),
-        ("pretrained_checkpoint.restore_from_path", "base"),
+        (f"{holder}.restore_from_path", "base"),
         ("model.peft.restore_from_path", "adapters to start from"),
     ):
         path = OmegaConf.select(cfg, key)

@@ -72,7 +72,7 @@ def test_of_a_megatron_root_the_newest_checkpoint_counts(tmp_path):
 def dpo(base, **changes):
     cfg = complete_config({"pretrained_checkpoint": {"restore_from_path": str(base)}}, "gpt_dpo")
     for key, value in changes.items():
-        OmegaConf.update(cfg, key.replace("__", "."), value)
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
     return cfg
 
 
@@ -85,6 +85,7 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
     again = made_from(dpo(shutil.copy(base, tmp_path / "moved")), "dpo")
     compare(again, stored, "run")
     assert warned == []
+    made_from(dpo(base, model__restore_from_path="moved_away"), "dpo")  # of the base's training
     compare(made_from(dpo(base, model__optim__lr=0.5), "dpo"), stored, "run")
     assert "other settings:\n" in warned[0] and warned[0].split()[-3:] == [
         "model.optim.lr",
@@ -110,7 +111,7 @@ def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
     with pytest.raises(UserError, match="job +dpo +kto"):
         compare({"objective": {"job": "kto"}}, stored, "run")
     compare(first, {"trainer": {}}, "run")
-    assert len(warned) == 3 and "does not say what it was made from" in warned[1]
+    assert len(warned) == 3 and "does not say what it was made from" in warned[2]
 
 
 def test_each_key_that_is_compared_is_one_of_a_job():
