@@ -25,7 +25,7 @@ from nemo_aligner.data.nlp.chat_records import (
     pair_messages,
     prompt_messages,
 )
-from nemo_aligner.data.nlp.columns import Columns
+from nemo_aligner.data.nlp.columns import Columns, missing
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, open_quickly
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import check_text
@@ -123,7 +123,7 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
             fields = ("prompt", "response")
         for field in fields:
             if field not in record and f"{field}_response" not in record:
-                raise UserError(f"field '{field}' is missing; the line has {sorted(record)}.")
+                raise missing(field, record)
         if all(isinstance(record.get(field), list) for field in PAIR):
             pair_messages(record)
     elif talks or (data.chat_template and "text" not in record):
