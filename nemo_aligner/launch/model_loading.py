@@ -12,6 +12,7 @@ from nemo.utils import logging
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint.places import is_nemo2
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.defaults import complete_model, drop_unset, model_fallback
 from nemo_aligner.config.parallel_rules import default_precision
@@ -165,7 +166,7 @@ def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | N
     """The configuration in a folder of NeMo 2.0, as `load_checkpoint_model_config` reads it; None
     for a `.nemo`.
     """
-    is_2_0 = nemo2.is_folder(Path(restore_path))
+    is_2_0 = is_nemo2(Path(restore_path))
     return load_checkpoint_model_config(restore_path) if is_2_0 else None
 
 
