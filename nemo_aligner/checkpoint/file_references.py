@@ -18,10 +18,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.core.errors import UserError
 
 # Keys whose value may name a file that belongs in the archive. NeMo reads the same.
-ARTIFACT_KEYS = ("tokenizer.model", "tokenizer.vocab_file", "tokenizer.merge_file")
+ARTIFACT_KEYS = (
+    "tokenizer.model",
+    "tokenizer.vocab_file",
+    "tokenizer.merge_file",
+    f"tokenizer.{KEPT_FORM}.chat_template",
+)
 TOKENIZER_TYPE = "tokenizer.type"  # a name, or the folder of a Hugging Face tokenizer
 OUTSIDE = "outside the checkpoint: "
 

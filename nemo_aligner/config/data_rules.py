@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.config.values import resolved
 from nemo_aligner.core.errors import ConfigError
 
 # A value of `model.data.chat_template`; any other is a file.
 FROM_TOKENIZER = "tokenizer"
+# Key of `model.tokenizer` under which a checkpoint keeps the form of conversations.
+KEPT_FORM = "conversations"
 # name -> what a file holds
 DATA_IMPLS = {
     "jsonl": "texts, one JSON object per line",
@@ -113,6 +116,22 @@ def check_prompts_can_be_read(data_impl: str) -> None:
             "pairs that were packed beforehand give the files that they were made of, with "
             "model.data.data_impl=jsonl and model.dynamic_micro_batch_tokens."
         )
+
+
+def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The form of conversations that the section `model.data` asks for, as a checkpoint keeps it:
+    the keys of that section; none of them: the tokenizer's own template. None: it asks for none.
+    """
+    template = data.get("chat_template")
+    if data.get("chat"):
+        return {"chat": True, "chat_prompt_tokens": resolved(data.get("chat_prompt_tokens") or {})}
+    if not template:
+        return None
+    options = data.get("chat_template_kwargs")
+    form = {"chat_template_kwargs": resolved(options)} if options else {}
+    if template != FROM_TOKENIZER:
+        form["chat_template"] = str(Path(str(template)).expanduser().absolute())
+    return form
 
 
 def check_chat(data: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from nemo_aligner.config.data_rules import holds_tokens
 from nemo_aligner.core.tokenizer import decode_with_special_tokens
-from nemo_aligner.data.nlp.chat import DEFAULT_FORM
 from nemo_aligner.data.nlp.sft_examples import SFTDataset
 from nemo_aligner.inspection.findings import EXAMPLES, Finding, Findings, form_of, histogram
 from nemo_aligner.inspection.jobs import InspectedJob
@@ -50,7 +49,7 @@ def summary(job: InspectedJob, findings: Findings) -> str:
         f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"
     )
     form = form_of(job.dataset, job.dataset.lines[0])
-    return f"{text} C{DEFAULT_FORM[1:]}." if form is not None and form.is_default else text
+    return f"{text} C{form.default[1:]}." if form is not None and form.default else text
 
 
 def _beginning(job: InspectedJob) -> str:
@@ -61,7 +60,7 @@ def _beginning(job: InspectedJob) -> str:
         reader, data, key = job.dataset, data.train_ds, "model.data.train_ds.add_bos"
     elif encoder is None or holds_tokens(data.data_impl):
         return ""
-    elif encoder.form and not encoder.form.is_default:
+    elif encoder.form and not encoder.form.default:
         return ""
     else:
         reader = encoder.encode_text

@@ -14,10 +14,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.checkpoint.places import is_nemo2
 from nemo_aligner.config.checks import check_loaded
+from nemo_aligner.config.data_rules import KEPT_FORM, asked_form
 from nemo_aligner.config.defaults import complete_model, drop_unset, model_fallback
 from nemo_aligner.config.parallel_rules import default_precision
 from nemo_aligner.config.rules import job_of_model
-from nemo_aligner.config.values import plain_dict
+from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
@@ -112,7 +113,10 @@ def complete_model_config(
         UserError, ConfigError: as `load_and_override_model_config`.
     """
     if restore_path is None:
-        return complete_model(drop_unset(model_cfg), job)
+        cfg, form = drop_unset(model_cfg), asked_form(model_cfg.get("data") or {})
+        if form:
+            OmegaConf.update(cfg, f"tokenizer.{KEPT_FORM}", form, force_add=True)
+        return complete_model(cfg, job)
     return complete_model(load_and_override_model_config(restore_path, model_cfg), job)
 
 
@@ -123,11 +127,20 @@ def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
     remove_overwritten_fields(base, model_cfg.get("overwrite_base_config") or {})
     own, given = base.get("tokenizer") or {}, drop_unset(model_cfg).get("tokenizer") or {}
     if any(own.get(key) not in (None, given.get(key)) for key in TOKENIZER_FILES if key in given):
-        own.pop("end_token_ids", None)  # ids of another tokenizer
+        for key in ("end_token_ids", KEPT_FORM):  # of another tokenizer
+            own.pop(key, None)
     over = plain_dict(drop_unset(model_cfg), resolve=True)
     if "precision" in over and over["precision"] is None:  # of a script that does not set it
         over["precision"] = default_precision()
-    return OmegaConf.create(_merged(plain_dict(base), over))
+    merged = _merged(plain_dict(base), over)
+    # The job's own form of conversations, or that of the checkpoint, but no mixture of them.
+    data = base.get("data") or {}
+    forms = [asked_form(model_cfg.get("data") or {}), given.get(KEPT_FORM), own.get(KEPT_FORM)]
+    forms.append(asked_form(data) if data.get("chat") else None)  # of NeMo-Aligner's SFT
+    form = next((form for form in forms if form is not None), None)
+    if form is not None:
+        merged["tokenizer"] = {**(merged.get("tokenizer") or {}), KEPT_FORM: resolved(form)}
+    return OmegaConf.create(merged)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,10 +16,11 @@ import torch
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from nemo.utils import logging
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+from nemo_aligner.config.data_rules import asked_form
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import response_text
@@ -210,6 +211,16 @@ def test_prompts_are_read_as_ppo_reads_them(model, nemo, tmp_path, monkeypatch, 
         texts = [record.get("text", record.get("prompt")) for record in records]
         texts = [text if isinstance(text, str) else said for text, said in zip(texts, decoded)]
         assert [line["prompt"] for line in lines(out)] == texts
+        if flat:  # a checkpoint that keeps the form needs no key for conversations
+            with open_dict(model.cfg):
+                model.cfg.tokenizer.conversations = asked_form(data)
+            model.save_to(str(tmp_path / "kept.nemo"))
+            with open_dict(model.cfg):
+                del model.cfg.tokenizer.conversations
+            path.write_text("".join(json.dumps(record) + "\n" for record in CONVERSATIONS[:2]))
+            main([str(tmp_path / "kept.nemo"), "--prompts", str(path), "--out", str(out), *SHORT])
+            assert [line["prompt_tokens"] for line in lines(out)] == wanted[:2]
+            assert set(ends) == ended
     path.write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
     message = error_of(capsys, nemo, "--prompts", path, "--out", out, "trainer.devices=9")
     assert f"{path}, line 1: message 1, the last, is the assistant's" in message

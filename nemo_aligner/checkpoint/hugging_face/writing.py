@@ -3,6 +3,7 @@
 """A model written as a Hugging Face folder: weights, configuration and tokenizer."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from nemo_aligner.checkpoint.hugging_face.reading import (
 )
 from nemo_aligner.checkpoint.hugging_face.weights import Layout
 from nemo_aligner.checkpoint.stored_weights import TensorSource
+from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
@@ -317,6 +319,11 @@ def copy_tokenizer(section: DictConfig, folder: Path) -> None:
                 of_weights = file.name in _CONFIG_FILES or file.name.endswith(".index.json")
                 if not of_weights:
                     shutil.copyfile(file, folder / file.name)
+        template = OmegaConf.select(tokenizer, f"{KEPT_FORM}.chat_template")
+        if template and os.path.isfile(template):
+            shutil.copyfile(template, folder / "chat_template.jinja")
+        elif tokenizer.get("chat_template"):
+            (folder / "chat_template.jinja").write_text(str(tokenizer.chat_template), "utf-8")
     else:
         logging.warning(
             f"{folder.name.removesuffix(WRITING_SUFFIX)} gets no tokenizer: that of the model "

@@ -420,9 +420,9 @@ def build_sft_dataset(
     chat |= {"chat_template_kwargs": chat_template_kwargs, "chat_date": chat_date}
     chat |= {"one_turn_per_sample": one_turn_per_sample}
     form = chat_form(chat, tokenizer)
-    if form is not None and form.is_default:
+    if form is not None and form.default:
         if begins_with_conversation(paths[0], data_cfg):
-            say_default()
+            say_default(form.default)
         else:
             form = None
     options: dict[str, Any] = {

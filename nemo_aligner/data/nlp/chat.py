@@ -10,7 +10,13 @@ from typing import Any
 
 from nemo.utils import logging
 
-from nemo_aligner.config.data_rules import FROM_TOKENIZER, check_chat, holds_tokens
+from nemo_aligner.checkpoint.file_references import check_not_outside
+from nemo_aligner.config.data_rules import (
+    FROM_TOKENIZER,
+    KEPT_FORM,
+    check_chat,
+    holds_tokens,
+)
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import conversation_field, holds_conversation
 from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
@@ -27,15 +33,12 @@ SFT_KEYS = (
     "one_turn_per_sample",
     "allow_empty_prompt",
 )
-DEFAULT_FORM = (
-    "conversations are written in the tokenizer's chat template, as model.data.chat_template is "
-    "not set"
-)
+DEFAULT_FORM = "conversations are written in {}, as model.data.chat_template is not set"
 
 
 def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
-    """The form that `model.data` asks for; the tokenizer's chat template, for conversations alone,
-    if it asks for none; None: the tokenizer has no template either.
+    """The form that `model.data` asks for. If it asks for none, for conversations alone: that
+    which the checkpoint keeps, or else the tokenizer's chat template; None: there is none either.
 
     Args:
         data_cfg: `chat_template`, `chat_template_kwargs`, `chat_date`, `chat` and
@@ -46,15 +49,27 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
     """
     data_cfg = data_cfg or {}
     check_chat(data_cfg)
+    is_default = not (data_cfg.get("chat") or data_cfg.get("chat_template"))
+    options, name = data_cfg.get("chat_template_kwargs"), "the tokenizer's chat template"
+    kept = getattr(tokenizer, KEPT_FORM, None)
+    if is_default and kept and not (options and kept.get("chat")):  # those are of no such format
+        name = "NeMo's chat format" if kept.get("chat") else "a chat template"
+        name += " that the checkpoint keeps"
+        check_not_outside("model.data.chat_template", kept.get("chat_template"))
+        data_cfg = {**data_cfg, **kept}
+        options = options or kept.get("chat_template_kwargs")
+    form: ConversationForm
     if data_cfg.get("chat"):
         given = data_cfg.get("chat_prompt_tokens")
-        return NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
-    template = data_cfg.get("chat_template")
-    options, date = data_cfg.get("chat_template_kwargs"), data_cfg.get("chat_date")
-    if not (template or options) and own_chat_template(tokenizer) is None:
-        return None
-    form = ChatTemplate(tokenizer, str(template or FROM_TOKENIZER), options, date)
-    form.is_default = not template
+        form = NeMoChat(tokenizer, ChatTokens.of(given) if given else NEMO_TOKENS)
+    else:
+        template = data_cfg.get("chat_template")
+        if not (template or options) and own_chat_template(tokenizer) is None:
+            return None
+        source, date = str(template or FROM_TOKENIZER), data_cfg.get("chat_date")
+        form = ChatTemplate(tokenizer, source, options, date)
+    if is_default:
+        form.default = DEFAULT_FORM.format(name)
     return form
 
 
@@ -68,9 +83,9 @@ def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def say_default() -> None:
+def say_default(text: str) -> None:
     """Say, once, that conversations get a form that nobody has asked for."""
-    logging.info(DEFAULT_FORM)
+    logging.info(text)
 
 
 def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -78,7 +93,7 @@ def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -
     nobody has asked for ends none where no training file begins with a conversation.
     """
     form = chat_form(data_cfg, tokenizer)
-    if form is None or form.is_default and not _trains_on_conversations(data_cfg or {}):
+    if form is None or form.default and not _trains_on_conversations(data_cfg or {}):
         return ()
     return form.end_strings
 

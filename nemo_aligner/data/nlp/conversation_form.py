@@ -23,12 +23,12 @@ class ConversationForm(ABC):
     Attributes:
         end_strings: what ends a response besides the eos token.
         state: everything that the tokens of a record depend on, beside the tokenizer.
-        is_default: nobody asked for this form: texts stay as they are.
+        default: nobody asked for this form, so that texts stay as they are: what to say of that.
     """
 
     end_strings: tuple[str, ...]
     state: list[str]
-    is_default = False
+    default: str | None = None
 
     @abstractmethod
     def prompt(self, record: Record) -> list[int]:

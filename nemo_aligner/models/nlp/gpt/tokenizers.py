@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import GPT2Tokenizer
 
 from nemo_aligner.checkpoint.file_references import check_not_outside, unmarked
+from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.leftovers import temporary_folder
@@ -95,6 +96,7 @@ def build_tokenizer(cfg: DictConfig) -> TokenizerSpec:
     if more:
         _add_tokens(tokenizer, more, cfg.library)
     set_end_ids(tokenizer, _plain(cfg, "end_token_ids") or ())
+    setattr(tokenizer, KEPT_FORM, _plain(cfg, KEPT_FORM))
     return tokenizer
 
 
