@@ -128,7 +128,7 @@ def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
     if not template:
         return None
     options = data.get("chat_template_kwargs")
-    form = {"chat_template_kwargs": resolved(options)} if options else {}
+    form: dict[str, Any] = {"chat_template_kwargs": resolved(options)} if options else {}
     if template != FROM_TOKENIZER:
         form["chat_template"] = str(Path(str(template)).expanduser().absolute())
     return form

@@ -83,7 +83,7 @@ class RegressionRewardModelDataset(FileDataset):
         first = first_record(DataFile.of(paths[0], "the list of data files"), columns, index_dir)
         steps = isinstance(first.get("text"), list)
         form = self.encoder.form
-        expand = partial(each_step, is_chat=form is not None and not form.is_default)
+        expand = partial(each_step, is_chat=form is not None and not form.default)
         self.lines = open_records(paths, data_cfg, inspect, settings, expand if steps else None)
         self.say_unread()
         if not self.lines.numbers.any():
