@@ -135,15 +135,29 @@ MUTANTS = [
     Mutant(
         "a sample that moves to another slot leaves its random stream behind",
         "generation/batch.py",
-        "tokens starts foreign lengths limits uniforms seen",
-        "tokens starts foreign lengths limits seen",
+        "fed positions last drawn uniforms seen",
+        "fed positions last drawn seen",
         _unit("test_generation.py", "test_samples_that_end_early_leave_the_others_alone"),
+    ),
+    Mutant(
+        "what a slot computed beyond the end of its response is kept",
+        "generation/batch.py",
+        "ended.append((slot, is_end))\n                    break\n",
+        "ended.append((slot, is_end))\n",
+        _unit("test_generation.py", "test_steps_do_not_wait"),
+    ),
+    Mutant(
+        "ids beyond the end of a response count as seen in the next turn",
+        "generation/batch.py",
+        "        if self.seen is not None:\n            lengths = torch.tensor(",
+        "        if self.seen is not None and slots[1:]:\n            lengths = torch.tensor(",
+        _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
     ),
     Mutant(
         "a window of attention is forgotten once tokens are generated",
         "generation/cache.py",
         "hidden |= places < self.positions - window",
-        "hidden |= places < self.positions - self._width",
+        "hidden |= places < self.positions - self.width",
         _unit("test_generation.py", "test_every_architecture_decodes_as_it_trains[window_size]"),
     ),
     Mutant(
@@ -876,8 +890,8 @@ MUTANTS = [
     Mutant(
         "the random stream of a sample begins anew in each turn",
         "generation/batch.py",
-        "generated, uniforms = self.lengths[:b] - self.foreign[:b], None",
-        "generated, uniforms = self.lengths[:b] - self.starts[:b], None",
+        "len(each.ids) - each.foreign)",
+        "len(each.ids) - each.start)",
         _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
     ),
     Mutant(

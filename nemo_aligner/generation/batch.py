@@ -3,6 +3,10 @@
 """The samples of one rank while they are decoded: those that wait, and those in the slots of the
 cache.
 
+The device keeps what a step reads and writes, in place: the tokens to feed, where they go, random
+numbers, log-probs. The host keeps ids and lengths, and looks every few steps at the tokens that
+were chosen (`look`). What a slot computed beyond the end of its response is dropped then.
+
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
 
@@ -11,6 +15,7 @@ until an observation extends it or it is finished.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,15 +37,27 @@ class WaitingSample:
     seed: int  # of its random stream
 
 
+@dataclass
+class Slot:
+    """What the host knows of a sample in a slot."""
+
+    sample: WaitingSample  # as it came
+    ids: list[int]  # of prompt and responses; the last one has not been fed to the model
+    start: int  # where its response begins, the last one of several turns
+    foreign: int  # its tokens that the policy did not generate, of prompt and observations
+    limit: int  # longest R at the end of this response
+    pauses: bool = False  # its response has ended, while the sample may go on
+
+
 @dataclass(frozen=True)
 class FinishedSample:
     """A sample whose response has ended."""
 
     number: int  # of the sample
     prompt_length: int  # P
-    tokens: Tensor  # int64 `[R]`
+    tokens: tuple[int, ...]  # R
     is_end: bool  # the response ended by itself
-    # float32 `[R - P]` of the tokens after the prompt, 0 for observed ones; or None
+    # float32 `[R - P]` of the tokens after the prompt, 0 for observed ones, on the device; or None
     logprobs: Tensor | None
     # observed, token_rewards: bool and float32 `[R - 1]`, as in `GenerationOutput`; or None
     observed: Tensor | None = None
@@ -61,24 +78,27 @@ class Refill:
 class DecodingBatch:
     """Samples that wait, and samples in the slots: the first `active` slots are in use.
 
-    Tensors have one entry per slot. A sample in a slot has `lengths` tokens, the last of which has
-    not been fed to the model. `starts` is where its response begins, the last one of several
-    turns; `foreign` counts its tokens that the policy did not generate, of prompt and
-    observations.
-
     Args:
         slots: c.
         params: how to generate.
         end: when a response has ended.
         vocab_size: number of ids.
         device: of the tensors.
+        look_every: steps between looks, at most.
         max_turns: most responses of a sample.
 
     Attributes:
+        in_slots: the samples in the slots.
+        width: positions that the samples may need.
+        fed: int64 `[c]`, the token to feed next.
+        positions: int64 `[c]`, where to.
+        last: int64 `[c]`, the last position of a response; there a slot is fed the same token
+            again and again, which changes nothing.
+        drawn: int64 `[c]`, tokens that were drawn.
         pausing: slots whose response has ended, while the sample may go on.
     """
 
-    _PER_SLOT = "tokens starts foreign lengths limits uniforms seen logprobs pauses".split()
+    _PER_SLOT = "fed positions last drawn uniforms seen logprobs".split()
 
     def __init__(
         self,
@@ -87,6 +107,7 @@ class DecodingBatch:
         end: EndConditions,
         vocab_size: int,
         device: torch.device,
+        look_every: int,
         max_turns: int = 1,
     ) -> None:
         self.slots = slots
@@ -94,26 +115,30 @@ class DecodingBatch:
         self.end = end
         self.vocab_size = vocab_size
         self.device = device
-        self.active = 0
+        self.look_every = look_every
         self.waiting: deque[WaitingSample] = deque()
-        self.samples: list[WaitingSample] = []  # of the slots; those beyond `active` have left
+        self.in_slots: list[Slot] = []
         self.width = 0
-        self.tokens = self._new(torch.int64, 0)
-        self.starts, self.foreign = self._new(torch.int64), self._new(torch.int64)
-        self.lengths, self.limits = self._new(torch.int64), self._new(torch.int64)
-        self.pauses = self._new(torch.bool)
         self.pausing = 0
         self.most = max_turns * params.max_length  # tokens that a sample may draw
+        self.fed, self.positions = self._new(torch.int64), self._new(torch.int64)
+        self.last, self.drawn = self._new(torch.int64), self._new(torch.int64)
         self.uniforms: Tensor | None = None
         if not params.use_greedy:
             self.uniforms = self._new(torch.float64, self.most)
         self.seen: Tensor | None = None
         if params.repetition_penalty != 1.0:
             self.seen = self._new(torch.bool, vocab_size)
-        self.logprobs: Tensor | None = None  # of the tokens drawn, from column 0 on
+        self.logprobs: Tensor | None = None  # of the tokens drawn; what is dropped goes last
         if params.return_logprobs:
-            self.logprobs = self._new(torch.float32, self.most)
+            self.logprobs = self._new(torch.float32, self.most + 1)
         self.end_token_ids = torch.tensor(end.token_ids, device=device)
+        self._chosen: list[Tensor] = []  # int64 [b] each, by step, since the last look
+
+    @property
+    def active(self) -> int:
+        """b."""
+        return len(self.in_slots)
 
     def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
@@ -127,12 +152,14 @@ class DecodingBatch:
         free = done + list(range(self.active, self.slots))
         count = len(self.waiting) if admit else 0
         taken = [(slot, self.waiting.popleft()) for slot in free[:count]]
+        if not done and not taken:
+            return Refill([], [], [])
         gaps = done[len(taken) :]
         active = max([self.active, *(slot + 1 for slot, _ in taken)]) - len(gaps)
         gone = set(gaps)
         last = [slot for slot in range(active, self.active) if slot not in gone]
         moves = list(zip(last, (slot for slot in gaps if slot < active), strict=True))
-        sources = {sample.prompt: slot for slot, sample in enumerate(self.samples)}
+        sources = {each.sample.prompt: slot for slot, each in enumerate(self.in_slots)}
         fresh: dict[tuple[int, ...], int] = {}
         shared = []
         for slot, sample in taken:
@@ -144,8 +171,7 @@ class DecodingBatch:
                 fresh[sample.prompt] = slot
         self._move(moves[: len(last)])
         self._place(taken)
-        self.active = active
-        del self.samples[active:]
+        del self.in_slots[active:]
         return Refill([move for move in moves if move[0] != move[1]], list(fresh.values()), shared)
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
@@ -157,49 +183,54 @@ class DecodingBatch:
             if tensor is not None:
                 tensor[target] = tensor[source]
         for old, new in moves:
-            self.samples[new] = self.samples[old]
+            self.in_slots[new] = self.in_slots[old]
 
     def _place(self, taken: list[tuple[int, WaitingSample]]) -> None:
         """Put samples that waited into slots."""
         if not taken:
             return
-        self._widen(max(sample.limit for _, sample in taken))
         for slot, sample in taken:
-            if slot == len(self.samples):
-                self.samples.append(sample)
-            self.samples[slot] = sample
-        longest = max(len(sample.prompt) for _, sample in taken)
-        prompts = torch.tensor(
-            [sample.prompt + (0,) * (longest - len(sample.prompt)) for _, sample in taken]
-        ).to(self.device)
-        numbers = [(slot, len(each.prompt), each.limit, each.seed) for slot, each in taken]
-        slots, lengths, limits, seeds = torch.tensor(numbers, device=self.device).T
-        self.tokens[slots, :longest] = prompts
-        self.starts[slots] = self.foreign[slots] = self.lengths[slots] = lengths
-        self.limits[slots] = limits
-        self.pauses[slots] = False
+            length = len(sample.prompt)
+            placed = Slot(sample, list(sample.prompt), length, length, sample.limit)
+            self.in_slots[slot : slot + 1] = [placed]
+        slots = self._set([slot for slot, _ in taken])
+        seeds = torch.tensor([sample.seed for _, sample in taken], device=self.device)
         if self.uniforms is not None:
             self.uniforms[slots] = sample_uniforms(seeds, self.most)
-        if self.seen is not None:
-            self.seen[slots] = seen_tokens(prompts, lengths, self.vocab_size)
 
-    def _widen(self, width: int) -> None:
-        if width > self.width:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, width - self.width))
-            self.width = width
+    def _set(self, slots: list[int]) -> Tensor:
+        """Have the device go on in `slots` from what the host knows; returns them, int64 `[n]`."""
+        held = [self.in_slots[slot] for slot in slots]
+        self.width = max([self.width, *(each.limit for each in held)])
+        numbers = [
+            (slot, each.ids[-1], len(each.ids) - 1, each.limit - 1, len(each.ids) - each.foreign)
+            for slot, each in zip(slots, held, strict=True)
+        ]
+        rows, fed, positions, last, drawn = torch.tensor(numbers, device=self.device).T
+        self.fed[rows], self.positions[rows], self.last[rows] = fed, positions, last
+        self.drawn[rows] = drawn
+        if self.seen is not None:
+            lengths = torch.tensor([len(each.ids) for each in held], device=self.device)
+            ids = padded([each.ids for each in held], self.device)
+            self.seen[rows] = seen_tokens(ids, lengths, self.vocab_size)
+        return rows
 
     # --- several turns --------------------------------------------------------------------------
 
     def pause(self, slot: int) -> tuple[int, ...]:
-        """Stop decoding in `slot` for a while; returns the response that has ended there."""
-        self.pauses[slot] = True
+        """Stop decoding in `slot` for a while; returns the response that has ended there.
+
+        Until it goes on, what is computed there is not used.
+        """
+        held = self.in_slots[slot]
+        held.pauses, held.limit = True, len(held.ids)
         self.pausing += 1
-        ids: list[int] = self.tokens[slot, self.starts[slot] : self.lengths[slot]].tolist()
-        return tuple(ids)
+        self._set([slot])
+        return tuple(held.ids[held.start :])
 
     def resume(self, slot: int) -> None:
         """End the pause of `slot`."""
-        self.pauses[slot] = False
+        self.in_slots[slot].pauses = False
         self.pausing -= 1
 
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
@@ -211,32 +242,25 @@ class DecodingBatch:
         Returns:
             The first position that is to be fed to the model before, and the one beyond the last.
         """
-        start = int(self.lengths[slot])
-        stop = start + len(observation)
-        limit = min(stop + self.params.max_length, longest)
-        self._widen(limit)
-        ids = torch.tensor(observation, device=self.device)
-        self.tokens[slot, start:stop] = ids
-        if self.seen is not None:
-            self.seen[slot, ids] = True
-        self.starts[slot] = self.lengths[slot] = stop
-        self.foreign[slot] += len(observation)
-        self.limits[slot] = limit
-        return start - 1, stop - 1
+        held = self.in_slots[slot]
+        start = len(held.ids)
+        held.ids += observation
+        held.start, held.foreign = len(held.ids), held.foreign + len(observation)
+        held.limit = min(held.start + self.params.max_length, longest)
+        self._set([slot])
+        return start - 1, held.start - 1
 
     # --- a step ---------------------------------------------------------------------------------
 
-    def fed(self) -> tuple[Tensor, Tensor]:
-        """The tokens to feed next, int64 `[b, 1]`, and their positions, int64 `[b]`.
-
-        A slot that pauses is fed its last token again and again, which changes nothing.
-        """
-        positions = self.lengths[: self.active] - 1
-        return self.tokens[: self.active].gather(1, positions.unsqueeze(1)), positions
-
     def longest(self) -> int:
-        """The most tokens of a sample in a slot."""
-        return int(self.lengths[: self.active].max()) if self.active else 0
+        """The most tokens of a sample in a slot at the next step, or a few more."""
+        most = max((len(each.ids) for each in self.in_slots), default=0)
+        return min(most + len(self._chosen), self.width)
+
+    def steps(self) -> int:
+        """Number of steps until the next look."""
+        left = [each.limit - len(each.ids) for each in self.in_slots if not each.pauses]
+        return min(max(left), self.look_every)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         """Choose the next token, int64 `[b]`, from `logits` `[b, V]`.
@@ -244,11 +268,11 @@ class DecodingBatch:
         Returns:
             The tokens, and their log-probs `[b]` if `params.return_logprobs`.
         """
-        params, b = self.params, self.active
-        generated, uniforms = self.lengths[:b] - self.foreign[:b], None
+        params, b = self.params, len(logits)
+        drawn, uniforms = self.drawn[:b], None
         if self.uniforms is not None:
-            # A slot that pauses may have drawn them all; its token is not used.
-            places = generated.clamp(max=self.most - 1).unsqueeze(1)
+            # Beyond the end of a response it may have drawn all; the token is not used.
+            places = drawn.clamp(max=self.most - 1).unsqueeze(1)
             uniforms = self.uniforms[:b].gather(1, places).squeeze(1)
         tokens = choose_tokens(
             logits,
@@ -259,7 +283,7 @@ class DecodingBatch:
             repetition_penalty=params.repetition_penalty,
             seen=None if self.seen is None else self.seen[:b],
             end_token_ids=self.end_token_ids,
-            too_short=generated < params.min_length if params.min_length else None,
+            too_short=drawn < params.min_length if params.min_length else None,
         )
         if not params.return_logprobs:
             return tokens, None
@@ -267,8 +291,23 @@ class DecodingBatch:
         scores = (logits / temperature).log_softmax(dim=1)
         return tokens, scores.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1)
 
-    def append(self, tokens: Tensor, logprobs: Tensor | None) -> list[tuple[int, bool]]:
-        """Append the chosen `tokens` `[b]` to their samples, but for those that pause.
+    def append(self, tokens: Tensor, logprobs: Tensor | None) -> None:
+        """Have the next step go on from the chosen `tokens` `[b]`; nothing waits for them."""
+        b = len(tokens)
+        drawn, positions, last = self.drawn[:b], self.positions[:b], self.last[:b]
+        fed = self.fed[:b]
+        torch.where(positions < last, tokens.clamp(min=0), fed, out=fed)
+        if self.seen is not None:
+            self.seen[:b].scatter_(1, fed.unsqueeze(1), True)
+        if logprobs is not None and self.logprobs is not None:
+            places = drawn.clamp(max=self.most).unsqueeze(1)
+            self.logprobs[:b].scatter_(1, places, logprobs.unsqueeze(1))
+        drawn += 1
+        torch.minimum(positions + 1, last, out=positions)
+        self._chosen.append(tokens)
+
+    def look(self) -> list[tuple[int, bool]]:
+        """Take the tokens that were chosen since the last look: where the device is waited for.
 
         Returns:
             The slots whose response has ended, and whether by itself.
@@ -276,31 +315,31 @@ class DecodingBatch:
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        slots = torch.arange(self.active, device=self.device)
-        if self.pausing:
-            slots = slots[~self.pauses[: self.active]]
-            tokens, logprobs = tokens[slots], None if logprobs is None else logprobs[slots]
-        lengths = self.lengths[slots]
-        generated = lengths - self.foreign[slots]
-        if bool((tokens < 0).any()):
-            position = int(lengths[tokens < 0].min()) - 1
+        steps = torch.stack(self._chosen, 1).tolist()
+        self._chosen.clear()
+        ended, not_finite = [], []
+        for slot, (held, tokens) in enumerate(zip(self.in_slots, steps, strict=True)):
+            if held.pauses:
+                continue
+            for token in tokens:
+                if token < 0:
+                    not_finite.append(len(held.ids) - 1)
+                    break
+                held.ids.append(token)
+                length = len(held.ids)
+                is_end = length - held.foreign > self.params.min_length and self.end.at_end(
+                    held.ids, held.start
+                )
+                if is_end or length >= held.limit:
+                    ended.append((slot, is_end))
+                    break
+        if not_finite:
             raise RuntimeError(
-                f"the model's logits at position {position} are not finite: its weights hold NaN "
-                "or infinity, or its activations overflow. Was the learning rate too high?"
+                f"the model's logits at position {min(not_finite)} are not finite: its weights "
+                "hold NaN or infinity, or its activations overflow. Was the learning rate too "
+                "high?"
             )
-        self.tokens[slots, lengths] = tokens
-        if self.seen is not None:
-            self.seen[slots, tokens] = True
-        if logprobs is not None and self.logprobs is not None:
-            self.logprobs[slots, generated] = logprobs
-        rows = self.tokens[: self.active] if len(slots) == self.active else self.tokens[slots]
-        ended = self.end.ended(
-            rows, lengths, generated >= self.params.min_length, first=self.starts[slots]
-        )
-        lengths = lengths + 1
-        self.lengths[slots] = lengths
-        over = (ended | (lengths >= self.limits[slots])).nonzero()[:, 0]
-        return list(zip(slots[over].tolist(), ended[over].tolist(), strict=True))
+        return ended
 
     def finished(
         self, slot: int, is_end: bool, conversation: Conversation | None = None
@@ -310,22 +349,28 @@ class DecodingBatch:
         Args:
             conversation: its turns, if there are several.
         """
-        sample, length = self.samples[slot], int(self.lengths[slot])
-        start = len(sample.prompt)
+        held = self.in_slots[slot]
+        start, length = len(held.sample.prompt), len(held.ids)
         observed = token_rewards = logprobs = None
+        spans = []
         if conversation is not None:
-            observed = conversation.observed_tokens(length, self.device)
-            token_rewards = conversation.token_rewards(length, self.device)
+            observed = conversation.observed_tokens(length, torch.device("cpu"))
+            token_rewards = conversation.token_rewards(length, torch.device("cpu"))
+            spans = conversation.observed
         if self.logprobs is not None:
-            drawn = self.logprobs[slot, : length - int(self.foreign[slot])]
             logprobs = torch.zeros(length - start, device=self.device)
-            logprobs[slice(None) if observed is None else ~observed[start - 1 :]] = drawn
+            first, taken = start, 0
+            for beyond, after in [*spans, (length, length)]:  # what lies between observations
+                more = beyond - first
+                drawn = self.logprobs[slot, taken : taken + more]
+                logprobs[first - start : beyond - start] = drawn
+                first, taken = after, taken + more
         return FinishedSample(
-            sample.number,
-            start,
-            self.tokens[slot, :length].clone(),
-            is_end,
-            logprobs,
-            observed,
-            token_rewards,
+            held.sample.number, start, tuple(held.ids), is_end, logprobs, observed, token_rewards
         )
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device, value: int = 0) -> Tensor:
+    """int64 `[b, W]`: `rows` of ids, with `value` on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], device=device)

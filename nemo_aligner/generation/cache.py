@@ -78,6 +78,7 @@ class KeyValueCache:
 class Pass(Protocol):
     """What one pass through the model feeds, and how its tokens attend."""
 
+    cache: KeyValueCache
     positions: Tensor  # int64 [b, s] (or [1, s]): of the tokens
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
@@ -99,13 +100,14 @@ class DecodingPass:
     Args:
         cache: holds what came before.
         positions: int64 `[b]`, place of the token of each row.
+        width: of the cache that is attended to.
     """
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
+    def __init__(self, cache: KeyValueCache, positions: Tensor, width: int) -> None:
         self.cache = cache
+        self.width = width
         self.positions = positions.unsqueeze(1)
         self._places = torch.arange(len(positions), device=positions.device), positions
-        self._width = int(positions.max()) + 1
         self._masks: dict[int | None, Tensor] = {}
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -113,7 +115,7 @@ class DecodingPass:
         to.
         """
         if window not in self._masks:
-            places = torch.arange(self._width, device=self.positions.device)
+            places = torch.arange(self.width, device=self.positions.device)
             hidden = places > self.positions
             if window is not None:
                 hidden |= places < self.positions - window
@@ -128,7 +130,7 @@ class DecodingPass:
         rows, places = self._places
         layer[:, rows, :, places] = new.transpose(1, 2)
         samples = mixed.size(1)
-        keys, values = layer[:, :samples, :, : self._width]
+        keys, values = layer[:, :samples, :, : self.width]
         # The queries of a group stand where positions would: no key is repeated for them.
         queries, mask = mixed[0, :, :, :-2], self._mask(how.window, mixed.dtype)
         context = _attention(queries, keys, values, mask, how.scale)
@@ -166,20 +168,20 @@ class PrefillPass:
     def __init__(self, cache: KeyValueCache, slots: Tensor, start: int, width: int) -> None:
         self.cache = cache
         self.slots = slots
-        self.start, self.stop = start, start + width
-        self.positions = torch.arange(start, self.stop, device=slots.device).unsqueeze(0)
+        self.start, self.width = start, start + width
+        self.positions = torch.arange(start, self.width, device=slots.device).unsqueeze(0)
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
         """See `Pass.attend`."""
         new = mixed[..., -2:, :]
         layer = self.cache.layer(how.layer, new)
         keys, values = past = new.permute(3, 1, 2, 0, 4)
-        layer[:, self.slots, :, self.start : self.stop] = past
+        layer[:, self.slots, :, self.start : self.width] = past
         if self.start:
-            keys, values = layer[:, self.slots, :, : self.stop]
+            keys, values = layer[:, self.slots, :, : self.width]
         mask = None
-        if self.start or (how.window is not None and self.stop > how.window + 1):
-            places = torch.arange(self.stop, device=mixed.device)
+        if self.start or (how.window is not None and self.width > how.window + 1):
+            places = torch.arange(self.width, device=mixed.device)
             distance = self.positions.transpose(0, 1) - places
             mask = distance >= 0
             if how.window is not None:
@@ -196,24 +198,25 @@ class ExtensionPass:
         cache: holds what came before, and has room for all that is fed; what is padded beyond its
             end goes to its last position.
         slots: int64 `[b]`.
-        starts: int64 `[b]`, place of the first token of each row.
+        starts: place of the first token of each row.
         width: s.
     """
 
-    def __init__(self, cache: KeyValueCache, slots: Tensor, starts: Tensor, width: int) -> None:
+    def __init__(self, cache: KeyValueCache, slots: Tensor, starts: list[int], width: int) -> None:
         self.cache = cache
         self.slots = slots
-        places = starts.unsqueeze(1) + torch.arange(width, device=slots.device)
+        first = torch.tensor(starts, device=slots.device).unsqueeze(1)
+        places = first + torch.arange(width, device=slots.device)
         self.positions = places.clamp(max=cache.width - 1)
-        self._width = int(self.positions.max()) + 1
+        self.width = min(max(starts) + width, cache.width)
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
         """See `Pass.attend`."""
         new = mixed[..., -2:, :]  # [s, b, ng, 2, hn]
         layer = self.cache.layer(how.layer, new)
         layer[:, self.slots[:, None], :, self.positions] = new.permute(1, 0, 3, 2, 4)
-        keys, values = layer[:, self.slots, :, : self._width]
-        places = torch.arange(self._width, device=mixed.device)
+        keys, values = layer[:, self.slots, :, : self.width]
+        places = torch.arange(self.width, device=mixed.device)
         distance = self.positions.unsqueeze(-1) - places
         mask = distance >= 0
         if how.window is not None:

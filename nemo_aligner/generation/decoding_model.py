@@ -68,7 +68,7 @@ class DecodingModel:
         Returns:
             The last layer's output `[s, b, h]` on the last stage, None on the others.
         """
-        rotation = self._rotation.at(which.positions)
+        rotation = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
         group = self.split.pipeline
         stage = torch.distributed.get_rank(group)
@@ -177,13 +177,14 @@ class _Rotation:
         self.heads = config.num_attention_heads // config.num_query_groups
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def at(self, positions: Tensor) -> "_Angles | None":
-        """The rotation of tokens at `positions` int64 `[b, s]`; None without one."""
+    def at(self, positions: Tensor, width: int) -> "_Angles | None":
+        """The rotation of tokens at `positions` int64 `[b, s]`, all below `width`; None without
+        one.
+        """
         if self.embedding is None:
             return None
-        wanted = int(positions.max()) + 1
-        if self._tables is None or len(self._tables[0]) < wanted:
-            self._tables = self._compute(max(256, 1 << (wanted - 1).bit_length()))
+        if self._tables is None or len(self._tables[0]) < width:
+            self._tables = self._compute(max(256, 1 << (width - 1).bit_length()))
         cos, sin = (table[positions.T].unsqueeze(2) for table in self._tables)
         return _Angles(cos, sin, self.interleaved)
 

@@ -34,12 +34,12 @@ class EndConditions:
             if not ids:
                 strings.append(string)
         self.strings = tuple(strings)
+        self._ends = frozenset(self.token_ids)
         # Number of last tokens to decode. A token covers at least one byte; one more, because some
         # tokenizers drop the space before the first one.
         self._tail = 1 + max((len(string.encode()) for string in self.strings), default=0)
-        # By id: 1 if a response whose last token it is may end with an end string, 0 if not, -1 if
-        # not known yet.
-        self._may_end = torch.full((self.vocab_size,), -1, dtype=torch.int8)
+        # By id: whether a response whose last token it is may end with an end string.
+        self._may_end: dict[int, bool] = {}
 
     def _single_token_ids(self, string: str) -> list[int]:
         """The ids of `string` where it follows other text and, if that is one token, alone.
@@ -59,53 +59,42 @@ class EndConditions:
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.ids_to_text(ids, **self._decode_options)
 
-    def _candidates(self, ids: Tensor) -> Tensor:
-        """bool `[n]`: True where `ids` (CPU int64 `[n]`) may be the end of an end string."""
-        known = self._may_end[ids]
-        for token in ids[known < 0].unique().tolist():
+    def _candidate(self, token: int) -> bool:
+        """Whether `token` may be the end of an end string."""
+        if token not in self._may_end:
             # Alone, a part of a character decodes to U+FFFD and some tokens to nothing: these need
             # the whole tail.
             last = self._decode([token]).rstrip()[-1:]
-            may_end = last in ("", "\ufffd") or any(
+            self._may_end[token] = last in ("", "\ufffd") or any(
                 s.rstrip()[-1:] in ("", last) for s in self.strings
             )
-            self._may_end[token] = int(may_end)
-        return self._may_end[ids] == 1
+        return self._may_end[token]
 
-    def ended(
-        self,
-        tokens: Tensor,
-        last: Tensor,
-        checked: Tensor | None = None,
-        first: Tensor | None = None,
-    ) -> Tensor:
+    def at_end(self, ids: Sequence[int], first: int = 0) -> bool:
+        """Whether the response of the sample `ids` has ended with its last token.
+
+        Args:
+            first: where the response begins: an end string must not begin in the prompt.
+        """
+        if ids[-1] in self._ends:
+            return True
+        if not (self.strings and 0 <= ids[-1] < self.vocab_size and self._candidate(ids[-1])):
+            return False
+        return self._decode(list(ids[max(first, len(ids) - self._tail) :])).endswith(self.strings)
+
+    def ended(self, tokens: Tensor, last: Tensor) -> Tensor:
         """Whether the response of each sample has ended at one position.
 
         Args:
             tokens: int64 `[b, S]`.
             last: int64 `[b]`, the position of the last token of each sample.
-            checked: bool `[b]`, True for the samples to check; None checks all.
-            first: int64 `[b]`, where the response begins (0 if None): an end string must not begin
-                in the prompt.
 
         Returns:
-            bool `[b]`; False for the samples that are not checked.
+            bool `[b]`.
         """
-        last_ids = tokens.gather(1, last.unsqueeze(1)).squeeze(1)
-        hit = torch.isin(last_ids, torch.tensor(self.token_ids, device=tokens.device))
-        if checked is not None:
-            hit &= checked
-        if self.strings:
-            ids = last_ids.cpu()
-            undecided = ~hit.cpu() & (ids >= 0) & (ids < self.vocab_size)
-            if checked is not None:
-                undecided &= checked.cpu()
-            indices = undecided.nonzero().squeeze(1)
-            for i in indices[self._candidates(ids[indices])].tolist():
-                stop = int(last[i]) + 1
-                start = max(0 if first is None else int(first[i]), stop - self._tail)
-                hit[i] = self._decode(tokens[i, start:stop].tolist()).endswith(self.strings)
-        return hit
+        rows = zip(tokens.tolist(), last.tolist(), strict=True)
+        found = [self.at_end(row[: position + 1]) for row, position in rows]
+        return torch.tensor(found, device=tokens.device)
 
 
 def verify_is_valid_and_clamp_range_(

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample
+from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample, padded
 from nemo_aligner.generation.cache import DecodingPass, ExtensionPass, KeyValueCache, PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
@@ -38,6 +38,10 @@ PREFILL_TOKENS = 4096
 LEAST_FILLED = 0.75
 # Free slots, of all of them, at which the next samples are admitted.
 ADMITTED_AT = 1 / 8
+# Steps between two looks of the host at what was chosen. On a GPU a look waits until all is
+# computed that was started, and until the host has started the next step; a response of n tokens
+# costs up to (n + 3) / n of its steps when the host looks after every fourth.
+LOOK_EVERY = {"cpu": 1, "cuda": 4}
 # How many times the slots are filled before ranks that divide the samples exchange their results.
 DRAWN_AHEAD = 4
 
@@ -262,6 +266,7 @@ class MegatronGenerator(TextGenerator):
             self._end_conditions_of(params),
             self.vocab_size,
             get_device(),
+            LOOK_EVERY[get_device().type] if on_tokens is None else 1,
             1 if environment is None else environment.max_turns,
         )
         queue = self._numbered(prompts, params)
@@ -271,7 +276,9 @@ class MegatronGenerator(TextGenerator):
             while batch.active:
                 ended = []
                 if batch.pausing < batch.active:
-                    ended = self._step(model, cache, batch, on_tokens)
+                    for _ in range(batch.steps()):
+                        self._step(model, cache, batch, on_tokens)
+                    ended = batch.look()
                 if environment is None:
                     over = [(slot, batch.finished(slot, is_end)) for slot, is_end in ended]
                 else:
@@ -312,9 +319,8 @@ class MegatronGenerator(TextGenerator):
             progress.made()
             _on_all_expert_ranks(done=False)
             rows = torch.tensor(slots, device=batch.device)
-            model.forward(
-                batch.tokens[rows, start:stop], PrefillPass(cache, rows, start, stop - start)
-            )
+            ids = padded([batch.in_slots[slot].ids[start:stop] for slot in slots], batch.device)
+            model.forward(ids, PrefillPass(cache, rows, start, stop - start))
         cache.copy(refill.shared, batch.longest())
 
     def _step(
@@ -323,20 +329,18 @@ class MegatronGenerator(TextGenerator):
         cache: KeyValueCache,
         batch: DecodingBatch,
         on_tokens: OnTokens | None,
-    ) -> list[tuple[int, bool]]:
-        """Advance the samples in the slots by one token; returns what `DecodingBatch.append`
-        does.
-        """
+    ) -> None:
+        """Advance the samples in the slots by one token."""
         progress.made()
         _on_all_expert_ranks(done=False)
-        tokens, positions = batch.fed()
-        hidden = model.forward(tokens, DecodingPass(cache, positions))
+        rows = batch.active
+        which = DecodingPass(cache, batch.positions[:rows], batch.longest())
+        hidden = model.forward(batch.fed[:rows].unsqueeze(1), which)
         chosen = None if hidden is None else batch.choose(model.logits(hidden))
         tokens, logprobs = self._broadcast_choice(chosen, batch)
-        ended = batch.append(tokens, logprobs)
+        batch.append(tokens, logprobs)
         if on_tokens is not None:
-            on_tokens(torch.tensor([sample.number for sample in batch.samples]), tokens)
-        return ended
+            on_tokens(torch.tensor([each.sample.number for each in batch.in_slots]), tokens)
 
     def _ask(
         self,
@@ -347,7 +351,7 @@ class MegatronGenerator(TextGenerator):
     ) -> None:
         """Have the slots whose responses have `ended` pause until the environment replies."""
         for slot, is_end in ended:
-            sample = batch.samples[slot]
+            sample = batch.in_slots[slot].sample
             conversation = conversations.setdefault(
                 sample.number, Conversation(len(sample.prompt))
             )
@@ -375,11 +379,12 @@ class MegatronGenerator(TextGenerator):
             return []
         replies = self._replies(environment, wait=batch.pausing == batch.active)
         over, fed = [], []
-        for slot, sample in enumerate(batch.samples[: batch.active]):
+        for slot, held in enumerate(batch.in_slots):
+            sample, length = held.sample, len(held.ids)
             if (reply := replies.get(sample.number)) is None:
                 continue
             batch.resume(slot)
-            conversation, length = conversations[sample.number], int(batch.lengths[slot])
+            conversation = conversations[sample.number]
             conversation.rewards.append((length - 1, reply.reward))
             # A response of one token must have room after the observation.
             room = length + len(reply.observation) < self.max_sequence_length
@@ -398,9 +403,11 @@ class MegatronGenerator(TextGenerator):
         for rows, starts, width in _extension_passes(fed):
             progress.made()
             _on_all_expert_ranks(done=False)
-            slots, places = torch.tensor([rows, starts], device=batch.device)
-            extension = ExtensionPass(cache, slots, places, width)
-            model.forward(batch.tokens[slots[:, None], extension.positions], extension)
+            slots = torch.tensor(rows, device=batch.device)
+            pieces = zip(rows, starts, strict=True)
+            ids = [batch.in_slots[slot].ids[start : start + width] for slot, start in pieces]
+            tokens = padded([*ids, [0] * width], batch.device)[:-1]
+            model.forward(tokens, ExtensionPass(cache, slots, starts, width))
         return over
 
     def _replies(self, environment: Environment, wait: bool) -> dict[int, Reply]:
@@ -429,7 +436,7 @@ class MegatronGenerator(TextGenerator):
         cache = model.new_cache(1)
         cache.reserve(1)
         first = torch.zeros(1, dtype=torch.int64, device=get_device())
-        model.forward(first.unsqueeze(1), DecodingPass(cache, first))
+        model.forward(first.unsqueeze(1), DecodingPass(cache, first, 1))
 
     def _end_conditions_of(self, params: GenerationParams) -> EndConditions:
         if params.end_strings not in self._end_conditions:
@@ -493,10 +500,10 @@ class MegatronGenerator(TextGenerator):
             chosen: what `DecodingBatch.choose` returns, on the last stage; None on the others.
         """
         if chosen is None:
-            size, device = batch.active, batch.device
-            tokens, logprobs = torch.empty(size, dtype=torch.int64, device=device), None
+            device, logprobs = batch.device, None
+            tokens = torch.empty(batch.active, dtype=torch.int64, device=device)
             if batch.params.return_logprobs:
-                logprobs = torch.empty(size, dtype=torch.float32, device=device)
+                logprobs = torch.empty(batch.active, dtype=torch.float32, device=device)
         else:
             tokens, logprobs = chosen
         group = self.split.copy
@@ -510,18 +517,15 @@ class MegatronGenerator(TextGenerator):
 
     def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
         """One output for `samples`, in their order."""
-        tokens = torch.nn.utils.rnn.pad_sequence(
-            [sample.tokens for sample in samples],
-            batch_first=True,
-            padding_value=self.tokenizer.eos_id,
-        )
-        device, logprobs = tokens.device, None
+        device, logprobs = get_device(), None
+        tokens = padded([sample.tokens for sample in samples], device, self.tokenizer.eos_id)
 
-        def padded(columns: list[Tensor | None], value: float) -> Tensor | None:
-            given = [column for column in columns if column is not None]
-            if not given:
+        def columns(given: list[Tensor | None], value: float) -> Tensor | None:
+            there = [column for column in given if column is not None]
+            if not there:
                 return None
-            return torch.nn.utils.rnn.pad_sequence(given, batch_first=True, padding_value=value)
+            rows = torch.nn.utils.rnn.pad_sequence(there, batch_first=True, padding_value=value)
+            return rows.to(device)
 
         if samples[0].logprobs is not None:
             logprobs = torch.zeros(len(samples), tokens.size(1) - 1, device=device)
@@ -533,8 +537,8 @@ class MegatronGenerator(TextGenerator):
             torch.tensor([len(sample.tokens) for sample in samples], device=device),
             torch.tensor([sample.is_end for sample in samples], device=device),
             logprobs,
-            padded([sample.observed for sample in samples], False),
-            padded([sample.token_rewards for sample in samples], float("nan")),
+            columns([sample.observed for sample in samples], False),
+            columns([sample.token_rewards for sample in samples], float("nan")),
         )
 
 
@@ -544,13 +548,13 @@ def _prefill_passes(
     """(slots, start, stop) of the passes that feed all tokens but the last of the prompts in
     `slots`. Prompts of similar length share a pass.
     """
-    left = sorted(slots, key=lambda slot: -len(batch.samples[slot].prompt))
+    left = sorted(slots, key=lambda slot: -len(batch.in_slots[slot].ids))
     while left:
-        longest = len(batch.samples[left[0]].prompt) - 1
+        longest = len(batch.in_slots[left[0]].ids) - 1
         rows = [
             slot
             for slot in left[: max(1, PREFILL_TOKENS // max(1, longest))]
-            if len(batch.samples[slot].prompt) - 1 >= LEAST_FILLED * longest
+            if len(batch.in_slots[slot].ids) - 1 >= LEAST_FILLED * longest
         ]
         for start in range(0, longest, PREFILL_TOKENS):
             yield rows, start, min(start + PREFILL_TOKENS, longest)

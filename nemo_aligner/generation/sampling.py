@@ -58,7 +58,7 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 def forbid_tokens(logits: Tensor, token_ids: Tensor, where: Tensor) -> Tensor:
     """Put -inf at `token_ids` `[n]` of `logits` `[b, V]` where `where`, bool `[b]`, is True."""
     columns = torch.zeros(logits.size(1), dtype=torch.bool, device=logits.device)
-    columns[token_ids] = True
+    columns.index_fill_(0, token_ids, True)  # an assignment would copy the number from the host
     return logits.masked_fill(where.unsqueeze(1) & columns, float("-inf"))
 
 

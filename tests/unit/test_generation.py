@@ -5,9 +5,11 @@
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
+from nemo_aligner.generation.batch import DecodingBatch
 from nemo_aligner.generation.cache import PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions, verify_is_valid_and_clamp_range_
@@ -363,15 +365,6 @@ def test_end_strings_are_found_at_the_end_only(tiny_tokenizer):
         assert end.ended(*ids_of(tiny_tokenizer, text)).item() is expected, text
 
 
-def test_end_conditions_check_only_the_given_samples(tiny_tokenizer):
-    tokens, last = ids_of(tiny_tokenizer, "the film Human:")
-    end = EndConditions(tiny_tokenizer, ["Human:"])
-    rows = torch.tensor([True, False, True])
-    assert end.ended(tokens.expand(3, -1), last.expand(3), rows).tolist() == [True, False, True]
-    eos = torch.full((3, 1), tiny_tokenizer.eos_id)
-    assert end.ended(eos, torch.zeros(3, dtype=torch.int64), rows).tolist() == [True, False, True]
-
-
 def test_special_tokens_end_a_response_as_one_token(tiny_tokenizer):
     end = EndConditions(tiny_tokenizer, ["<|endoftext|>"])
     assert end.token_ids == [tiny_tokenizer.eos_id] and end.strings == ()
@@ -411,12 +404,8 @@ def test_unknown_text_and_the_end_of_a_prompt_end_nothing(tiny_tokenizer, tmp_pa
 
     end = EndConditions(tiny_tokenizer, ["!!!?"])
     assert end.strings  # found by its text, not as one token
-    tokens, last = ids_of(tiny_tokenizer, "!!!?")
-    first = torch.tensor([0])
-    assert end.ended(tokens, last, first=first).item()
-    assert not end.ended(
-        tokens, last, first=first + 1
-    ).item()  # a part of it belongs to the prompt
+    ids = tiny_tokenizer.text_to_ids("!!!?")
+    assert end.at_end(ids) and not end.at_end(ids, first=1)  # a part of it belongs to the prompt
 
 
 def test_valid_responses(tiny_tokenizer):
@@ -553,6 +542,61 @@ def test_equal_prompts_share_one_pass(llama, prompts, monkeypatch):
     output = generator.generate(tokens, lengths, torch.arange(8), ENDS_OFTEN, slots=3)
     assert len({tuple(sample) for sample in samples_of(output)}) == 8
     assert fed == [(1, int(lengths[0]) - 1), (1, int(lengths[-1]) - 1)]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what waits for a GPU, or has a size that only the GPU knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks, values = [], torch.ones(1)
+        if name in ("index", "index_put", "index_put_"):
+            masks, values = [x for x in args[1] if x is not None], (*args, values)[2]
+        if (
+            name in ("_local_scalar_dense", "nonzero", "_unique2", "masked_select", "equal")
+            or any(x.dtype == torch.bool for x in masks)
+            or not values.dim()  # a number that is copied from the host
+        ):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_greedy=True, return_logprobs=True),
+        dict(temperature=3.0, end_strings=("e", " the"), return_logprobs=True),
+        dict(top_k=20, top_p=0.9, repetition_penalty=1.2, min_length=3, end_strings=("e",)),
+    ],
+)
+def test_steps_do_not_wait(model, prompts, options, monkeypatch):
+    """As on a GPU the host looks after every fourth step. No sample changes."""
+    params = GenerationParams(max_length=24, **options)
+    tokens, lengths, seeds = (x.repeat_interleave(2, 0) for x in prompts)
+    generator = generator_of(model)
+    expected = generator.generate(tokens, lengths, seeds, params)
+    steps, looks, waits = [], [], Waits()
+    look, step = DecodingBatch.look, MegatronGenerator._step
+
+    def counted(*args):
+        steps.append(0)
+        with waits:
+            step(*args)
+
+    monkeypatch.setattr(MegatronGenerator, "_step", counted)
+    monkeypatch.setattr(DecodingBatch, "look", lambda self: looks.append(0) or look(self))
+    monkeypatch.setitem(engine.LOOK_EVERY, "cpu", 4)
+    for slots in (5, len(tokens)):
+        output = generator.generate(tokens, lengths, seeds, params, slots=slots)
+        assert samples_of(output) == samples_of(expected)
+        assert torch.equal(output.is_end, expected.is_end)
+        if params.return_logprobs:
+            torch.testing.assert_close(output.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+    assert not waits.found and len(looks) <= 0.25 * len(steps) + 1
 
 
 def test_a_stream_asks_for_prompts_when_there_is_room_and_gives_what_has_ended(llama, prompts):

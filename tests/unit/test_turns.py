@@ -78,6 +78,7 @@ def converse(actor, prompts, params, environment, slots):
 @pytest.mark.parametrize("slots", [1, 5, ROWS])
 def test_conversations_are_those_of_a_naive_loop(actor, prompts, options, slots, monkeypatch):
     monkeypatch.setattr(engine, "PREFILL_TOKENS", 4)  # observations go in pieces, and together
+    monkeypatch.setitem(engine.LOOK_EVERY, "cpu", slots)  # steps beyond the end, as on a GPU
     params = GenerationParams(max_length=7, end_strings=LETTERS, return_logprobs=True, **options)
     environment = ScriptedEnvironment(seed=slots)
     samples = converse(actor, prompts, params, environment, slots)
