@@ -842,6 +842,13 @@ MUTANTS = [
         _unit("test_spin_model.py", "test_samples_of_the_rollouts_are_written"),
     ),
     Mutant(
+        "the form of conversations that a checkpoint keeps comes before the job's",
+        "launch/model_loading.py",
+        'forms = [asked_form(model_cfg.get("data") or {}), given.get',
+        'forms = [own.get(KEPT_FORM), asked_form(model_cfg.get("data") or {}), given.get',
+        _unit("test_kept_forms.py", "test_a_form_is_the_default_of_what_starts_from_its_job"),
+    ),
+    Mutant(
         "a dropout that the checkpoint stores acts in DPO",
         "launch/model_loading.py",
         "    if job in WITHOUT_DROPOUT and stored:",

@@ -77,7 +77,14 @@ def load_and_override_model_config(
     if remove_meta_info:
         for key in META_KEYS:
             base.pop(key, None)
+    kept = _contents((base.get("tokenizer") or {}).get(KEPT_FORM))
     merged = _over(base, model_cfg_to_overwrite)
+    asked = _contents(asked_form(model_cfg_to_overwrite.get("data") or {}))
+    if None not in (kept, asked) and kept != asked and is_rank_zero():
+        logging.warning(
+            "the form of conversations that model.data asks for (chat_template, chat) is another "
+            "than the checkpoint keeps; null and chat=False take that of the checkpoint"
+        )
     OmegaConf.set_struct(merged, False)  # also as a part of a configuration that takes no new keys
     for key in PARALLEL_SIZES:
         if key not in merged:
@@ -141,6 +148,14 @@ def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
     if form is not None:
         merged["tokenizer"] = {**(merged.get("tokenizer") or {}), KEPT_FORM: resolved(form)}
     return OmegaConf.create(merged)
+
+
+def _contents(form: DictConfig | dict[str, Any] | None) -> dict[str, Any] | None:
+    """A form of conversations with the text of its template in place of the file."""
+    if form is None:
+        return None
+    path = Path(form.get("chat_template") or os.devnull)
+    return {**resolved(form), "chat_template": path.read_text("utf-8") if path.exists() else None}
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,11 +70,13 @@ def save(cfg, path):
 def test_a_form_is_the_default_of_what_starts_from_its_job(
     tiny_tokenizer_dir, tmp_path, forms, name, suffix, monkeypatch
 ):
-    said = []
+    said, warned = [], []
     monkeypatch.setattr(logging, "info", lambda text, *_a, **_k: said.append(text))
+    monkeypatch.setattr(logging, "warning", lambda text, *_a, **_k: warned.append(text))
     first, tokenizer = configured(None, tiny_tokenizer_dir, **forms[name])
     expected = chat_form(forms[name], tokenizer).prompt(TALK)
     kept = save(first, tmp_path / f"first{suffix}")
+    configured(kept, **forms[name])
     (tmp_path / "plain.jinja").unlink()
     passed_on = save(configured(kept)[0], tmp_path / f"second{suffix}")
     say_default.cache_clear()
@@ -89,6 +91,7 @@ def test_a_form_is_the_default_of_what_starts_from_its_job(
     chatml = {"chat_template": str(TEMPLATES / "chatml.jinja")}
     own = chat_form(chatml, tokenizer).prompt(TALK)
     other = save(configured(passed_on, **chatml)[0], tmp_path / "third")
+    assert sum("is another than the checkpoint keeps" in text for text in warned) == 1
     assert own != expected and chat_form({}, configured(other)[1]).prompt(TALK) == own
     assert chat_form({}, configured(passed_on, chat_template="tokenizer")[1]) is None
 
