@@ -254,7 +254,9 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         # In place of NeMo's, which holds secrets.
         words = [shown_word(word) for word in sys.argv]
         (log_dir / "cmd-args.log").write_text(" ".join(words))
-        command = shlex.join([*_program(words[0]), *words[1:]])
+        is_command = Path(words[0]).stem in ("__main__", "nemo-aligner")
+        program = ["nemo-aligner"] if is_command else ["python", words[0]]
+        command = shlex.join(program + words[1:])
         about = {"job": config_name_of(cfg), "command": command, "versions": versions()}
         (log_dir / ABOUT_FILE).write_text(json.dumps(about, indent=1))
         _write_config(cfg, log_dir)
@@ -280,12 +282,6 @@ def _mlflow_logger(options: DictConfig, log_dir: Path) -> MLFlowLogger:
 def _write_config(cfg: DictConfig, log_dir: Path) -> None:
     shown = OmegaConf.create(shown_config(plain_dict(cfg)))
     OmegaConf.save(shown, log_dir / "config.yaml")
-
-
-def _program(file: str) -> list[str]:
-    """How a user starts the Python file of this process."""
-    is_command = Path(file).name in ("__main__.py", "nemo-aligner")
-    return ["nemo-aligner"] if is_command else ["python", file]
 
 
 def _former_runs(log_dir: Path) -> list[Path]:

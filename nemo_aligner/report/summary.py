@@ -6,63 +6,35 @@ from dataclasses import dataclass
 
 from nemo_aligner.report.reading import Curve, JobRecord
 
-
-@dataclass(frozen=True)
-class Measure:
-    """A measure of a job, and the metrics that may hold it; the first one that exists counts."""
-
-    title: str  # for the reader
-    keys: tuple[str, ...]  # "family/metric"
-    chart: str = ""  # title of the chart, which measures may share
-
-
-POLICY_MEASURES = (
-    Measure(
-        "reward, validation", ("val_rollouts/rewards", "val_rollouts/global_rewards"), "reward"
-    ),
-    Measure(
-        "reward, rollouts", ("train_rollouts/rewards", "train_rollouts/global_rewards"), "reward"
-    ),
-    Measure("KL to the reference, per token", ("train_rollouts/init_policy_kl",)),
-    Measure(
-        "response length in tokens, validation",
-        ("val_rollouts/generation_length", "val_rollouts/global_response_lengths_mean"),
-        "response length in tokens",
-    ),
-    Measure(
-        "response length in tokens, rollouts",
-        ("train_rollouts/generation_length", "train_rollouts/global_response_lengths_mean"),
-        "response length in tokens",
-    ),
-    Measure(
-        "responses that end by themselves",
-        (
-            "val_rollouts/fraction_of_samples_properly_ended",
-            "train_rollouts/fraction_of_samples_properly_ended",
-        ),
-    ),
-    Measure("turns of a conversation", ("train_rollouts/turns",)),
-    Measure("number of rewards per response", ("train_rollouts/rewards_per_response",)),
-)
-SUPERVISED_MEASURES = (
-    Measure("loss, validation", ("validation/loss",), "loss"),
-    Measure("loss, training", ("train/loss",), "loss"),
-    Measure("accuracy, validation", ("validation/acc",), "accuracy"),
-    Measure("accuracy, training", ("train/acc",), "accuracy"),
-    Measure(
-        "margin of rewards",
-        ("validation/margin", "validation/rewards_margin", "train/margin", "train/rewards_margin"),
-    ),
-    Measure("divergence from the teacher, validation", ("validation/kd_loss",), "divergence"),
-    Measure("divergence from the teacher, training", ("train/kd_loss",), "divergence"),
-    Measure("divergence from the target, validation", ("validation/distance",), "divergence"),
-    Measure("divergence from the target, training", ("train/distance",), "divergence"),
-    Measure("response length in tokens, self-play", ("train/avg_generated_lengths",)),
-    Measure("correlation, validation", ("validation/correlation",)),
-    Measure("explained variance", ("train/explained_variance",)),
-)
-
-
+# Measures, and the metrics that may hold each; the first one that exists counts. Those that differ
+# behind a comma share a chart.
+POLICY_MEASURES = """
+reward, validation: val_rollouts/rewards val_rollouts/global_rewards
+reward, rollouts: train_rollouts/rewards train_rollouts/global_rewards
+KL to the reference, per token: train_rollouts/init_policy_kl
+response length in tokens, validation: val_rollouts/generation_length \
+    val_rollouts/global_response_lengths_mean
+response length in tokens, rollouts: train_rollouts/generation_length \
+    train_rollouts/global_response_lengths_mean
+responses that end by themselves: val_rollouts/fraction_of_samples_properly_ended \
+    train_rollouts/fraction_of_samples_properly_ended
+turns of a conversation: train_rollouts/turns
+number of rewards per response: train_rollouts/rewards_per_response
+"""
+SUPERVISED_MEASURES = """
+loss, validation: validation/loss
+loss, training: train/loss
+accuracy, validation: validation/acc
+accuracy, training: train/acc
+margin of rewards: validation/margin validation/rewards_margin train/margin train/rewards_margin
+divergence from the teacher, validation: validation/kd_loss
+divergence from the teacher, training: train/kd_loss
+divergence from the target, validation: validation/distance
+divergence from the target, training: train/distance
+response length in tokens, self-play: train/avg_generated_lengths
+correlation, validation: validation/correlation
+explained variance: train/explained_variance
+"""
 # What is shown of the updates.
 TRAINED = {
     f"{family}/{name}"
@@ -84,11 +56,11 @@ class Found:
 def what_it_learned(job: JobRecord) -> list[Found]:
     """The measures that `job` has, in the order in which a reader asks for them."""
     found = []
-    for measure in POLICY_MEASURES if job.is_policy else SUPERVISED_MEASURES:
-        key = next((key for key in measure.keys if key in job.series), None)
+    for line in (POLICY_MEASURES if job.is_policy else SUPERVISED_MEASURES).strip().splitlines():
+        title, _, keys = line.partition(": ")
+        key = next((key for key in keys.split() if key in job.series), None)
         if key is not None:
-            chart = measure.chart or measure.title
-            found.append(Found(measure.title, chart, key, job.series[key]))
+            found.append(Found(title, title.partition(",")[0], key, job.series[key]))
     return found
 
 
