@@ -75,13 +75,11 @@ def is_foreign(path: Path) -> bool:
 
 
 def is_nemo2(path: Path) -> bool:
-    """Whether `path` is a folder of NeMo 2.0."""
     context = path / NEMO2_CONTEXT
     return context.is_dir() and any((context / n).is_file() for n in (NEMO2_MODEL, NEMO2_JSON))
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether `path` is a folder of Hugging Face."""
     return path.is_dir() and (path / HF_CONFIG).is_file()
 
 
@@ -91,12 +89,10 @@ def is_peft(path: Path) -> bool:
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether `path` is a checkpoint of Megatron-LM or Megatron-Bridge, or the root of some."""
     return (path / TRACKER).is_file() or is_iteration(path)
 
 
 def is_iteration(path: Path) -> bool:
-    """Whether `path` is one checkpoint of Megatron-LM or Megatron-Bridge."""
     if (path / CONFIG_FILE).exists() or (path / NEMO2_CONTEXT).exists():
         return False
     distributed = (path / METADATA_FILE).is_file() and (path / BACKEND_FILE).is_file()
@@ -104,5 +100,4 @@ def is_iteration(path: Path) -> bool:
 
 
 def rank_folders(path: Path) -> list[Path]:
-    """The folders of the ranks in a checkpoint of Megatron-LM's per-rank form."""
     return sorted(file.parent for file in path.glob(f"mp_rank_*/{RANK_FILE}"))

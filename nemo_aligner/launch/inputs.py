@@ -17,6 +17,7 @@ from nemo_aligner.checkpoint.places import check_complete, check_restore_path
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_records import (
+    CONVERSATIONS,
     PAIR,
     conversation_field,
     conversation_messages,
@@ -32,12 +33,9 @@ from nemo_aligner.data.nlp.records import check_text
 from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file
-SFT_SECTIONS = ("model.data.train_ds", "model.data.validation_ds")  # with a key `file_path`
-SECTIONS = {
-    "gpt_sft": SFT_SECTIONS,
-    "gpt_spin": SFT_SECTIONS,
-    "compute_topk_logits": ("data.data",),
-}
+SECTIONS = dict.fromkeys(  # with a key `file_path`
+    ("gpt_sft", "gpt_spin"), ("model.data.train_ds", "model.data.validation_ds")
+) | {"compute_topk_logits": ("data.data",)}
 FIELDS = {  # of records
     "training_rm": PAIR,
     "gpt_dpo": PAIR,
@@ -113,8 +111,8 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
             check_text(record, field, allow_blank=True)
     elif config_name in FIELDS:
         if config_name == "training_rm":
-            is_text = not (talks or holds_pair(record) or data.chat_template)
-            fields = PAIR if holds_pair(record) else ("text",) * is_text
+            is_known = talks or not {"prompt", "responses", *CONVERSATIONS}.isdisjoint(record)
+            fields = PAIR if holds_pair(record) else ("text",) * (not is_known)
             fields += ("label",) * (cfg.model.reward_model_type == "regression")
         elif (
             config_name == "gpt_knowledge_distillation"

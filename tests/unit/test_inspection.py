@@ -18,14 +18,17 @@ import torch
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.rules import PREFIX_DATA_JOBS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.data.nlp.prompts import PromptColumns
 from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
-from nemo_aligner.generate.settings import is_setting
+from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.inspection.command import main
 from nemo_aligner.inspection.findings import histogram, look
 from nemo_aligner.inspection.jobs import ON_POLICY, open_job
 from nemo_aligner.inspection.samples import Part, pieces, read_samples
+from nemo_aligner.launch.inputs import check_inputs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.chat_forms import FAMILIES, write_tokenizer
 
@@ -460,6 +463,13 @@ def cell(layout, job):
     return next(r[2] for r in rows if r[0] == f"| {layout}" and r[1].startswith(job))
 
 
+def check_early(job, path, settings):
+    """What the job checks first refuses nothing that it can use."""
+    key = "data_prefix" if job in PREFIX_DATA_JOBS else "train_ds.file_path"
+    cfg = compose_settings(job, [*settings, f"model.data.{key}=[{path}]"])
+    check_inputs(complete_config(cfg, job), job)
+
+
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(row[0]))
 def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
     """From parquet where its columns have one type, as a hub's files do."""
@@ -473,6 +483,7 @@ def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
     assert not line or settings[-1] != "model.data.columns={}"
     by_itself = () if layout == "KTO (trl)" else ("--job", job)
     out = shown(capsys, path, "--model", model, *by_itself, *settings)
+    check_early(job, path, settings)
     out = re.sub(r"\(\d+ tokens(, \d trained on)?\)", "(of N)", out)
     for text in expected:
         assert text.replace("{path}", path) in out
@@ -522,7 +533,9 @@ def test_the_page_has_all_formats():
 @pytest.mark.parametrize("number", range(len(DOCUMENTED)))
 def test_records_and_settings_of_the_page_make_samples(number, model, write):
     records, job, settings = DOCUMENTED[number]
-    opened = open_job([write(*records)], model, job, settings)
+    path = write(*records)
+    opened = open_job([path], model, job, settings)
+    check_early(job, path, settings)
     expected = len(records) // opened.dataset.lines_per_document
     samples = read_samples(opened, 9)
     assert len(samples) == len(opened.dataset) == expected >= 1
