@@ -100,8 +100,10 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
     data: Any = cfg.get("data") or cfg.model.data
     talks = holds_conversation(record)
     fields: tuple[str, ...] = FIELDS.get(config_name, ())
-    if data.chat:  # NeMo's format, whose parts have other names, or that of SteerLM 2
-        if config_name in SECTIONS and not talks and "prompt_turns" not in record:
+    if "prompt_turns" in record:  # of SteerLM 2
+        return
+    if data.chat:  # NeMo's format, whose parts have other names
+        if config_name in SECTIONS and not talks:
             conversation_messages(record)
     elif config_name in SECTIONS:
         if data.chat_template or (conversation_field(record) and section.label_key not in record):
