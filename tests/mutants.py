@@ -1292,6 +1292,21 @@ MUTANTS = [
         "error = kl / self.target - 1.0",
         _unit("test_kl.py", "test_adaptive_controller_by_hand"),
     ),
+    # --- before the work
+    Mutant(
+        "wrong paths and records are told after the imports",
+        "launch/job_entry.py",
+        "before_notes=lambda: check_inputs(cfg, config_name)",
+        "before_notes=lambda: None",
+        _unit("test_inputs.py", "test_it_is_one_message_before_torch_is_imported"),
+    ),
+    Mutant(
+        "rollouts are validated on data that are not there",
+        "algorithms/rollout_trainer.py",
+        "limit_val_batches=float(self.has_validation)",
+        "limit_val_batches=1.0",
+        _unit("test_rs_trainer.py", "test_without_validation_data_nothing_is_validated"),
+    ),
     # --- machines with GPUs
     Mutant(
         "a job on the CPU takes the GPUs all the same",

@@ -35,18 +35,15 @@ CHECKED = "nemo_aligner_checked"
 # letters one may be wrong, as in most typing errors; unrelated names rarely share three of four.
 ALIKE = 0.75
 LIGHTNING_KEYS = {"trainer.max_epochs", "trainer.max_steps"}  # not what a job goes by
-# Names of keys in other libraries, by the name here.
-COMMON_NAMES = {
-    "lr": ("learning_rate",),
-    "global_batch_size": ("batch_size", "train_batch_size"),
-    "micro_batch_size": ("per_device_train_batch_size",),
-    "max_epochs": ("epochs", "num_epochs", "num_train_epochs"),
-    "encoder_seq_length": ("max_seq_len",),
-    "max_length": ("max_new_tokens",),
-    "ref_policy_kl_penalty": ("beta",),
-    "restore_from_path": ("model_name_or_path",),
-    "explicit_log_dir": ("output_dir",),
-}
+# Names of keys in other libraries, and what they are called here.
+COMMON_NAMES = dict(
+    pair.split("=")
+    for pair in """learning_rate=lr batch_size=global_batch_size train_batch_size=global_batch_size
+    per_device_train_batch_size=micro_batch_size epochs=max_epochs num_epochs=max_epochs
+    num_train_epochs=max_epochs max_seq_len=encoder_seq_length max_new_tokens=max_length
+    beta=ref_policy_kl_penalty model_name_or_path=restore_from_path
+    output_dir=explicit_log_dir""".split()
+)
 
 
 def check_config(
@@ -197,7 +194,8 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     parts = []  # (parent, name, whole key)
     for candidate in sorted(_with_sections(candidates)):
         above, _, name = candidate.rpartition(".")
-        parts += [(above, each, candidate) for each in (name, *COMMON_NAMES.get(name, ()))]
+        names = [name, *(other for other, ours in COMMON_NAMES.items() if ours == name)]
+        parts += [(above, each, candidate) for each in names]
 
     def similar(pairs: list[tuple[str, str, str]], cutoff: float) -> list[str]:
         names = difflib.get_close_matches(leaf, {name for _, name, _ in pairs}, n=1, cutoff=cutoff)

@@ -99,16 +99,12 @@ def hydra_runner(
 
 
 def _forced(word: str, may_be_group: bool) -> str:
-    """A word that sets a key, so that Hydra also takes one that the YAML file does not list:
-    whether there is such a key the job says.
-
-    Args:
-        may_be_group: a key without a dot may name a folder of YAML files to choose from.
+    """A word with which Hydra sets a key even if the YAML file lacks it: the job says whether
+    there is such a key. One without a dot may be a group of files.
     """
     found = re.match(r"\+{0,2}(?!hydra\.)([A-Za-z_][\w.]*)=", word)
-    if found is None or (may_be_group and "." not in found[1]):
-        return word
-    return f"++{word[found.start(1) :]}"
+    is_key = found is not None and not (may_be_group and "." not in found[1])
+    return f"++{word.lstrip('+')}" if is_key else word
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -59,14 +59,10 @@ def job_main(
 def _check(cfg: DictConfig, config_name: str) -> None:
     """Check a complete configuration; what needs PyTorch, which takes seconds to import, last."""
     accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
-    # "auto" and -1 count GPUs, on which sizes depend.
-    counts_gpus = accelerator != "cpu" and str(devices) in ("auto", "-1")
-    gpus = None if counts_gpus or accelerator == "cpu" else count_devices(devices)
+    on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")
+    gpus = None if on_cpu or counts_gpus else count_devices(devices)  # as if they were there
     check_config(
-        cfg,
-        config_name,
-        visible_devices=gpus,
-        before_notes=lambda: check_inputs(cfg, config_name),
+        cfg, config_name, visible_devices=gpus, before_notes=lambda: check_inputs(cfg, config_name)
     )
     if gpus is not None:
         check_accelerator(accelerator, devices, cuda_devices())

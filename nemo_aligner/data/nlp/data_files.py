@@ -125,16 +125,15 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
 
 
 def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
-    """As `open_sources`, but none of what takes long to open: folders, patterns, tokens, and large
-    files that are unpacked. That they exist is checked.
+    """As `open_sources`, but of folders, patterns, tokens and large files that are unpacked only
+    whether they exist is checked.
     """
-    if data_impl == "mmap":
-        exists = all(Path(f"{path}{end}").is_file() for end in (".idx", ".bin"))
-    else:
-        exists = path.exists() or bool(glob.glob(str(path), recursive=True))
-    is_quick = data_impl.startswith("json") and path.is_file()
-    is_quick = is_quick and not (path.stat().st_size > index_files.SMALL and _kind(path))
-    return [] if exists and not is_quick else open_sources(path, data_impl, index_dir)
+    names = [f"{path}.idx", f"{path}.bin"] if data_impl == "mmap" else [str(path)]
+    exists = all(glob.glob(name, recursive=True) or Path(name).exists() for name in names)
+    if exists and not (data_impl.startswith("json") and path.is_file()):
+        return []
+    is_large = exists and path.stat().st_size > index_files.SMALL and _kind(path)
+    return [] if is_large else open_sources(path, data_impl, index_dir)
 
 
 def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
