@@ -110,7 +110,8 @@ def missing(field: str, record: Record, more: str = "") -> UserError:
     text = f"field '{field}' is missing; the line has {sorted(record)}.{more and ' '}{more}"
     if name is None:
         return UserError(text)
-    return UserError(f"{text} model.data.columns={{{field}: {name}}} reads it from '{name}'.")
+    line = f'model.data.columns="{{{field}: {name}}}"'
+    return UserError(f"{text} {line} reads it from '{name}'.")
 
 
 def kind_of(value: Any) -> str:
