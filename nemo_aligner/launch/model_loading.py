@@ -37,15 +37,9 @@ PARALLEL_SIZES = (
 )
 # Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
 # dropout of the checkpoint's pretraining would be noise in them.
-WITHOUT_DROPOUT = (
-    "gpt_ppo_actor",
-    "gpt_ppo_critic",
-    "gpt_rs_actor",
-    "gpt_reinforce_actor",
-    "gpt_dpo",
-    "gpt_kto",
-    "gpt_spin",
-    "gpt_knowledge_distillation",
+WITHOUT_DROPOUT = tuple(
+    """gpt_ppo_actor gpt_ppo_critic gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
+    gpt_knowledge_distillation""".split()
 )
 DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Sections of other jobs, which a checkpoint that such a job trained may hold.
