@@ -1734,6 +1734,33 @@ MUTANTS = [
         _unit("test_stop_requests.py", "test_the_time_limit_has_a_code_of_its_own"),
     ),
     Mutant(
+        "a second Ctrl-C waits for the end of the step",
+        "training/stop_requests.py",
+        "and number != signal.SIGUSR1:",
+        "and number == signal.SIGTERM:",
+        _unit(
+            "test_stop_requests.py",
+            "test_before_the_first_step_and_asked_twice_a_job_ends_at_once[loop-2-Ctrl-C-76]",
+        ),
+    ),
+    Mutant(
+        "a job takes the Ctrl-C that a shell keeps from its background",
+        "training/stop_requests.py",
+        "if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN",
+        "if True",
+        _unit(
+            "test_stop_requests.py",
+            "test_a_ctrl_c_that_a_shell_keeps_from_its_background_jobs_asks_nothing",
+        ),
+    ),
+    Mutant(
+        "the report has a speed among the seconds",
+        "report/charts.py",
+        ' and not key.endswith("_per_s")',
+        "",
+        _unit("test_report.py", "test_page_opens_with_what_the_policy_learned"),
+    ),
+    Mutant(
         "what a reward function has started outlives its worker",
         "servers/worker_keeper.py",
         "prctl(PR_SET_CHILD_SUBREAPER, 1)",
