@@ -130,4 +130,4 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
         prompt_messages(record)
     else:
         is_prompt = "text" not in record and "prompt" in record
-        check_text(record, "prompt" if is_prompt else "text")
+        check_text(record, "prompt" if is_prompt else "text", allow_blank=True)

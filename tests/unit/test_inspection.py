@@ -497,6 +497,21 @@ def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
         assert (item["chosen_reward"], item["rejected_reward"]) == (8.5, 2.0)
 
 
+@pytest.mark.parametrize("job", ["gpt_sft", "gpt_dpo", "gpt_kto", "gpt_ppo_actor"])
+def test_an_empty_prompt_that_is_allowed_is_counted(job, model, write, capsys):
+    """No bos stands before it with this tokenizer: nothing can be sampled then."""
+    record = {"prompt": "", "chosen": " a", "rejected": " b", "response": " a"}
+    record |= {"preference": True, "input": "", "output": "a"}
+    path = write(record | {"prompt": "hello", "input": "hello"}, record)
+    settings = ["model.data.allow_empty_prompt=True"]
+    check_early(job, path, settings)
+    words = (path, "--model", model, "--job", job, *settings)
+    if job == "gpt_ppo_actor":
+        assert "needs a token to begin with: add_bos=True" in error_of(capsys, "inspect", *words)
+    else:
+        assert f"1 with an empty prompt:\n    {path}, record 2" in shown(capsys, *words)
+
+
 # ------------------------------------------------------------------------------------------ page
 
 JOBS = {"sft": "gpt_sft", "ppo": "gpt_ppo_actor", "rs": "gpt_rs_actor", "rm": "training_rm"}
