@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python code of a user, a function or a class in a file, and the processes that run it."""
 
+import ast
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
 
     Raises:
         ConfigError: it is not of that form.
-        UserError: there is no such file.
+        UserError: there is no such file, it is no Python, or does not hold the name at all. More
+            is known when it runs.
     """
     path, _, name = str(spec).rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -31,6 +34,17 @@ def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
         raise UserError(
             f"{key}={spec}: the file {absolute} does not exist; a relative path counts from the "
             "folder in which the job is started."
+        )
+    source = absolute.read_text(encoding="utf-8", errors="replace")
+    try:
+        statements = ast.parse(source, absolute.name).body
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{key}={spec}: the file cannot be imported: {error}.") from None
+    if not re.search(rf"\b({name}|import \*|__getattr__)", source):
+        type_ = {"function": ast.FunctionDef, "class": ast.ClassDef}[kind]
+        own = ", ".join(node.name for node in statements if isinstance(node, type_))
+        raise UserError(
+            f"{key}={spec}: the file has no {kind} '{name}'; it has {own or 'none at all'}."
         )
     return str(absolute), name
 

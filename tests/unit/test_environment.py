@@ -259,7 +259,7 @@ def test_the_end_needs_no_observation(naughty):
             "    def reset(self, p): pass\n    def step(self, a, b): pass",
             "OSError: no disk",
         ),
-        ("import no_such_module", "No module named 'no_such_module'"),
+        ("import no_such_module as Notes", "No module named 'no_such_module'"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, text, words):

@@ -47,6 +47,8 @@ WRONG = {  # words of the command line -> what the one message says
     f"train kto {BASE} {PREFIX % 'pairs.jsonl'}": "line 1: field 'response' is missing",
     f"train ppo {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'text' is missing",
     f"train ppo {BASE} {PREFIX % 'texts.jsonl'} trainer.ppo.reward_fn=no.py:f": "no.py does not e",
+    f"train rs {BASE} {PREFIX % 'texts.jsonl'} trainer.rs.reward_fn=f.py:g": "'g'; it has f.",
+    f"train rs {BASE} {PREFIX % 'texts.jsonl'} trainer.rs.reward_fn=no_code.py:f": "never closed",
     f"train rs {BASE} {PREFIX % 'away*.parquet'}": "no data file matches away*.parquet",
     f"train reinforce {BASE} {PREFIX % 'away'} model.data.data_impl=mmap": "away.idx does not ex",
     f"train distill {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'topk_logits' is missing",
@@ -69,6 +71,8 @@ def said(tmp_path_factory):
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "broken.jsonl").write_text('{"input": "1", "output": "2"}\n{"input":\n')
+    (folder / "f.py").write_text("def f(prompts, responses, lengths): ...")
+    (folder / "no_code.py").write_text("def f(prompts")
     done = subprocess.run(
         [sys.executable, "-c", MANY],
         input=json.dumps([shlex.split(words) for words in WRONG]),

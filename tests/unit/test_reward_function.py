@@ -139,10 +139,10 @@ def test_a_missing_file():
             "import no_such_module_x\ndef score(p, r, l): return [1]",
             ["No module named 'no_such_module_x'", "line 1"],
         ),
-        ("def score(p, r, l)\n    return [1]", ["SyntaxError", "line 1"]),
+        ("def score(p, r, l)\n    return [1]", ["cannot be imported", "line 1"]),
         (
             "def other(p, r, l): return [1]\nfrom os.path import join",
-            ["no function 'score'; it has other\n"],
+            ["no function 'score'; it has other.\n"],
         ),
         ("x = 1", ["no function 'score'; it has none at all"]),
         ("score = 5", ["'score' is a int, not a function"]),
@@ -156,8 +156,11 @@ def test_a_missing_file():
             ["cannot be called as score(prompts, responses, lengths)", "scale"],
         ),
         ("async def score(p, r, l): return [1]", ["async"]),
-        ("import os\nos._exit(3)", ["loading the file ended the process (exit code 3)"]),
-        ("import sys\nsys.exit('not today')", ["SystemExit: not today"]),
+        (
+            "score = 1\nimport os\nos._exit(3)",
+            ["loading the file ended the process (exit code 3)"],
+        ),
+        ("score = 1\nimport sys\nsys.exit('not today')", ["SystemExit: not today"]),
     ],
 )
 def test_a_file_that_cannot_serve_is_one_error_that_names_it(tmp_path, text, words):
