@@ -17,6 +17,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 RESHARD = ("none", "auto")
+CUDA_GRAPHS = ("auto", True, False)
 
 
 def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
@@ -41,6 +42,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     check_generation(v, model)
     _check_reshard(v, section, model + "generation.reshard", dp)
     v.number(model + "generation.kv_cache_gb", 0, above=True)
+    v.choice(model + "generation.cuda_graphs", CUDA_GRAPHS)
     _check_environment(v, kind, remote)
     _check_reward_fn(v, kind, remote)
     v.whole(f"{remote}.pad_to_length", 1)
@@ -286,6 +288,7 @@ def check_spin(v: Values, dp: dict[str, int]) -> None:
     check_generation(v, model)
     _check_reshard(v, section, model + "generation.reshard", dp)
     v.number(model + "generation.kv_cache_gb", 0, above=True)
+    v.choice(model + "generation.cuda_graphs", CUDA_GRAPHS)
 
 
 def _check_penalties(given: Any, iterations: int) -> None:

@@ -152,8 +152,8 @@ _REWARD_ADDRESS = "name ip port"
 _POLICY = f"""rollout_micro_batch_size num_rollout_samples forward_micro_batch_size
     val_rollout_micro_batch_size num_val_samples offload_adam_states loss_reduction {_SAMPLING}
     length_params.max_length length_params.min_length generation.reshard
-    generation.kv_cache_gb environment.path environment.max_turns environment.workers
-    environment.timeout_s environment.fallback"""
+    generation.kv_cache_gb generation.cuda_graphs environment.path environment.max_turns
+    environment.workers environment.timeout_s environment.fallback"""
 _REWARD_FN = """reward_fn reward_fn_workers reward_fn_timeout_s reward_fn_fallback rewards_per
     step_end"""
 _EPOCHS = """max_epochs max_steps val_check_interval save_interval gradient_clip_val
@@ -302,7 +302,8 @@ _SPIN = (
         "model.spin",
         f"""ref_policy_kl_penalty preference_average_log_probs log_prob_forward_micro_batch_size
         rollout_micro_batch_size offload_adam_states {_SAMPLING} length_params.max_length
-        length_params.min_length generation.reshard generation.kv_cache_gb""",
+        length_params.min_length generation.reshard generation.kv_cache_gb
+        generation.cuda_graphs""",
     )
     | dotted("model.data", "num_workers columns one_turn_per_sample allow_empty_prompt")
     | _CHAT

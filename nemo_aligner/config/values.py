@@ -117,7 +117,7 @@ class Values:
         """Raise `ConfigError` unless the value, where set, is one of `choices`."""
         value = self.get(key)
         if value is not None and value not in choices:
-            raise ConfigError(f"{key}={value!r} must be one of {', '.join(choices)}.")
+            raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
 
     def port(self, key: str) -> None:
         """Raise `ConfigError` unless the value, where set, is a TCP port."""

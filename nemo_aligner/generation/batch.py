@@ -257,6 +257,18 @@ class DecodingBatch:
         most = max((len(each.ids) for each in self.in_slots), default=0)
         return min(most + len(self._chosen), self.width)
 
+    def shape(self) -> tuple[int, int]:
+        """Rows and width of the next step: on a GPU a few different ones, for each of which
+        kernels are chosen and graphs captured.
+        """
+        rows, width = self.active, self.longest()
+        if self.device.type != "cpu":
+            halves = self.slots
+            while (halves + 1) // 2 >= rows and halves > 1:
+                halves = (halves + 1) // 2
+            rows, width = halves, rounded(width)
+        return rows, width
+
     def steps(self) -> int:
         """Number of steps until the next look."""
         left = [each.limit - len(each.ids) for each in self.in_slots if not each.pauses]
@@ -304,7 +316,11 @@ class DecodingBatch:
             self.logprobs[:b].scatter_(1, places, logprobs.unsqueeze(1))
         drawn += 1
         torch.minimum(positions + 1, last, out=positions)
-        self._chosen.append(tokens)
+
+    def keep(self, tokens: Tensor) -> Tensor:
+        """Remember what a step chose, `tokens` `[b or more]`, for the next look; returns `[b]`."""
+        self._chosen.append(tokens[: self.active].clone())
+        return self._chosen[-1]
 
     def look(self) -> list[tuple[int, bool]]:
         """Take the tokens that were chosen since the last look: where the device is waited for.
@@ -368,6 +384,12 @@ class DecodingBatch:
         return FinishedSample(
             held.sample.number, start, tuple(held.ids), is_end, logprobs, observed, token_rewards
         )
+
+
+def rounded(width: int) -> int:
+    """`width` up to a multiple of 128, and of an eighth of the power of two that follows."""
+    unit = max(128, (1 << (width - 1).bit_length()) // 8)
+    return -(-width // unit) * unit
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device, value: int = 0) -> Tensor:

@@ -13,15 +13,23 @@ from functools import partial
 
 import torch
 from megatron.core.utils import unwrap_model
+from nemo.utils import logging
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.generation.batch import DecodingBatch, FinishedSample, WaitingSample, padded
+from nemo_aligner.generation.batch import (
+    DecodingBatch,
+    FinishedSample,
+    WaitingSample,
+    padded,
+    rounded,
+)
 from nemo_aligner.generation.cache import DecodingPass, ExtensionPass, KeyValueCache, PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.end_conditions import EndConditions
+from nemo_aligner.generation.graphs import StepGraphs
 from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.generation.shared_samples import divide, drawn, join, until_all_end
@@ -80,6 +88,8 @@ class MegatronGenerator(TextGenerator):
         max_sequence_length: longest prompt with response. A learned position embedding may limit
             it further.
         split: how the ranks share weights and samples; None: as in training.
+        cuda_graphs: run decoding steps as CUDA graphs: where that is possible ("auto"), or else
+            fail (True).
     """
 
     def __init__(
@@ -88,8 +98,10 @@ class MegatronGenerator(TextGenerator):
         tokenizer: Tokenizer,
         max_sequence_length: int,
         split: Split | None = None,
+        cuda_graphs: bool | str = "auto",
     ) -> None:
         self.model = list(model)
+        self.cuda_graphs, self._said = cuda_graphs, False
         self.split = split or training_split()
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
@@ -269,6 +281,7 @@ class MegatronGenerator(TextGenerator):
             LOOK_EVERY[get_device().type] if on_tokens is None else 1,
             1 if environment is None else environment.max_turns,
         )
+        graphs = self._step_graphs()
         queue = self._numbered(prompts, params)
         conversations: dict[int, Conversation] = {}
         try:
@@ -277,7 +290,7 @@ class MegatronGenerator(TextGenerator):
                 ended = []
                 if batch.pausing < batch.active:
                     for _ in range(batch.steps()):
-                        self._step(model, cache, batch, on_tokens)
+                        self._step(model, cache, batch, graphs, on_tokens)
                     ended = batch.look()
                 if environment is None:
                     over = [(slot, batch.finished(slot, is_end)) for slot, is_end in ended]
@@ -291,6 +304,8 @@ class MegatronGenerator(TextGenerator):
         except Exception as error:
             _on_all_expert_ranks(done=False, failure=error)
             raise
+        finally:
+            graphs.close()
         while not _on_all_expert_ranks(done=True):
             progress.made()
             self._dummy_pass(model)
@@ -313,7 +328,7 @@ class MegatronGenerator(TextGenerator):
             batch.waiting.extend(samples)
         admit = wanted >= min(batch.slots * ADMITTED_AT, len(batch.waiting))
         refill = batch.refill(done, admit)
-        cache.reserve(batch.width)
+        self._reserve(cache, batch)
         cache.copy(refill.moves, batch.longest())
         for slots, start, stop in _prefill_passes(batch, refill.prefill):
             progress.made()
@@ -323,22 +338,68 @@ class MegatronGenerator(TextGenerator):
             model.forward(ids, PrefillPass(cache, rows, start, stop - start))
         cache.copy(refill.shared, batch.longest())
 
+    def _reserve(self, cache: KeyValueCache, batch: DecodingBatch) -> None:
+        """Make room for the samples in the slots; on a GPU in large steps, since all that was
+        captured is of no use afterwards.
+        """
+        width = batch.width
+        if batch.device.type != "cpu":
+            width = max(width, min(rounded(width), self.max_sequence_length))
+        cache.reserve(width)
+
+    def _step_graphs(self) -> StepGraphs:
+        """How the steps of the next samples run; the log says it once.
+
+        Raises:
+            UserError: `cuda_graphs` is True and cannot be.
+        """
+        config, obstacle = unwrap_model(self.model)[0].config, None
+        if get_device().type == "cpu":
+            obstacle = "there is no GPU"
+        elif torch.distributed.get_world_size(self.split.copy) > 1:
+            obstacle = "several ranks hold the weights"
+        elif config.num_moe_experts:
+            obstacle = "the model has experts"
+        elif any(
+            (adapter := getattr(module, "lora", None)) is not None and not adapter.merged
+            for chunk in self.model
+            for module in chunk.modules()
+        ):
+            obstacle = "adapters are not merged (model.peft.merge_for_generation)"
+        if obstacle and self.cuda_graphs is True:
+            raise UserError(
+                f"generation.cuda_graphs=True cannot be: {obstacle}. Set it to auto or False."
+            )
+        wanted = obstacle is None and self.cuda_graphs is not False
+        if not self._said and get_device().type != "cpu":
+            self._said = True
+            reason = f": {obstacle}" if obstacle else ""
+            logging.info(f"decoding steps run {'as CUDA graphs' if wanted else 'eagerly'}{reason}")
+        return StepGraphs(wanted, required=self.cuda_graphs is True)
+
     def _step(
         self,
         model: DecodingModel,
         cache: KeyValueCache,
         batch: DecodingBatch,
+        graphs: StepGraphs,
         on_tokens: OnTokens | None,
     ) -> None:
         """Advance the samples in the slots by one token."""
         progress.made()
         _on_all_expert_ranks(done=False)
-        rows = batch.active
-        which = DecodingPass(cache, batch.positions[:rows], batch.longest())
-        hidden = model.forward(batch.fed[:rows].unsqueeze(1), which)
-        chosen = None if hidden is None else batch.choose(model.logits(hidden))
-        tokens, logprobs = self._broadcast_choice(chosen, batch)
-        batch.append(tokens, logprobs)
+        rows, width = batch.shape()
+        width = min(width, cache.width)
+
+        def step() -> Tensor:
+            which = DecodingPass(cache, batch.positions[:rows], width)
+            hidden = model.forward(batch.fed[:rows].unsqueeze(1), which)
+            chosen = None if hidden is None else batch.choose(model.logits(hidden))
+            tokens, logprobs = self._broadcast_choice(chosen, batch, rows)
+            batch.append(tokens, logprobs)
+            return tokens
+
+        tokens = batch.keep(graphs.run((rows, width, cache.width), step))
         if on_tokens is not None:
             on_tokens(torch.tensor([each.sample.number for each in batch.in_slots]), tokens)
 
@@ -399,7 +460,7 @@ class MegatronGenerator(TextGenerator):
             is_end = reply.done and conversation.is_end
             over.append((slot, batch.finished(slot, is_end, conversation)))
             del conversations[sample.number]
-        cache.reserve(batch.width)
+        self._reserve(cache, batch)
         for rows, starts, width in _extension_passes(fed):
             progress.made()
             _on_all_expert_ranks(done=False)
@@ -491,7 +552,7 @@ class MegatronGenerator(TextGenerator):
             )
 
     def _broadcast_choice(
-        self, chosen: tuple[Tensor, Tensor | None] | None, batch: DecodingBatch
+        self, chosen: tuple[Tensor, Tensor | None] | None, batch: DecodingBatch, rows: int
     ) -> tuple[Tensor, Tensor | None]:
         """Send what the first tensor-parallel rank of the last stage chose to all ranks that hold
         parts of the same copy of the weights.
@@ -501,9 +562,9 @@ class MegatronGenerator(TextGenerator):
         """
         if chosen is None:
             device, logprobs = batch.device, None
-            tokens = torch.empty(batch.active, dtype=torch.int64, device=device)
+            tokens = torch.empty(rows, dtype=torch.int64, device=device)
             if batch.params.return_logprobs:
-                logprobs = torch.empty(batch.active, dtype=torch.float32, device=device)
+                logprobs = torch.empty(rows, dtype=torch.float32, device=device)
         else:
             tokens, logprobs = chosen
         group = self.split.copy

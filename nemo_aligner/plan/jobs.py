@@ -253,6 +253,7 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             rollout_samples=min(settings["rollout_micro_batch_size"] or share, share),
             response=settings["length_params"]["max_length"],
             merges=_merges(cfg),
+            graphs=_whole_weights(cfg),
         )
     return Workload(**common)
 
@@ -298,6 +299,11 @@ def _merges(cfg: Mapping[str, Any]) -> bool:
     return trains_adapters(cfg) and bool(cfg["model"]["peft"]["merge_for_generation"])
 
 
+def _whole_weights(cfg: Mapping[str, Any]) -> bool:
+    """Whether no adapter lies beside the weights while responses are generated."""
+    return _merges(cfg) or not trains_adapters(cfg)
+
+
 def _generation(
     cfg: Mapping[str, Any], settings: Mapping[str, Any], split: Split
 ) -> dict[str, Any]:
@@ -306,6 +312,7 @@ def _generation(
         "cache_memory": (settings["generation"]["kv_cache_gb"] or 0) * 1e9,
         "response": settings["length_params"]["max_length"],
         "merges": _merges(cfg),
+        "graphs": settings["generation"]["cuda_graphs"] is not False and _whole_weights(cfg),
         "generation": generation_sizes(asked_reshard(settings), split.tp, split.pp),
         "offloads": bool(settings["offload_adam_states"]),
     }

@@ -33,6 +33,7 @@ CHUNKS_WITH_ENTROPY, CHUNKS, CHUNKS_BF16 = 4, 2, 3
 # Bytes per id of the vocabulary while a token is drawn: logits, their fp32 copy, probabilities in
 # fp32 and fp64, and their sums in fp64 (generation/sampling.py).
 SAMPLING_BYTES = FP32 + FP32 + 8 + 8
+GRAPHS = 96 << 20  # bytes that cuBLAS works in while a graph of a step runs, as measured
 PREFILL_TOKENS = 4096  # most tokens of one pass over prompts (generation/engine.py)
 
 
@@ -52,6 +53,7 @@ class Workload:
     cache_memory: float = 0  # bytes of a rank that decide their number instead; 0: they do not
     response: int = 0  # most tokens that are generated
     merges: bool = False  # adapters are merged into a copy of their weights meanwhile
+    graphs: bool = False  # steps may be CUDA graphs: what one computes keeps its memory
     # tensor- and pipeline-parallel size meanwhile; None: those of training
     generation: tuple[int, int] | None = None
     # the weights of a reference policy lie in host memory, unless adapters are trained
@@ -438,6 +440,8 @@ def generation_parts(a: Architecture, split: Split, stage: int, w: Workload) -> 
     if stage == split.pp - 1:
         moments.append({LOGITS: samples * a.vocab_rows * (a.number_bytes + SAMPLING_BYTES)})
     most = max(moments, key=lambda parts: sum(parts.values()))
+    if w.graphs and w.on_gpu and split.tp * split.pp == 1 and not a.experts:
+        most = {**moments[0], **moments[1], TEMPORARY: GRAPHS}
     return {CACHE: cache_bytes(a, split, stage, w), **most, **parts}
 
 

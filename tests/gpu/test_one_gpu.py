@@ -119,3 +119,84 @@ def test_a_checkpoint_from_before_the_first_step(tiny_tokenizer_dir, tmp_path, n
     pairs = zip(actor.model[0].parameters(), resumed.model[0].parameters(), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("precision", [32, "bf16"])
+def test_steps_as_graphs_choose_the_same_bits(
+    tiny_tokenizer_dir, architecture, precision, monkeypatch
+):
+    """Also with an environment, and after the weights have changed; the memory comes back."""
+    from nemo_aligner.generation import GenerationParams, MegatronGenerator
+    from nemo_aligner.generation.graphs import StepGraphs
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from tests.scripted_environment import ScriptedEnvironment
+    from tests.tiny_models import tiny_config
+
+    config = tiny_config(
+        tiny_tokenizer_dir, architecture, init_method_std=0.4, precision=precision
+    )
+    model = MegatronGPTModel(config)
+    lengths = torch.arange(24) % 9 + 1
+    tokens = torch.randint(0, 290, (24, 9), generator=torch.Generator().manual_seed(3))
+    prompts = tokens, lengths, torch.arange(24)
+    captures, capture = [], StepGraphs._capture
+    monkeypatch.setattr(
+        StepGraphs, "_capture", lambda self, step: captures.append(0) or capture(self, step)
+    )
+    sampled = dict(temperature=1.5, top_k=50, top_p=0.9, repetition_penalty=1.2, min_length=2)
+    ends = tuple("abcdefghijklmnopqrstuvwxyz .,")
+
+    def outputs(cuda_graphs):
+        generator = MegatronGenerator(model.model, model.tokenizer, 48, cuda_graphs=cuda_graphs)
+        for options in (dict(use_greedy=True), sampled, {**sampled, "end_strings": ends}):
+            params = GenerationParams(max_length=20, return_logprobs=True, **options)
+            for slots in (5, 24):
+                found = generator.generate(*prompts, params, slots=slots)
+                yield from (found.response_tokens, found.is_end, found.logprobs)
+        seen = []
+        params = GenerationParams(max_length=7, end_strings=ends, return_logprobs=True)
+        generator.generate(*prompts, params, on_tokens=lambda *step: seen.extend(step))
+        yield from seen
+        # All replies come at once: the order of samples must not depend on the clock.
+        found = generator.generate(*prompts, params, environment=ScriptedEnvironment(), slots=8)
+        yield from (found.response_tokens, found.logprobs, found.observed)
+
+    reserved = []
+    for _ in range(2):
+        eager, graphs = list(outputs(False)), list(outputs(True))
+        reserved.append(torch.cuda.memory_reserved())
+        assert captures and len(eager) == len(graphs)
+        for one, other in zip(eager, graphs, strict=True):
+            assert torch.equal(one, other)
+        captures.clear()
+        for parameter in model.model[0].parameters():
+            parameter.data.mul_(1.1)
+    assert reserved[1] - reserved[0] < 32 << 20
+
+
+def test_a_capture_that_fails_leaves_eager_steps(tiny_tokenizer_dir, monkeypatch):
+    from nemo_aligner.generation import GenerationParams, MegatronGenerator
+    from nemo_aligner.generation.batch import DecodingBatch
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+    from tests.tiny_models import tiny_config
+
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, init_method_std=0.4))
+    prompts = torch.randint(0, 290, (6, 5)), torch.full((6,), 5), torch.arange(6)
+    params, choose = GenerationParams(max_length=12), DecodingBatch.choose
+
+    def generated(cuda_graphs):
+        generator = MegatronGenerator(model.model, model.tokenizer, 48, cuda_graphs=cuda_graphs)
+        return generator.generate(*prompts, params).response_tokens
+
+    expected = generated(False)
+    monkeypatch.setattr(
+        DecodingBatch,
+        "choose",
+        lambda self, logits: choose(self, logits if int(self.drawn.max()) < 100 else -logits),
+    )
+    with pytest.raises(RuntimeError, match="captur"):
+        generated(True)
+    assert torch.equal(generated("auto"), expected)
+    monkeypatch.undo()
+    assert torch.equal(generated(True), expected)

@@ -334,6 +334,12 @@ def test_prompts_without_a_possible_response(llama, tokens, length, message):
     assert message in str(error.value)
 
 
+def test_graphs_are_refused_where_they_cannot_be(llama, prompts):
+    generator = MegatronGenerator(llama.model, llama.tokenizer, LIMIT, cuda_graphs=True)
+    with pytest.raises(UserError, match="cuda_graphs=True cannot be: there is no GPU. Set it to"):
+        generator.generate(*prompts, GenerationParams(max_length=4))
+
+
 def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
     tokens, lengths, seeds = prompts
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama"))
@@ -545,7 +551,9 @@ def test_equal_prompts_share_one_pass(llama, prompts, monkeypatch):
 
 
 class Waits(TorchDispatchMode):
-    """Counts what waits for a GPU, or has a size that only the GPU knows."""
+    """Counts what waits for a GPU, or has a size that only the GPU knows: where a graph of the
+    step could not be captured.
+    """
 
     def __init__(self):
         super().__init__()
@@ -574,7 +582,9 @@ class Waits(TorchDispatchMode):
     ],
 )
 def test_steps_do_not_wait(model, prompts, options, monkeypatch):
-    """As on a GPU the host looks after every fourth step. No sample changes."""
+    """As on a GPU: the host looks at every fourth step, the cache is read in few widths, and as
+    many rows are computed as there are slots. No sample changes.
+    """
     params = GenerationParams(max_length=24, **options)
     tokens, lengths, seeds = (x.repeat_interleave(2, 0) for x in prompts)
     generator = generator_of(model)
@@ -589,6 +599,7 @@ def test_steps_do_not_wait(model, prompts, options, monkeypatch):
 
     monkeypatch.setattr(MegatronGenerator, "_step", counted)
     monkeypatch.setattr(DecodingBatch, "look", lambda self: looks.append(0) or look(self))
+    monkeypatch.setattr(DecodingBatch, "shape", lambda self: (self.slots, LIMIT))
     monkeypatch.setitem(engine.LOOK_EVERY, "cpu", 4)
     for slots in (5, len(tokens)):
         output = generator.generate(tokens, lengths, seeds, params, slots=slots)

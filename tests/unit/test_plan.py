@@ -629,6 +629,17 @@ def workload(job, path, *overrides, pp=1):
     return read_workload(job, cfg, Split(pp=pp), on_gpu=True)
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_graphs_keep_the_memory_of_a_step(model_file, pp):
+    path, found = model_file(), []
+    for more in ((), ("model.ppo.generation.cuda_graphs=False",)):
+        w = workload(ACTOR, path, *more, pp=pp)
+        memory = rank_memory(LLAMA_8B, Split(pp=pp), 0, w)
+        found.append(sum(memory.phases["generation"].values()))
+    choice = w.rollout_samples * LLAMA_8B.vocab_rows * (2 + 4 + 4 + 8 + 8)
+    assert found[0] - found[1] == (choice + (96 << 20) if pp == 1 else 0)
+
+
 def test_passes_of_dpo_count_pairs_by_number_and_responses_by_tokens(model_file):
     path, key = model_file(), "log_prob_forward_micro_batch_size=2"
     pairs = workload(DPO, path, f"model.dpo.{key}")

@@ -68,6 +68,11 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
         (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
         (("model.ppo.rollout_logprobs=engine",), ["engine", "sampler"], ()),
         (("model.ppo.generation.reshard=tp",), ["reshard", "auto"], ()),
+        (
+            ("model.ppo.generation.cuda_graphs=maybe",),
+            ["cuda_graphs='maybe'", "auto, True, False"],
+            ("model.ppo.generation.cuda_graphs=False",),
+        ),
         (("model.ppo.generation.reshard={tp: 1}",), ["reshard={tp: 1}", "both sizes"], ()),
         (("model.ppo.generation.reshard={tp: 0, pp: 1}",), ["reshard.tp=0", "at least 1"], ()),
         (

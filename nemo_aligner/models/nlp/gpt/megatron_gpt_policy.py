@@ -67,6 +67,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
             self.tokenizer,
             max_sequence_length=self.cfg.encoder_seq_length,
             split=self._generation_split(),
+            cuda_graphs=self.settings.generation.cuda_graphs,
         )
 
     def _read_loss_settings(self) -> None:
