@@ -119,9 +119,10 @@ def model_fallback(key: str) -> Any:
     return _tree(FALLBACKS)["model"][key]
 
 
-def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any]]:
-    """Key, value and default of what is not the default in a job's whole, resolved configuration;
-    a default that refers to other keys counts with their values in `cfg`.
+def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, bool]]:
+    """Key, value and default of what is not the default in a job's whole, resolved configuration,
+    and whether its YAML file leaves the key to the checkpoint; a default that refers to other keys
+    counts with their values in `cfg`.
     """
     of_job = {key: value for key, value in leaves(_job_tree(config_name)) if value is not None}
     defaults = dict(leaves(_section_tree(config_name))) | of_job
@@ -134,7 +135,7 @@ def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any]]
             default = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
             OmegaConf.update(cfg, key, value)
         if value != default and not key.startswith(sections):
-            found.append((key, value, default))
+            found.append((key, value, default, key.startswith("model.") and key not in of_job))
     return found
 
 

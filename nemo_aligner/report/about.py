@@ -6,12 +6,16 @@ written all of it without secrets (`launch/experiment.py`).
 
 import json
 import re
+import shlex
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.report.elements import folded
 
 ABOUT_FILE = "run.json"
+TEMPORARY = re.compile(r"/nemo_[0-9a-f]{16}\b")  # where the files of a `.nemo` were unpacked
+Row = tuple[str, Any, Any]  # key, value, default
 
 
 def about(folder: Path) -> str:
@@ -21,19 +25,37 @@ def about(folder: Path) -> str:
     from omegaconf import OmegaConf  # here: curves do not need it
 
     from nemo_aligner.config.defaults import differences
+    from nemo_aligner.config.rules import restore_key
 
     record = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
     lines = [", ".join(map(" ".join, record["versions"].items())), _git(folder / "git-info.log")]
-    rows = [("key", "value", "default")]
+    chosen: list[Row] = []
+    of_base: list[Row] = []
     if record["job"] is not None:
-        rows += differences(OmegaConf.load(folder / "config.yaml"), record["job"])
-    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
+        cfg = OmegaConf.load(folder / "config.yaml")
+        has_base = OmegaConf.select(cfg, restore_key(record["job"])) is not None
+        words = shlex.split(record["command"])
+        given = tuple(f"{word.partition('=')[0].lstrip('+')}." for word in words if "=" in word)
+        for key, value, default, is_left in differences(cfg, record["job"]):
+            came_along = has_base and is_left and not f"{key}.".startswith(given)
+            if not (came_along and TEMPORARY.search(str(value))):
+                (of_base if came_along else chosen).append((key, value, default))
+    summary = f"{len(of_base)} of the checkpoint, or that the defaults leave to it"
     return folded(
-        f"How it was started, and {len(rows) - 1} settings that are not the defaults",
+        f"How it was started, and {len(chosen)} settings that are not the defaults",
         f'<pre class="tokens">{escape(record["command"])}</pre>'
         + "".join(f"<p>{escape(line)}</p>" for line in lines)
-        + f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>",
+        + _table(chosen)
+        + folded(summary, _table(of_base) if of_base else ""),
     )
+
+
+def _table(rows: list[Row]) -> str:
+    cells = (
+        "".join(f"<td>{escape(str(cell))}</td>" for cell in row)
+        for row in [("key", "value", "default"), *rows]
+    )
+    return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 
 
 def _git(file: Path) -> str:

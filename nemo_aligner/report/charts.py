@@ -14,7 +14,7 @@ from nemo_aligner.report.reading import Curve
 # Families whose metrics of the same name share a chart, because their steps count the same thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
 TIMERS = "timers"
-COLORS = 6  # in style.py
+COLORS, LINES = 6, 3  # in style.py
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
 # Title, and curves by label.
@@ -58,8 +58,8 @@ def chart_grid(charts: list[Chart], labels: bool = True) -> str:
 
 
 def color_of(number: int) -> str:
-    """Class of the curve `number` of a chart."""
-    return f"c{number % COLORS + 1}"
+    """Classes of the curve `number` of a chart: a colour, then the next kind of line."""
+    return f"c{number % COLORS + 1}" + ("", " dashed", " dotted")[number // COLORS % LINES]
 
 
 def chart_svg(
@@ -97,11 +97,11 @@ def chart_svg(
         ]
         path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
         parts.append(f'<polyline class="curve {color}" points="{path}"/>')
-        radius = 2.5 if len(points) <= 25 else 1
+        radius, thin = (2.5, "") if len(points) <= 25 else (1, " thin")
         for step, value, x, y in points:
             tip = escape(f"{label}, {axis} {format_number(step)}: {format_number(value)}")
             place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius}"'
-            parts.append(f'<circle class="{color}" {place}><title>{tip}</title></circle>')
+            parts.append(f'<circle class="{color}{thin}" {place}><title>{tip}</title></circle>')
         if labels and len(curves) > 1:
             place = f'x="{WIDTH - RIGHT}" y="{12 + 12 * number}" text-anchor="end"'
             parts.append(f'<text class="label {color}" {place}>{escape(label)}</text>')

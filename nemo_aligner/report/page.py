@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.report.about import about
 from nemo_aligner.report.charts import (
     chart_grid,
@@ -27,6 +28,7 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
     """Render runs into `out` and return its path; default `report.html` in the folder of the run,
     with several in the working directory.
     """
+    run_dirs = tuple({run_dir.resolve(): run_dir for run_dir in run_dirs}.values())
     page = render(*run_dirs)
     out = out or (run_dirs[0] if len(run_dirs) == 1 else Path()) / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -37,13 +39,24 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 
 def render(*run_dirs: Path) -> str:
-    """The HTML page of a run, or of several, whose jobs of one kind are laid over each other."""
-    jobs = []
-    for run_dir in run_dirs:
-        for job in read_run(run_dir):
-            if len(run_dirs) > 1:
-                job.name = str(job.folder)
-            jobs.append(job)
+    """The HTML page of a run, or of several, whose jobs of one kind are laid over each other.
+
+    Raises:
+        UserError: a folder is missing, or none has a metric.
+    """
+    found = {run_dir: read_run(run_dir) for run_dir in run_dirs}
+    jobs = [*{job.folder.resolve(): job for run in found.values() for job in run}.values()]
+    if not jobs:
+        raise UserError(
+            f"no metrics.jsonl with a metric in it under {', '.join(map(str, run_dirs))}; give "
+            "the folder of a run (exp_manager.explicit_log_dir or one above it) that has made its "
+            "first step."
+        )
+    for job in jobs if len(run_dirs) > 1 else ():
+        job.name = str(job.folder)
+    waiting = "".join(
+        f"<p>{escape(str(run_dir))}: no metric yet.</p>" for run_dir in found if not found[run_dir]
+    )
     title = f"{', '.join(run_dir.resolve().name for run_dir in run_dirs)}: training report"
     kinds = {job.place: [each for each in jobs if each.place == job.place] for job in jobs}
     compared = "".join(map(_compared, kinds.values())) if len(run_dirs) > 1 else ""
@@ -53,7 +66,7 @@ def render(*run_dirs: Path) -> str:
     sections = "".join(_job_section(job, f"job{number}") for number, job in enumerate(jobs))
     if len(run_dirs) == 1:
         sections += folded("What the jobs did at the same time", timeline_svg(jobs))
-    return document(title, f"<nav>{links}</nav>\n{compared}{sections}")
+    return document(title, f"<nav>{links}</nav>\n{waiting}{compared}{sections}")
 
 
 def _compared(jobs: list[JobRecord]) -> str:
@@ -71,10 +84,9 @@ def _compared(jobs: list[JobRecord]) -> str:
             charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
             charts[titles.get(key, key)][job.name] = {} if is_time(key) else job.series[key]
     rest = {key: curves for key, curves in rest.items() if any(curves.values())}
-    head = "".join(
-        f'<th class="{color_of(number)}">{escape(job.name)}</th>'
-        for number, job in enumerate(jobs)
-    )
+    names = [(color_of(number), escape(job.name)) for number, job in enumerate(jobs)]
+    head = "".join(f'<th class="{color}">{name}</th>' for color, name in names)
+    legend = "".join(f'<span class="{color}">{name}</span> ' for color, name in names)
     rows = "".join(
         f"<tr><td>{escape(title)}</td>{''.join(map(_ends, curves.values()))}</tr>"
         for title, curves in shown.items()
@@ -82,7 +94,8 @@ def _compared(jobs: list[JobRecord]) -> str:
     table = f'<table class="numbers"><tr><th>first, last</th>{head}</tr>{rows}</table>'
     more = chart_grid([*rest.items()], labels=False)
     return (
-        f"<section><h2>Compared</h2>{table}{chart_grid([*shown.items()], labels=False)}"
+        f'<section><h2>Compared</h2>{table}<p class="legend">{legend}</p>'
+        f"{chart_grid([*shown.items()], labels=False)}"
         f"{folded(f'More curves ({len(rest)})', more)}</section>\n"
     )
 

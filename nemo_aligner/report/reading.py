@@ -59,10 +59,8 @@ class JobRecord:
 
 
 def read_run(run_dir: Path) -> list[JobRecord]:
-    """The jobs under `run_dir` in the order of the page: by kind, then by their start.
-
-    Raises:
-        UserError: no such folder, or nothing in it to report.
+    """The jobs under `run_dir` that have a metric, in the order of the page: by kind, then by
+    their start. `UserError`: no such folder.
     """
     if not run_dir.is_dir():
         raise UserError(
@@ -71,11 +69,6 @@ def read_run(run_dir: Path) -> list[JobRecord]:
         )
     jobs = [_read_job(path, run_dir) for path in sorted(run_dir.rglob("metrics.jsonl"))]
     jobs = [job for job in jobs if job.series]
-    if not jobs:
-        raise UserError(
-            f"no metrics.jsonl with a metric in it under {run_dir}; give the folder of a run "
-            "(exp_manager.explicit_log_dir or one above it) that has made its first step."
-        )
     return sorted(jobs, key=lambda job: (job.place, job.started or math.inf, job.name))
 
 

@@ -24,7 +24,13 @@ svg text.title { font-size: 13px; font-weight: 600; } svg text.tick { fill: var(
 .c1 { color: var(--c1); } .c2 { color: var(--c2); } .c3 { color: var(--c3); }
 .c4 { color: var(--c4); } .c5 { color: var(--c5); } .c6 { color: var(--c6); }
 .curve { fill: none; stroke: currentColor; stroke-width: 1.6; stroke-linejoin: round; }
-circle, rect, svg text.label { fill: currentColor; } rect.idle { fill: var(--line); }
+.dashed { stroke-dasharray: 6 4; } .dotted { stroke-dasharray: 1.5 3; }
+.legend { position: sticky; top: 0; background: var(--back); }
+.legend span, th[class] { border-bottom: 2px solid currentColor; margin-right: 1rem; }
+.legend .dashed, th.dashed { border-bottom-style: dashed; }
+.legend .dotted, th.dotted { border-bottom-style: dotted; }
+circle, rect, svg text.label { fill: currentColor; }
+circle.thin { fill: transparent; } rect.idle { fill: var(--line); }
 svg text.on-bar { fill: var(--back); } rect.idle + text.on-bar { fill: var(--soft); }
 table { border-collapse: collapse; }
 td, th { border-bottom: 1px solid var(--line); padding: .3rem .8rem; text-align: left;

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from nemo_aligner.report.reading import Curve, JobRecord
 
-# Measures, and the metrics that may hold each; the first one that exists counts. Those that differ
-# behind a comma share a chart.
+# Measures, and the metrics that may hold each, of one family: jobs are compared by them. The first
+# one that exists counts. Those that differ behind a comma share a chart.
 POLICY_MEASURES = """
 reward, validation: val_rollouts/rewards val_rollouts/global_rewards
 reward, rollouts: train_rollouts/rewards train_rollouts/global_rewards
@@ -16,8 +16,8 @@ response length in tokens, validation: val_rollouts/generation_length \
     val_rollouts/global_response_lengths_mean
 response length in tokens, rollouts: train_rollouts/generation_length \
     train_rollouts/global_response_lengths_mean
-responses that end by themselves: val_rollouts/fraction_of_samples_properly_ended \
-    train_rollouts/fraction_of_samples_properly_ended
+responses that end by themselves, validation: val_rollouts/fraction_of_samples_properly_ended
+responses that end by themselves, rollouts: train_rollouts/fraction_of_samples_properly_ended
 turns of a conversation: train_rollouts/turns
 number of rewards per response: train_rollouts/rewards_per_response
 """
@@ -26,7 +26,8 @@ loss, validation: validation/loss
 loss, training: train/loss
 accuracy, validation: validation/acc
 accuracy, training: train/acc
-margin of rewards: validation/margin validation/rewards_margin train/margin train/rewards_margin
+margin of rewards, validation: validation/margin validation/rewards_margin
+margin of rewards, training: train/margin train/rewards_margin
 divergence from the teacher, validation: validation/kd_loss
 divergence from the teacher, training: train/kd_loss
 divergence from the target, validation: validation/distance

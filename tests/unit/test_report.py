@@ -293,7 +293,7 @@ def test_nothing_to_report_is_one_clear_error(tmp_path, make, capsys):
     if make == "no_metrics":
         write_jsonl(path / "metrics.jsonl", [{"step": 1, "time": 2.0}])
     with pytest.raises(UserError, match=re.escape(str(path))):
-        reading.read_run(path)
+        page.render(path)
     assert main([str(path)]) == 2
     error = capsys.readouterr().err
     assert str(path) in error and "explicit_log_dir" in error and "Traceback" not in error
@@ -332,6 +332,37 @@ def test_several_runs_are_laid_over_each_other(tmp_path, monkeypatch, capsys):
     assert "timers/generate" not in charts_of and "timers/generated_tokens_per_s" in charts_of
 
 
+def test_a_run_named_twice_counts_once_and_one_without_a_metric_waits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_job(Path("ppo"))
+    assert page.write_report(tmp_path / "ppo", Path("ppo/")) == Path("ppo/report.html")
+    assert "Compared" not in (text := Path("ppo/report.html").read_text(encoding="utf-8"))
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["ppo"]
+    Path("new").mkdir()
+    read = Page(page.render(Path(), Path("ppo"), Path("new")))
+    assert read.tags.count("h2") == 1 and "new: no metric yet." in read.texts
+
+
+def test_training_is_not_laid_over_validation_and_each_run_has_its_line(tmp_path):
+    """Runs of which only some validate, more of them than there are colors."""
+    key = "rollouts/fraction_of_samples_properly_ended"
+    for run in range(9):
+        record = {"step": 1, "time": float(run), f"train_{key}": run}
+        record |= {f"val_{key}": 10 + run} if run % 2 else {}
+        write_jsonl(tmp_path / f"r{run}" / "metrics.jsonl", [record])
+    text = page.render(*sorted(tmp_path.iterdir()))
+    rows = dict(re.findall(r"<tr><td>(responses[^<]*)</td>(.*?)</tr>", text.split("</table>")[0]))
+    assert {title: re.findall("<td>(.*?)</td>", cells) for title, cells in rows.items()} == {
+        "responses that end by themselves, rollouts": [str(run) for run in range(9)],
+        "responses that end by themselves, validation": [
+            str(10 + run) if run % 2 else "" for run in range(9)
+        ],
+    }
+    kinds = re.findall('<th class="(.*?)">', text)
+    assert len({*kinds}) == 9 and re.findall('<span class="(.*?)">', text) == kinds
+    assert all(f".{word} " in STYLE for kind in kinds for word in kind.split())
+
+
 def drawings(text):
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text)]
 
@@ -340,24 +371,33 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
     write_supervised(tmp_path, 1000.0)
     default = complete_config({}, "gpt_ppo_actor")
     default.model.optim.lr, default.exp_manager.name = 0.5, "<b>"
+    default.pretrained_checkpoint.restore_from_path = "b.nemo"
+    of_base = {"num_layers": 2, "hidden_size": 8, "data": {"x": {"y": 1}}}
+    of_base["tokenizer"] = {"type": "/tmp/nemo_0123456789abcdef/tokenizer"}
+    default.merge_with({"model": of_base})
     OmegaConf.save(default, tmp_path / "config.yaml", resolve=True)
     record = {
         "job": "gpt_ppo_actor",
-        "command": "nemo-aligner train 'a b'",
+        "command": "nemo-aligner train '++model.data={x: {y: 1}}' model.hidden_size=8",
         "versions": {"torch": "2"},
     }
     (tmp_path / about.ABOUT_FILE).write_text(json.dumps(record))
     git = ["1a\ndiff --git a/old.py b/old.py", "2b\n+commit hash: 3c\ndiff --git a/x.py b/x.py"]
     (tmp_path / "git-info.log").write_text("".join(f"commit hash: {each}\n" for each in git))
     read = Page(page.render(tmp_path))
-    assert "How it was started, and 2 settings that are not the defaults" in read.texts
-    assert after(read, "nemo-aligner train 'a b'", 2) == [
+    assert "How it was started, and 5 settings that are not the defaults" in read.texts
+    assert after(read, record["command"], 2) == [
         "torch 2",
         "git commit 2b, changed files: x.py",
     ]
-    assert after(read, "default", 6)[-6:] == [
-        "exp_manager.name", "<b>", "megatron_gpt_ppo_actor", "model.optim.lr", "0.5", "9e-07"
-    ]  # fmt: skip
+    assert after(read, "default", 20) == [
+        *("exp_manager.name", "<b>", "megatron_gpt_ppo_actor"),
+        *("pretrained_checkpoint.restore_from_path", "b.nemo", "None"),
+        *("model.optim.lr", "0.5", "9e-07", "model.data.x.y", "1", "None"),
+        *("model.hidden_size", "8", "None"),
+        *("1 of the checkpoint, or that the defaults leave to it", "key", "value", "default"),
+        "model.num_layers",
+    ]
     (tmp_path / "git-info.log").unlink()
     assert "It was not started in a git checkout." in Page(page.render(tmp_path)).texts
 
