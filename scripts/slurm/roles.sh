@@ -32,10 +32,13 @@ MAX_REQUEUES=${MAX_REQUEUES:-10}
 
 [[ $# -gt 0 && ${*: -1} != -- ]] || { echo "error: name a job, as roles.sh says" >&2; exit 2; }
 job=$1
+roles=" $job "
 for word in "$@"; do
-    [[ ${before:-} != -- ]] || job=$word
+    [[ ${before:-} != -- ]] || { job=$word; roles+="$word "; }
     before=$word
 done
+# With rewards from servers of their own, the critic gives none.
+[[ $job != ppo || $roles != *" reward "* ]] || alone=combine_rm_and_critic_server=False
 RESULTS=${RESULTS:-$SLURM_SUBMIT_DIR/results/$job}
 
 # Servers take requests from other machines, and only those that bring this token. It is not
@@ -69,13 +72,14 @@ serve() {
     critic)
         start "$RESULTS/critic" "${hosts[0]}" ${#hosts[@]} "$tasks" "serve critic" \
             trainer.ppo.host=0.0.0.0 trainer.ppo.port="$port" \
-            exp_manager.explicit_log_dir="$RESULTS/critic" "$@"
+            ${alone:+trainer.ppo.$alone} exp_manager.explicit_log_dir="$RESULTS/critic" "$@"
         critic=${pids[-1]}
         addresses+=(remote_critic_rm.critic.ip="${hosts[0]}" remote_critic_rm.critic.port="$port")
         return ;;
     reward)
         [[ $job == ppo ]] && key=remote_critic_rm || key=remote_rm
-        addresses+=("$key.reward_model.ip=$list" "$key.reward_model.port=$port") ;;
+        addresses+=("$key.reward_model.ip=$list" "$key.reward_model.port=$port")
+        addresses+=(${alone:+remote_critic_rm.$alone}) ;;
     teacher)
         addresses+=("remote_teacher.host=$list" remote_teacher.port="$port") ;;
     *)

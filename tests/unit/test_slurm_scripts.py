@@ -128,11 +128,12 @@ def test_ppo(submit):
 
 
 def test_ppo_with_rewards_from_their_own_servers(submit):
-    off = ["trainer.ppo.combine_rm_and_critic_server=False"]
-    words = [*CRITIC, *off, "--", *REWARD, "--", "ppo", *POLICY]
-    jobs = submit([PAIR, *words, "remote_critic_rm.combine_rm_and_critic_server=False"], 4, sets=3)
+    jobs = submit([PAIR, *CRITIC, "--", *REWARD, "--", "ppo", *POLICY], 4, sets=3)
     overrides, address, _ = jobs["train ppo"]
     remote = checked("gpt_ppo_actor", overrides).remote_critic_rm
+    critic = checked("gpt_ppo_critic", jobs["serve critic"][0])
+    assert not remote.combine_rm_and_critic_server
+    assert not critic.trainer.ppo.combine_rm_and_critic_server
     server = checked("inference_rm", jobs["serve reward"][0])
     assert (address, remote.critic.ip) == ("node5", "node1")
     assert list(remote.reward_model.ip) == ["node3", "node4"]

@@ -8,9 +8,8 @@
 #       bash examples/recipes/ultrafeedback/run.sh
 #
 # On a cluster, STAGES="data sft rm" with NODES=8 DEVICES=8 LAUNCH=srun, then STAGES=ppo_slurm, which
-# submits scripts/slurm/pair.sbatch (docs/own_model.md). The same command again resumes. STAGES
-# names what to run; SFT_ARGS, RM_ARGS, CRITIC_ARGS and ACTOR_ARGS are further overrides, separated
-# by spaces.
+# submits scripts/slurm/pair.sbatch. The same command again resumes. STAGES names what to run;
+# SFT_ARGS, RM_ARGS, CRITIC_ARGS and ACTOR_ARGS are further overrides, separated by spaces.
 set -euo pipefail
 EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
