@@ -22,7 +22,14 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.defaults import CONF, complete_config
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.config.old_forms import LATER, old_form_notes
-from nemo_aligner.config.rules import check_values, job_of_model, restore_key
+from nemo_aligner.config.rules import (
+    RESTORE_KEY,
+    RESTORE_KEYS,
+    SECTIONS,
+    check_values,
+    job_of_model,
+    restore_key,
+)
 from nemo_aligner.config.schema import COMMAND_PAGES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
@@ -35,6 +42,7 @@ CHECKED = "nemo_aligner_checked"
 # letters one may be wrong, as in most typing errors; unrelated names rarely share three of four.
 ALIKE = 0.75
 LIGHTNING_KEYS = {"trainer.max_epochs", "trainer.max_steps"}  # not what a job goes by
+BASES = {*RESTORE_KEYS.values(), RESTORE_KEY, RESTORE_KEY.split(".")[0]}  # of one job or another
 # Names of keys in other libraries, and what they are called here.
 COMMON_NAMES = dict(
     pair.split("=")
@@ -148,9 +156,21 @@ def unknown_keys(tree: Mapping, config_name: str) -> list[str]:
     unknown = []
     for key in _walk(tree, config_name):
         if key not in known:
-            near = nearest_key(key, LIVE[config_name] - LIGHTNING_KEYS)
+            near = _likely_key(key, config_name)
             unknown.append(f"{key} (did you mean {_place(near, config_name)}?)" if near else key)
     return unknown
+
+
+def _likely_key(key: str, config_name: str) -> str | None:
+    """`nearest_key`, but the job's own for the base of another job and the steps of Lightning."""
+    live = LIVE[config_name]
+    if key in BASES:
+        return restore_key(config_name)
+    near = nearest_key(key, live) or ""
+    own = f"trainer.{SECTIONS.get(config_name)}.{near.rpartition('.')[2]}"
+    if near in LIGHTNING_KEYS and own in live:
+        return own
+    return nearest_key(key, live - LIGHTNING_KEYS)
 
 
 def _place(key: str, config_name: str) -> str:

@@ -21,6 +21,7 @@ DATA_IMPLS = {
     "mmap": "tokens: an indexed dataset of Megatron (<prefix>.bin and <prefix>.idx)",
     "packed_jsonl": "tokens: an array of NumPy (.npy)",
 }
+PARTS = ("train", "validation", "test")  # of data
 # Forms of NeMo-Aligner that are refused, with what replaces them.
 OTHER_DATA_IMPLS = {
     "chunked_jsonl": "name the chunks as a list of files with data_impl=jsonl",
@@ -33,6 +34,16 @@ def check_data_impl(name: str) -> None:
         return
     remedy = OTHER_DATA_IMPLS.get(name, f"use one of {', '.join(DATA_IMPLS)}")
     raise ConfigError(f"model.data.data_impl={name} is not supported; {remedy}.")
+
+
+def check_parts(files: Mapping) -> None:
+    """Raise `ConfigError` unless `model.data.data_prefix` has training data and known parts."""
+    known = all(key in PARTS or key.startswith("validation") for key in files)
+    if not known or not files.get("train"):
+        raise ConfigError(
+            f"model.data.data_prefix has the keys {', '.join(files)}: it needs train, and may "
+            "have validation, validation_<name> and test."
+        )
 
 
 def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, str | list[str]]:

@@ -30,13 +30,13 @@ class OldForm:
     jobs: tuple[str, ...] = CONFIG_NAMES
 
 
-def _clips_otherwise(v: Values) -> bool:
-    value = v.get("trainer.gradient_clip_val")
+def _counts_elsewhere(v: Values, name: str) -> bool:
+    value = v.get(f"trainer.{name}")
     own = [
-        v.get(f"trainer.{kind}.gradient_clip_val")
+        v.get(f"trainer.{kind}.{name}")
         for kind in "ppo rs reinforce rm sft dpo kto spin knowledge_distillation".split()
     ]
-    return value is not None and value not in own
+    return value not in (None, -1, *own)
 
 
 def _recomputes_attention(v: Values) -> bool:
@@ -74,7 +74,13 @@ OLD_FORMS = (
     OldForm(
         form="trainer.gradient_clip_val other than trainer.<algorithm>.gradient_clip_val",
         happens="the latter counts; NeMo-Aligner's mcore_distributed_optim read the former",
-        is_used=_clips_otherwise,
+        is_used=partial(_counts_elsewhere, name="gradient_clip_val"),
+        jobs=TRAINING_JOBS,
+    ),
+    OldForm(
+        form="trainer.max_steps other than trainer.<algorithm>.max_steps",
+        happens="the latter counts",
+        is_used=partial(_counts_elsewhere, name="max_steps"),
         jobs=TRAINING_JOBS,
     ),
     OldForm(

@@ -12,6 +12,11 @@ from nemo_aligner.core.errors import ConfigError
 
 Devices = int | str | list[int]  # `trainer.devices`
 
+PRECISIONS = {  # `trainer.precision` -> the dtype of weights and of what is computed with them
+    **dict.fromkeys(("32", "32-true", "fp32"), "float32"),
+    **dict.fromkeys(("bf16", "bf16-true", "bf16-mixed"), "bfloat16"),
+}
+
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 
 # Sizes may come from a checkpoint, where the user never saw them.
@@ -124,6 +129,16 @@ def cuda_devices() -> int:
 def default_precision(accelerator: str = "auto") -> str | int:
     """What `trainer.precision=null` means: bf16 on GPUs, and 32 on CPUs, where bf16 is slow."""
     return "bf16" if accelerator != "cpu" and cuda_devices() else 32
+
+
+def dtype_name(precision: str | int) -> str:
+    """The value of `PRECISIONS`; of another precision `ConfigError`."""
+    name = PRECISIONS.get(str(precision).lower())
+    if name is None:
+        raise ConfigError(
+            f"trainer.precision={precision} is not supported; use one of {', '.join(PRECISIONS)}."
+        )
+    return name
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:

@@ -24,6 +24,7 @@ from nemo_aligner.config.data_rules import (
     check_data_impl,
     check_labels_can_be_read,
     check_packed,
+    check_parts,
     check_prompts_can_be_read,
     holds_tokens,
     plain_columns,
@@ -38,6 +39,7 @@ from nemo_aligner.config.parallel_rules import (
     check_recomputation,
     count_ranks,
     cuda_devices,
+    dtype_name,
     parallel_factor,
     virtual_pipeline_group,
 )
@@ -299,12 +301,14 @@ def check_required(values: Values, config_name: str) -> None:
 def _check_devices(
     values: Values, visible_devices: int | None, env: Mapping[str, str] | None
 ) -> int:
-    """Check `trainer.accelerator` and `trainer.devices`; returns the number of ranks."""
+    """Check `trainer.accelerator`, `devices` and `precision`; returns the number of ranks."""
     accelerator, devices = values.get("trainer.accelerator"), values.get("trainer.devices")
     nodes = values.size("trainer.num_nodes")
     if visible_devices is None:
         visible_devices = 0 if accelerator == "cpu" else cuda_devices()
     check_accelerator(accelerator, devices, visible_devices)
+    if values.get("trainer.precision") is not None:
+        dtype_name(values.get("trainer.precision"))
     return count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
 
 
@@ -415,6 +419,8 @@ def _check_prefix_data(values: Values) -> None:
             "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: "
             "[val.jsonl]}'."
         )
+    if isinstance(values.get("model.data.data_prefix"), Mapping):
+        check_parts(values.get("model.data.data_prefix"))
 
 
 def check_steerlm2(cfg: DictConfig | dict) -> None:

@@ -11,16 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_aligner.config.parallel_rules import uneven_stages
+from nemo_aligner.config.parallel_rules import dtype_name, uneven_stages
 from nemo_aligner.config.peft_rules import SPLIT_BY_ROWS, LoRASettings, trains_adapters
 from nemo_aligner.config.values import Values
-from nemo_aligner.core.errors import ConfigError
 
 BF16, FP32 = 2, 4  # bytes of a number
-PRECISION_BYTES = {  # of `trainer.precision`
-    **dict.fromkeys(("32", "32-true", "fp32"), FP32),
-    **dict.fromkeys(("bf16", "bf16-true", "bf16-mixed"), BF16),
-}
 LEARNED = "learned_absolute"
 
 
@@ -164,13 +159,7 @@ def read_architecture(
     experts = v.whole("model.num_moe_experts") or 0
     ffn = v.size("model.ffn_hidden_size")
     learned = model["position_embedding_type"] == LEARNED
-    precision = str(model["precision"]).lower()
-    if precision not in PRECISION_BYTES:
-        raise ConfigError(
-            f"trainer.precision={precision} is not supported; use one of "
-            f"{', '.join(PRECISION_BYTES)}."
-        )
-    number_bytes = PRECISION_BYTES[precision]
+    number_bytes = FP32 if dtype_name(model["precision"]) == "float32" else BF16
     narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
     several_stages = (v.whole("model.pipeline_model_parallel_size") or 1) > 1
     uneven = several_stages and any(

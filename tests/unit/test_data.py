@@ -331,11 +331,16 @@ def test_texts_that_share_no_beginning_are_counted(texts, tmp_path, tiny_tokeniz
     pairs = ["Q a? yes", "Q a? no", "R b? yes", "R b? no", "S c?", "T d?"]
     assert len(RewardModelDataset([texts(pairs)], tiny_tokenizer, 32)) == 3
     assert "1 of 3 pairs share no beginning, so no prompt, the first in" in warnings.pop()
-    with pytest.raises(UserError, match="2 of 3 pairs share no beginning.* line 1. Two neigh"):
+    with pytest.raises(
+        UserError, match="2 of 3 pairs share no beginning.* line 1. Two .* in one line"
+    ):
         RewardModelDataset([texts(["a", "b", "c", "d", *pairs[:2]])], tiny_tokenizer, 32)
     same = [f"User: {text}" for text in pairs]
     RewardModelDataset([texts(same)], tiny_tokenizer, 32)
     assert "1 of 3 pairs share nothing but 'User: ', with which all begin" in warnings.pop()
+    same = [f"User: {text}" for text in ("a", "b", "c", "d", *pairs[:2])]
+    with pytest.raises(UserError, match="2 of 3 pairs share nothing but 'User: '.*prompt_end"):
+        RewardModelDataset([texts(same)], tiny_tokenizer, 32)
     # Pairs may lie across the files of a folder, and be read from an index of an earlier start.
     (tmp_path / "folder").mkdir()
     for name, part in {"a": pairs[:3], "b": pairs[3:4]}.items():
@@ -344,8 +349,8 @@ def test_texts_that_share_no_beginning_are_counted(texts, tmp_path, tiny_tokeniz
     assert len(dataset) == 2 and not warnings
     assert tiny_tokenizer.ids_to_text(dataset[1]["rejected"].tolist()).startswith("R b? no")
     in_line = [{"chosen": "yes", "rejected": "no", "question": "a?"}] * 2
-    with pytest.raises(UserError, match="2 of 2 pairs .*'question' looks like the prompt: model"):
-        RewardModelDataset([write(tmp_path / "p.jsonl", in_line)], tiny_tokenizer, 32)
+    assert len(RewardModelDataset([write(tmp_path / "p.jsonl", in_line)], tiny_tokenizer, 32)) == 2
+    assert "2 of 2 pairs share" in warnings[-1] and "'question' looks like the p" in warnings[-1]
 
 
 @pytest.mark.parametrize("key", [r"\n\nA:", "\n\nA:"])
@@ -662,6 +667,11 @@ def test_empty_prompts_in_every_job(kind, tmp_path, chat_tokenizer, bos_tokenize
         make()
     assert len(make(allow_empty_prompt=True)) == 2
     assert "1 of 2 prompts are empty, as model.data.allow_empty_prompt=True" in warnings[0]
+    if kind in ("dpo", "kto"):
+        del said["prompt"]
+        write(path, records)
+        assert len(make(allow_empty_prompt=True)) == 2
+        assert "1 of 2 prompts are empty, as model.data.allow_empty_prompt=True" in warnings[-1]
     if kind in ("prompts", "responses"):
         with pytest.raises(UserError, match="needs a token to begin with: add_bos=True"):
             make(allow_empty_prompt=True, add_bos=False)
@@ -735,7 +745,7 @@ def prompts_of(dataset, tokenizer):
 
 
 def test_one_file_is_split(texts, tiny_tokenizer):
-    names = [f"prompt {i}" for i in range(10)]
+    names = [f"prompt {i // 2} {i}" for i in range(10)]
     for prefix in (texts(names), [texts(names)]):
         parts = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, splits="8,1,1")
         assert [prompts_of(part, tiny_tokenizer) for part in parts] == [

@@ -24,7 +24,6 @@ from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation import engine
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
-from nemo_aligner.models.nlp.gpt.megatron_config import PRECISIONS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main, read_memory, read_model
@@ -53,7 +52,6 @@ from nemo_aligner.plan.memory import (
     rank_memory,
 )
 from nemo_aligner.plan.parameters import (
-    PRECISION_BYTES,
     Architecture,
     Split,
     Weights,
@@ -381,7 +379,8 @@ def test_full_recomputation_keeps_the_inputs_of_layers():
 
 
 def test_bytes_of_a_number():
-    assert PRECISION_BYTES == {name: dtype.itemsize for name, dtype in PRECISIONS.items()}
+    for precision, size in {"32": 4, "bf16-mixed": 2}.items():
+        assert read_architecture(large(precision=precision), 1).number_bytes == size
     with pytest.raises(UserError, match="trainer.precision=16 is not supported"):
         read_architecture(large(precision="16"), 1)
 

@@ -13,8 +13,10 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.data_rules import (
+    PARTS,
     check_data_impl,
     check_labels_can_be_read,
+    check_parts,
     check_prompts_can_be_read,
     holds_tokens,
 )
@@ -80,7 +82,6 @@ __all__ = [
     "single_validation_set",
 ]
 
-PARTS = ("train", "validation", "test")
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
 
@@ -266,14 +267,7 @@ def _separate_files(
     make: Callable[..., FileDataset], files: Mapping[str, Any], limits: Mapping[str, int]
 ) -> Datasets:
     """Build one dataset for each key of `files`."""
-    unknown = [
-        key for key in files.keys() if key not in PARTS and not key.startswith("validation")
-    ]
-    if unknown or not files.get("train"):
-        raise ConfigError(
-            f"model.data.data_prefix has the keys {', '.join(files.keys())}: it needs train, and "
-            "may have validation, validation_<name> and test."
-        )
+    check_parts(files)
     built = {}
     for key, paths in files.items():
         if paths is not None and len(paths):

@@ -143,8 +143,12 @@ class RewardModelDataset(FileDataset):
         where = f", the first in {lines.where(first)}"
         remedy = (
             f"{unread}Two neighbouring lines are a pair, responses to one prompt, unless each has "
-            "'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs."
+            "'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs; "
+            "texts without prompts are if both stand in one line, in 'chosen' and 'rejected', and "
+            "those of one prompt if model.data.prompt_end says where it ends."
         )
+        if self.pair_in_line:
+            remedy = f"{unread}If there is a prompt, give it in the field 'prompt'."
         if len(different):
             try:
                 self.encoder.in_common(lines[first], lines[first + 1])
@@ -153,9 +157,11 @@ class RewardModelDataset(FileDataset):
                 raise UserError(f"{text}have two prompts{where} {remedy}") from None
         begin = "no beginning, so no prompt"
         if common:
-            begin = f"nothing but {lines[0]['text'][:common]!r}, with which all begin"
+            head = lines[first]["text"][: min(common, 40)]
+            begin = f"nothing but {head!r}, with which all begin"
         text += f"share {begin}{where}. {remedy}"
-        if not common and 2 * len(bad) > len(found):
+        can_be_given = not self.pair_in_line and isinstance(lines[first]["text"], str)
+        if can_be_given and 2 * len(bad) > len(found):
             raise UserError(text)
         logging.warning(text)
 

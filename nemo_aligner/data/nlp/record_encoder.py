@@ -200,20 +200,21 @@ class RecordEncoder:
         """The text of a prompt, and of the fields that continue it.
 
         Args:
-            whole: without a prompt, and `prompt_end`, the prompt is empty.
+            whole: without a prompt, and `prompt_end`, the prompt is empty, as it also is where
+                `allow_empty_prompt` says so.
         """
         texts = [_plain_text(record, field) for field in fields]
         if record.get("prompt") is not None:
             return [_plain_text(record, "prompt", allow_blank=True), *texts]
         if self.prompt_end:
             return self._split(texts, " and ".join(map(repr, fields)))
-        if whole:
+        if whole or self.allow_empty_prompt:
             return ["", *texts]
         raise missing(
             "prompt",
             record,
             "(Where the texts begin with their prompts, model.data.prompt_end says how these end: "
-            "'\\n\\nAssistant:'.)",
+            "'\\n\\nAssistant:'. model.data.allow_empty_prompt=True: there are none.)",
         )
 
     def _split(self, texts: Sequence[str], what: str) -> list[str]:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
+from nemo_aligner.config.parallel_rules import dtype_name
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.layer_patterns import layer_pattern
@@ -47,24 +48,12 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "fast-swiglu": (F.silu, True),
 }
 NORMALIZATIONS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}
-PRECISIONS = {
-    "32": torch.float32,
-    "32-true": torch.float32,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-}
 
 
 def torch_dtype(precision: str | int) -> torch.dtype:
     """Compute dtype of `trainer.precision`: float32 or bfloat16; else `ConfigError`."""
-    try:
-        return PRECISIONS[str(precision).lower()]
-    except KeyError:
-        raise ConfigError(
-            f"trainer.precision={precision!r} is not supported; use one of {sorted(PRECISIONS)}."
-        ) from None
+    dtype: torch.dtype = getattr(torch, dtype_name(precision))
+    return dtype
 
 
 @functools.cache
