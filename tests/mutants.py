@@ -985,6 +985,13 @@ MUTANTS = [
         "str(",
         _unit("test_reward_url.py", "test_configurations_are_shown_without_secrets"),
     ),
+    Mutant(
+        "a secret within a word of the command line is kept in the folder of the job",
+        "config/access.py",
+        "shown_config({key: value})[key]",
+        "value",
+        _unit("test_reward_url.py", "test_configurations_are_shown_without_secrets"),
+    ),
     # --- rollouts: masks, rewards, advantages
     Mutant(
         "the first rollout is not compared with the reference",

@@ -17,6 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from nemo_aligner.core.errors import ConfigError
 
 TOKEN_VARIABLE = "NEMO_ALIGNER_TOKEN"
@@ -141,13 +145,16 @@ def client_tls(
         ) from error
 
 
-_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s'\"@]*@")
-_SECRET = re.compile(
-    r"(?i)(^|[_.-])((api|access|secret|private)[_-]?key|passw(or)?d|secret|auth|authorization|"
-    r"(?<!eos.)(?<!bos.)(?<!pad.)(?<!unk.)(?<!sep.)(?<!cls.)(?<!mask.)token)$"
-)
-_ENTRY = re.compile(r"([\w-]+)(['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^\s,}]+)")
+# A password may hold an `@`, or a `/` that should have been escaped.
+_USER_OF_URL = re.compile(r"(?<=://)([^/?#\s'\"@:]*:(?!\d+[/?#])[^\s'\",]*|[^/?#\s'\"]*)@")
 _QUERY_OF_URL = re.compile(r"(://[^?\s'\"]*\?)[^\s'\"\],}]*")
+_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
+_USE = "(access|api|auth|bearer|encryption|hf|hub|private|refresh|secret|session|signing|wandb)"
+_SECRET = re.compile(  # words with `_` between them
+    rf"(^|.*_)({_USE}_?(key|token)s?|passw(or)?ds?|pwds?|passphrases?|secrets?|credentials?|creds|"
+    r"cookies?|auth|authorization|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!sep_)(?<!cls_)"
+    r"(?<!mask_)(?<!image_)(?<!end_)(?<!stop_)token)|_?tokens"
+)
 
 
 def shown_url(text: str) -> str:
@@ -155,16 +162,32 @@ def shown_url(text: str) -> str:
     return _QUERY_OF_URL.sub(r"\1***", _USER_OF_URL.sub("***@", text))
 
 
+def _is_secret(name: str) -> bool:
+    """Whether a key of this name, `SECTION.KEY` too, holds a secret (`hfToken`)."""
+    parts = name.split(".")
+    return any(_SECRET.fullmatch(_WORDS.sub("_", part).lower()) for part in parts)
+
+
 def shown_word(word: str) -> str:
-    """A word of a command line, `KEY=VALUE`, as `shown_config` and `shown_url` have them."""
-    key, sign, value = word.partition("=")
-    if sign and value and _SECRET.search(key):
-        return f"{key}=***"
-
-    def entry(found: re.Match[str]) -> str:
-        return f"{found[1]}{found[2]}***" if _SECRET.search(found[1]) else found[0]
-
-    return shown_url(_ENTRY.sub(entry, word))
+    """A word of a command line, `KEY=VALUE`, as `shown_config` has the value that Hydra reads."""
+    key, sign, text = word.partition("=")
+    if not sign:
+        return shown_url(word)
+    value: Any = text
+    try:
+        read = OverridesParser.create().parse_override(word)
+        is_read = not read.is_sweep_override()
+        value = read.value() if is_read else text
+    except HydraException:
+        is_read = False
+    shown = shown_config({key: value})[key]
+    if not is_read and any(map(_is_secret, re.findall(r"[\w-]+", text))):
+        shown = "***"
+    if shown == value:
+        return word
+    if not isinstance(shown, str):
+        shown = yaml.safe_dump(shown, default_flow_style=True, sort_keys=False, width=10**6)
+    return f"{key}={shown.strip()}"
 
 
 def is_web_address(url: str) -> bool:
@@ -184,7 +207,7 @@ def shown_config(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {
             key: "***"
-            if value and value is not True and _SECRET.search(str(key))
+            if value and value is not True and _is_secret(str(key))
             else shown_config(value)
             for key, value in tree.items()
         }

@@ -29,6 +29,7 @@ from nemo_aligner.config.rules import (
     check_values,
     job_of_model,
     restore_key,
+    why_nothing_is_kept,
 )
 from nemo_aligner.config.schema import COMMAND_PAGES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
@@ -106,7 +107,11 @@ def check_config(
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
     before_notes()
     inert, old = inert_notes(tree, config_name), old_form_notes(Values(tree), config_name)
+    nothing = why_nothing_is_kept(Values(tree), config_name)
+    lost = f"{nothing}; save_interval is val_check_interval if it is not given"
     notes = {
+        "This job keeps neither a checkpoint nor a model of what it trains:": [lost]
+        * bool(nothing),
         "This package reads none of these keys:": unknown,
         "These configuration keys have no effect:": inert,
         "This configuration means something else:": old,

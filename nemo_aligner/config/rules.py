@@ -394,6 +394,17 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         _check_prefix_data(values)
 
 
+def why_nothing_is_kept(values: Values, config_name: str) -> str | None:
+    """The setting by which a job that trains leaves no checkpoint and no model behind, if any."""
+    if config_name not in SECTIONS or config_name == "gpt_ppo_critic":  # saves with the actor
+        return None
+    if values.get("exp_manager.create_checkpoint_callback") is False:
+        return "exp_manager.create_checkpoint_callback=False"
+    key = f"trainer.{SECTIONS[config_name]}.save_interval"
+    interval = values.get(key, 1)
+    return f"{key}={interval}" if interval <= 0 else None
+
+
 def _check_prefix_data(values: Values) -> None:
     """What the jobs that read `model.data.data_prefix` have in common. The others may have got
     such keys from a checkpoint.

@@ -15,6 +15,8 @@ from nemo_aligner.config.parallel_rules import (
     cuda_devices,
     default_precision,
 )
+from nemo_aligner.config.rules import why_nothing_is_kept
+from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.inputs import check_inputs
@@ -46,10 +48,11 @@ def job_main(
                 cfg.trainer.precision = default_precision(cfg.trainer.accelerator)
             main(cfg)
             file = ending_file()
-            if file is not None and stop_requests.step is not None:  # it has trained
+            if file is not None and stop_requests.has_trained:
                 from nemo_aligner.report.ending import last_lines  # heavy
 
-                print(f"\n{last_lines(file.parent, config_name)}", flush=True)
+                nothing = why_nothing_is_kept(Values(resolved(cfg)), config_name)
+                print(f"\n{last_lines(file.parent, config_name, nothing)}", flush=True)
 
         return run
 

@@ -16,6 +16,7 @@ job that is stopped as a whole raises an alarm.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from nemo_aligner.core.endings import ExitCode, ending_file, note_ending, stand_
 from nemo_aligner.core.progress import progress
 from nemo_aligner.launch import endings, watchdog_process
 from nemo_aligner.servers.control_group import JobStore, StoreLostError
-from nemo_aligner.training.stop_requests import stop_requests
+from nemo_aligner.training.stop_requests import SIGNALS, stop_requests
 
 SIGN_S = 0.5  # between two signs of life to the process beside
 MOST_LOOKS = 20  # at the progress within the time-out
@@ -61,6 +62,8 @@ class Watchdog:
 
     def _give_signs(self) -> None:
         """Thread: say to the process beside that this one runs. Does nothing that can block."""
+        # That process inherits it, and does not end by a Ctrl-C before it can ignore it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while True:
             if self._beside is None or self._beside.poll() is not None:
                 self._beside = self._start_process()

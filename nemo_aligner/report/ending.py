@@ -3,23 +3,33 @@
 """The report while a job runs, and the last lines of its log."""
 
 import os
+import re
+import shlex
 import threading
 import time
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from nemo.utils import logging
 
-from nemo_aligner.checkpoint.folders import CHECKPOINTS, complete_checkpoints
+from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_checkpoints
 from nemo_aligner.report.charts import format_number
 from nemo_aligner.report.page import write_report
 from nemo_aligner.report.reading import read_run
 from nemo_aligner.report.summary import alarms, what_it_learned
 
 SHARE = 0.02  # of the time of a job that writing its report takes
-USE = ("generate {0}", "convert nemo-to-hf {0} {1}")
+BASE = "pretrained_checkpoint.restore_from_path"
+DATA = "'model.data.data_prefix={train: [MY.jsonl]}'"
+USE = ("generate MODEL", "convert nemo-to-hf MODEL TARGET")
+# Names in capitals are filled in: MODEL, BASED and TARGET here, those of the notes by the user.
 NEXT = {
-    "gpt_sft": ("train ppo pretrained_checkpoint.restore_from_path={0}", *USE),
-    "training_rm": ("serve critic pretrained_checkpoint.restore_from_path={0}", USE[1]),
+    "gpt_sft": (*USE, f"train rm BASED {DATA}  # before PPO; MY.jsonl: your pairs"),
+    "training_rm": (
+        "serve critic BASED",
+        f"train ppo {BASE}=SFT.nemo {DATA}  # beside it; SFT.nemo, MY.jsonl: yours",
+        USE[1],
+    ),
 }
 
 
@@ -50,8 +60,10 @@ class LiveReport:
             self._pause_s = (time.monotonic() - start) / SHARE
 
 
-def last_lines(folder: Path, config_name: str) -> str:
-    """How the finished job of `folder` went, what it has left there, and what to do next."""
+def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = None) -> str:
+    """How the finished job of `folder` went, what it has left there (no model by the setting
+    `nothing_is_kept`), and what to do next.
+    """
     job = next(job for job in read_run(folder) if job.folder == folder)
     validations = []
     for found in what_it_learned(job):
@@ -69,10 +81,24 @@ def last_lines(folder: Path, config_name: str) -> str:
         *(("metrics", place / "metrics.jsonl"), ("report", place / "report.html")),
     ]
     checkpoints = place / CHECKPOINTS
-    models = [path for path, _ in complete_checkpoints(checkpoints)[-1:]]
-    models += sorted(checkpoints.glob("*.nemo"), key=os.path.getmtime)
-    for model in models[-1:]:
-        target = model.with_name(f"{model.stem}-hf")
-        commands = (text.format(model, target) for text in NEXT.get(config_name, USE))
-        rows += [("model", model), *(("next", f"nemo-aligner {text}") for text in commands)]
+    # The `.nemo` of a save is written after its checkpoint; an older one is of another job.
+    times = {path: path / STATE_FILE for path, _ in complete_checkpoints(checkpoints)}
+    times |= {path: path for path in checkpoints.glob("*.nemo")}
+    if nothing_is_kept or not times:
+        rows.append(("model", f"none ({nothing_is_kept})" if nothing_is_kept else "none"))
+    else:
+        model = max(times, key=lambda path: times[path].stat().st_mtime_ns)
+        rows.append(("model", model))
+        target = model.with_name(f"{model.name.removesuffix('.nemo')}-hf")
+        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": _word(BASE, model)}
+        for command in NEXT.get(config_name, USE):
+            if "TARGET" not in command or not target.exists():
+                words = [shlex.quote(filled[w]) if w in filled else w for w in command.split(" ")]
+                rows.append(("next", " ".join(["nemo-aligner", *words])))
     return "\n".join(f"{name:>10}: {text}" for name, text in rows)
+
+
+def _word(key: str, path: Path) -> str:
+    """The word of a command line that sets `key`, with quotes where Hydra needs them."""
+    is_plain = re.fullmatch(r"[\w./-]+", str(path), re.ASCII)
+    return f"{key}={path if is_plain else QuotedString(str(path), Quote.double).with_quotes()}"

@@ -38,11 +38,13 @@ class StopRequests:
     Attributes:
         received: the first signal, None before one.
         step: finished steps, None before the loop.
+        has_trained: this process has finished a step.
         max_steps: steps of the whole job.
     """
 
     received: signal.Signals | None
     step: int | None
+    has_trained: bool
 
     def __init__(self) -> None:
         self._watching = self._in_loop = False
@@ -50,6 +52,7 @@ class StopRequests:
 
     def _clear(self) -> None:
         self.received = self.step = None
+        self.has_trained = False
         self.max_steps = 0
         self._saves = True
         self._has_left = False
@@ -182,6 +185,7 @@ class StopRequests:
         or has finished.
         """
         now = time.monotonic()
+        self.has_trained = True
         self.step, self._step_s, self._last_boundary = step, now - self._last_boundary, now
         return self._stop(self.received or (TIME_IS_OVER if run_timer.is_finished() else 0))
 

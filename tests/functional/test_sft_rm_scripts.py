@@ -243,7 +243,7 @@ def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_p
     values = [f"{value:.4g} (step {step})" for value, step in zip(validation, (2, 4), strict=True)]
     assert lines[0] == f"validation: loss {' -> '.join(values)}"
     shown = nemo.relative_to(sft_run.parent)  # where the job ran
-    assert lines[-1].startswith(f"      next: nemo-aligner convert nemo-to-hf {shown} ")
+    assert lines[-2].startswith(f"      next: nemo-aligner convert nemo-to-hf {shown} ")
     page = (sft_run / "report.html").read_text()
     assert "train_gpt_sft.py" in page and "step 4</small>" in page and "model.optim.lr" in page
 

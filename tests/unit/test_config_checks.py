@@ -692,6 +692,20 @@ def test_config_error_is_a_user_error():
     assert issubclass(ConfigError, UserError) and issubclass(ConfigError, ValueError)
 
 
+def test_a_job_that_keeps_nothing_says_so(tmp_path, monkeypatch):
+    for override, why in (
+        ("trainer.dpo.val_check_interval=0", "trainer.dpo.save_interval=0"),
+        ("exp_manager.create_checkpoint_callback=False", "create_checkpoint_callback=False"),
+    ):
+        said = []
+        monkeypatch.setattr("nemo.utils.logging.warning", said.append)
+        check("gpt_dpo", tmp_path, override)
+        assert why in said[0] and "neither a checkpoint nor a model" in said[0] and len(said) == 1
+        assert (
+            check("gpt_ppo_critic", tmp_path, "exp_manager.create_checkpoint_callback=False") == []
+        )
+
+
 def test_data_parallel_size_counts_once_it_is_known(tmp_path):
     overrides = [
         "trainer.devices=2",

@@ -18,6 +18,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.types import Scores
 from nemo_aligner.training.schedule import compute_max_steps
+from nemo_aligner.training.stop_requests import stop_requests
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, fit_until_stopped, make_trainer
 
@@ -233,7 +234,9 @@ def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch):
     monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
     trainer = make_trainer()
     trainer.load_state_dict({"step": 3, "consumed_samples": 24, "ppo_optimization_step": 6})
+    monkeypatch.setattr(stop_requests, "has_trained", False)
     trainer.fit()
+    assert not stop_requests.has_trained  # so that nothing is said after it
     assert trainer.events == ["prepare_for_training", "finish_export", "finish_training"]
     assert trainer.logger.finalized == 1
     said = "step 3 of 3: training is already complete, nothing was trained; raise trainer.ppo.max"
@@ -242,6 +245,7 @@ def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch):
     ongoing = make_trainer(max_steps=3)
     ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "ppo_optimization_step": 4})
     ongoing.fit()
+    assert stop_requests.has_trained
     assert ongoing.step == 3 and not any("complete" in line for line in lines)
 
 

@@ -5,11 +5,14 @@
 import html.parser
 import json
 import math
+import os
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
@@ -436,12 +439,13 @@ def test_the_last_lines_of_a_job(tmp_path, monkeypatch):
         "    alarms: in 2 steps, last in 4",
         "   metrics: run/metrics.jsonl",
         "    report: run/report.html",
+        "     model: none",
     ]
     Path("run/checkpoints").mkdir()
     Path("run/checkpoints/policy.nemo").touch()
     for job, command in (
         ("gpt_dpo", "generate {}"),
-        ("gpt_sft", "train ppo pretrained_checkpoint.restore_from_path={}"),
+        ("gpt_sft", "generate {}"),
         ("training_rm", "serve critic pretrained_checkpoint.restore_from_path={}"),
     ):
         *_, model, first, last = ending.last_lines(Path("run"), job).splitlines()[:7]
@@ -449,6 +453,37 @@ def test_the_last_lines_of_a_job(tmp_path, monkeypatch):
         command = command.format("run/checkpoints/policy.nemo")
         assert first == f"      next: nemo-aligner {command}"
         assert last.startswith("      next: nemo-aligner ")
+    assert ending.last_lines(Path("run"), "gpt_sft", "k=0").endswith("\n     model: none (k=0)")
+
+
+def test_the_next_commands_can_be_pasted(tmp_path, monkeypatch):
+    """Also of the checkpoint of a run without a `.nemo`, beside one of a run before."""
+    monkeypatch.chdir(tmp_path)
+    write_job(Path("it's a run"))
+    model = Path("it's a run/checkpoints/p--loss=5.5-step=2")
+    model.mkdir(parents=True)
+    nemo = model.with_name("p.nemo")
+    nemo.touch()
+    os.utime(nemo, (1, 1))
+    (model / "state.json").touch()
+    monkeypatch.setattr(ending, "complete_checkpoints", lambda _: [(model, {})])
+
+    def words(job):
+        lines = ending.last_lines(Path("it's a run"), job).splitlines()
+        assert f"     model: {model}" in lines
+        commands = [line.partition("next: ")[2] for line in lines if "next: " in line]
+        return [shlex.split(command, comments=True)[1:] for command in commands]
+
+    generate, convert, train = words("gpt_sft")
+    assert generate == ["generate", str(model)]
+    assert convert == ["convert", "nemo-to-hf", str(model), f"{model}-hf"]
+    parser = OverridesParser.create()
+    for command in (train, words("training_rm")[0]):
+        assert parser.parse_overrides(command[2:])[0].value() == str(model)
+    Path(f"{model}-hf").mkdir()
+    assert [command[0] for command in words("gpt_dpo")] == ["generate"]
+    os.utime(nemo)
+    assert f"     model: {nemo}\n" in ending.last_lines(Path("it's a run"), "gpt_dpo")
 
 
 CURVES = {

@@ -233,17 +233,30 @@ def test_configurations_are_shown_without_secrets():
     assert shown_url("GET 'https://u:p@a.b/x?k=v' [http://c/?q,file.py?]") == (
         "GET 'https://***@a.b/x?***' [http://c/?***,file.py?]"
     )
+    assert shown_url("https://u:p@S@h/x db://u:S/E@h http://h:80/x@y") == (
+        "https://***@h/x db://***@h http://h:80/x@y"
+    )
     words = {
         "a.wandb_logger_kwargs.api_key=s3cr3t": "a.wandb_logger_kwargs.api_key=***",
-        "+a={api_key: s3, auth: 'B x', n: 1}": "+a={api_key: ***, auth: ***, n: 1}",
+        "+a={api_key: s3, auth: B x s, n: 1}": "+a={api_key: '***', auth: '***', n: 1}",
+        '+a=[{hfToken: "s\\"3", n: null}]': "+a=[{hfToken: '***', n: null}]",
+        "+a.credentials.user=s3": "+a.credentials.user=***",
+        "a=choice({token: s3},2)": "a=***",  # several values, or what Hydra cannot read
+        "a={b: {token: s3}": "a=***",
+        "+a.add_token=True": "+a.add_token=True",
+        'a={label_key: "{prompt}\\n", n: 2.50}': 'a={label_key: "{prompt}\\n", n: 2.50}',
         "f=http://a/?k=v": "f=http://a/?***",
         "a.special_tokens.eos_token=</s>": "a.special_tokens.eos_token=</s>",
     }
     assert [*map(shown_word, words)] == [*words.values()]
     ends = {"eos_token": "</s>", "mask_token": "m", "add_token": True}
     assert shown_config(ends) == ends
-    names = ("secret_key", "private_key", "auth", "Authorization", "db_passwd", "hf_token")
-    assert {*shown_config(dict.fromkeys(names, "s")).values()} == {"***"}
+    names = """secret_key private_key auth Authorization db_passwd hf_token credentials passphrase
+    pwd api_keys tokens wandb_key accessToken HFToken X-Api-Key apikey"""
+    assert {*shown_config(dict.fromkeys(names.split(), "s")).values()} == {"***"}
+    names = """label_key truncation_field key_padding key token_file tls_key eosToken max_tokens
+    additional_special_tokens chat_prompt_tokens end_token_ids tokenizer author"""
+    assert {*shown_config(dict.fromkeys(names.split(), "s")).values()} == {"s"}
     given = {"reward_fn": ["http://a/?k=v"], "api_key": "s", "token_file": "f", "token": None}
     assert shown_config({"trainer": given, "n": 1}) == {
         "trainer": {"reward_fn": ["http://a/?***"], "api_key": "***", "token_file": "f"}

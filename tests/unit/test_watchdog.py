@@ -104,9 +104,9 @@ def start(tmp_path):
         job.process.wait(10)
 
 
-def ignores(process, number):
+def ignores(process, number, field="SigIgn"):
     status = Path(f"/proc/{process.pid}/status").read_text()
-    return int(status.partition("SigIgn:")[2].split()[0], 16) >> (number - 1) & 1
+    return int(status.partition(f"{field}:")[2].split()[0], 16) >> (number - 1) & 1
 
 
 def watches(process):
@@ -219,6 +219,7 @@ def test_a_process_that_is_stopped_for_a_while_goes_on(start):
 def test_the_process_beside_a_rank_does_not_take_its_signals_and_is_started_again(start):
     job = start("slow")
     (watcher,) = beside(job)
+    assert ignores(watcher, signal.SIGINT, "SigBlk")  # from before its first line on
     wait_until(lambda: ignores(watcher, signal.SIGTERM), 10, lambda: "its start")
     watcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
