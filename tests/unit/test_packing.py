@@ -37,7 +37,9 @@ def build(tmp_path_factory, tiny_tokenizer):
 
     def make(**section):
         section = {"file_path": str(path), "max_seq_length": 48, **section}
-        return build_sft_dataset(OmegaConf.create(section), tiny_tokenizer, is_chat=False)
+        return build_sft_dataset(
+            OmegaConf.create(section), tiny_tokenizer, is_chat=False, allow_empty_prompt=True
+        )
 
     return make
 
