@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "the prompt counts in the loss of DPO",
         "data/nlp/record_encoder.py",
-        "[n >= _common(prompt, tokens) for",
+        "[n >= common(prompt, tokens) for",
         "[n >= 0 for",
         _unit(
             "test_dpo_model.py",
@@ -713,7 +713,7 @@ MUTANTS = [
     ),
     Mutant(
         "the prompt of a pair of whole texts ends with its first mark",
-        "data/nlp/record_encoder.py",
+        "data/nlp/plain_texts.py",
         "shared.rfind(self.prompt_end)",
         "shared.find(self.prompt_end)",
         _unit("test_data.py", "test_a_key_says_where_the_prompt_of_whole_texts_ends"),
@@ -1300,6 +1300,13 @@ MUTANTS = [
         _unit("test_kl.py", "test_adaptive_controller_by_hand"),
     ),
     # --- before the work
+    Mutant(
+        "pairs of two prompts are told after the imports",
+        "launch/inputs.py",
+        'if place % 2 and config_name == "training_rm"',
+        'if place > ROWS and config_name == "training_rm"',
+        _unit("test_inputs.py", "test_it_is_one_message_before_torch_is_imported"),
+    ),
     Mutant(
         "wrong paths and records are told after the imports",
         "launch/job_entry.py",

@@ -163,12 +163,16 @@ def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) 
         )
 
 
-def parallel_factor(values: Values, ranks: int, complete: bool) -> dict[str, int]:
-    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP."""
+def parallel_factor(
+    values: Values, ranks: int, complete: bool, is_unsplit: bool = False
+) -> dict[str, int]:
+    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP, as
+    one that `is_unsplit` cannot.
+    """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
-    if not complete and not (tp and pp):
+    if not (complete or is_unsplit) and not (tp and pp):
         return {}
     experts = values.whole("model.num_moe_experts", 1)
     expert_parallel = values.whole("model.expert_model_parallel_size", 1) or 1

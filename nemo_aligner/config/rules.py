@@ -163,7 +163,9 @@ def check_values(
         check_later(values, config_name)
 
     complete = complete or trains_from_scratch
-    dp = parallel_factor(values, ranks, complete)
+    base = str(values.get(restore_key(config_name)))
+    is_unsplit = os.path.isfile(os.path.join(base, "config.json"))  # a Hugging Face folder
+    dp = parallel_factor(values, ranks, complete, is_unsplit)
     if complete:
         check_architecture(values.get("model"), fixed=not trains_from_scratch)
     check_recomputation(values, complete)

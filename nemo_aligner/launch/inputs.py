@@ -23,12 +23,16 @@ from nemo_aligner.data.nlp.chat_records import (
     conversation_messages,
     holds_conversation,
     holds_pair,
+    other_prompt,
     pair_messages,
     prompt_messages,
+    response_messages,
+    speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.columns import Columns, missing
+from nemo_aligner.data.nlp.columns import Columns, missing, prompt_hint
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, open_quickly
 from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.plain_texts import PlainTexts
 from nemo_aligner.data.nlp.records import check_text
 from nemo_aligner.servers.user_code import split_spec
 
@@ -72,9 +76,15 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
         form = section.get("data_impl") or "jsonl"
         form = "jsonl" if form == "chunked_jsonl" else form
         for source in open_quickly(Path(file.path), form, section.index_mapping_dir):
-            for number, row in itertools.islice(source.scan(), ROWS):
+            before: Record = {}
+            for place, (number, row) in enumerate(itertools.islice(source.scan(), ROWS)):
                 try:
-                    _check_record(columns(row), cfg, section, config_name)
+                    record = columns(row)
+                    _check_record(record, cfg, section, config_name)
+                    _check_prompt(record, set(row) - columns.sources, cfg, section, config_name)
+                    if place % 2 and config_name == "training_rm":
+                        _check_neighbours(before, record, cfg)
+                    before = record
                 except UserError as error:
                     where = f"{source.path}, {source.unit} {number}"
                     raise UserError(f"{where}: {error}") from None
@@ -131,3 +141,59 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
     else:
         is_prompt = "text" not in record and "prompt" in record
         check_text(record, "prompt" if is_prompt else "text", allow_blank=True)
+
+
+def _check_prompt(
+    record: Record, others: set[str], cfg: DictConfig, section: DictConfig, config_name: str
+) -> None:
+    """Raise `UserError` if the prompt of a checked record is empty, or cannot be told, and no key
+    allows it; `others` are columns that may hold it.
+    """
+    data: Any = cfg.get("data") or cfg.model.data
+    fields = {"gpt_dpo": PAIR, "gpt_kto": ("response",)}.get(config_name, ())
+    has_prompt = config_name in SECTIONS or config_name.endswith("_actor") or fields
+    if not has_prompt or data.chat or "prompt_turns" in record:
+        return
+    if fields and not set(fields) <= set(record):  # by NeMo-Aligner's names
+        return
+    names, talks = ["prompt", "text"], holds_conversation(record)
+    if config_name in SECTIONS:
+        in_field = conversation_field(record) and section.label_key not in record
+        talks = bool(data.chat_template or in_field)
+        names = re.findall(r"{(\w+)}", section.prompt_template)
+        names = [name for name in names if name != section.label_key]
+    if talks:
+        names = []
+        if fields:
+            (pair_messages if fields == PAIR else response_messages)(record)
+        said = speaks_to_assistant(record)
+    elif config_name in SECTIONS:
+        said = not names or any(record[name].strip() for name in names)
+    elif data.chat_template:
+        return
+    elif fields:
+        said = bool(PlainTexts(data).parts(record, *fields)[0].strip())
+    else:
+        said = bool(record["text" if "text" in record else "prompt"].strip())
+    if not said and not data.allow_empty_prompt:
+        hint = prompt_hint(names[0], record, others.difference(names)) if names else ""
+        raise UserError(
+            f"the prompt is empty.{hint} Remove the line, or set "
+            "model.data.allow_empty_prompt=True."
+        )
+
+
+def _check_neighbours(first: Record, second: Record, cfg: DictConfig) -> None:
+    """Raise `UserError` if two lines that are a pair are conversations with two prompts."""
+    others = {"text", "prompt", *PAIR}
+    talks = all(conversation_field(each) and others.isdisjoint(each) for each in (first, second))
+    if not talks or cfg.model.data.chat or cfg.model.reward_model_type == "regression":
+        return
+    for record in (first, second):
+        conversation_messages(record)
+    why = other_prompt(first, second)
+    if why:
+        raise UserError(
+            f"no pair with the line before: {why}. Two neighbouring lines are responses to one "
+            "prompt; conversations for supervised fine-tuning are no pairs."
+        )

@@ -614,7 +614,7 @@ def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
     assert "2 of 3 prompts are empty, the first in" in str(refused.value)
     assert "alpaca.jsonl, line 1. There are columns that nothing reads, in" in str(refused.value)
     assert line in str(refused.value)
-    assert f"columns that nothing reads, in {path}: instruction. 'inst" in warnings.pop()
+    assert warnings == []  # it is said once
     columns = {"input": r"{instruction}{\n\n?input}"}
     dataset = build_sft_dataset(sft_cfg(path, columns=columns), tiny_tokenizer, is_chat=False)
     read = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"][:-1]) for n in range(3)]

@@ -40,6 +40,15 @@ WRONG = {  # words of the command line -> what the one message says
     f"train sft {SFT_BASE}=sft.jsonl model.peft.restore_from_path=no": "model.peft.restore_from_p",
     f"train sft {SFT_BASE}=sft.jsonl model.micro_batch_size=3": "global_batch_size=128 must be a",
     f"train sft {SFT_BASE}=sft.jsonl trainer.precision=16": "trainer.precision=16 is not s",
+    "train sft model.restore_from_path=hf model.data.train_ds.file_path=a trainer.devices=256": (
+        "global_batch_size=128 must be a multiple of 256"
+    ),
+    f"train sft {SFT_BASE}=alpaca.jsonl": "line 1: the prompt is empty. 'instruction' looks like",
+    f"train sft {SFT_BASE}=lone.jsonl": "line 1: the prompt is empty. Remove",
+    f"train rm {BASE} {PREFIX % 'two.jsonl'}": "two.jsonl, line 2: no pair with the line before: ",
+    f"train dpo {BASE} {PREFIX % 'whole.jsonl'}": "line 1: field 'prompt' is missing",
+    f"train dpo {BASE} {PREFIX % 'whole.jsonl'} model.data.prompt_end=A": "have no beginning in c",
+    f"train ppo {BASE} {PREFIX % 'blank.jsonl'}": "line 1: the prompt is empty. Remove",
     f"train spin {BASE} model.data.train_ds.file_path=texts.jsonl": "field 'messages' (or",
     f"train steerlm2 {SFT_BASE}=away model.data.chat=True": "data file away does not exist",
     f"train rm {BASE} {PREFIX % 'chats.jsonl, away'}": "data file away does not exist",
@@ -63,12 +72,20 @@ def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "base").mkdir()
     (folder / "base/model_config.yaml").write_text("{}")
+    (folder / "hf").mkdir()
+    (folder / "hf/config.json").write_text("{}")
     message = {"role": "user", "content": "1+1="}
+    answer = message | {"role": "assistant"}
     for name, *records in (
         ("sft", {"input": "1+1=", "output": "2"}),
         ("texts", {"text": "1+1="}),
         ("pairs", {"prompt": "1+1=", "chosen": "2", "rejected": "3"}),
-        ("chats", {"messages": [message, message | {"role": "assistant"}]}),
+        ("chats", {"messages": [message, answer]}),
+        ("two", *({"messages": [message | {"content": text}, answer]} for text in "ab")),
+        ("lone", {"messages": [answer]}),
+        ("alpaca", {"instruction": "1+1=", "input": "", "output": "2"}),
+        ("whole", {"chosen": "1+1=2", "rejected": "1+1=3"}),
+        ("blank", {"text": " "}),
         ("unsaid", {"messages": [{"role": "user"}]}),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))

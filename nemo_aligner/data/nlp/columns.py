@@ -104,6 +104,16 @@ def other_name(field: str, names: Iterable[str]) -> str | None:
     return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
 
 
+def prompt_hint(field: str, record: Record, names: Iterable[str]) -> str:
+    """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
+    none does.
+    """
+    like = other_name(field, names)
+    form = f"'{{{like}}}{{\\n\\n?{field}}}'" if field in record else like
+    column = f'model.data.columns="{{{field}: {form}}}"'
+    return f" '{like}' looks like the prompt: {column} reads it." if like else ""
+
+
 def missing(field: str, record: Record, more: str = "") -> UserError:
     """The error of a record without a field; `more` says what it is for."""
     name = other_name(field, record)

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos, text_tokens
-from nemo_aligner.data.nlp.columns import other_name
+from nemo_aligner.data.nlp.columns import prompt_hint
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import settings_of
 
@@ -114,22 +114,24 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """For each file the columns that nothing reads, and how to read one that looks like the
         prompt.
         """
-        found, field = [], self.prompt_field
+        found: list[str] = []
         for path, record, names in self.lines.first_rows():
             names -= set(self.read_fields or names)
-            like = other_name(field or "", names)
-            form = f"'{{{like}}}{{\\n\\n?{field}}}'" if field in record else like
-            column = f'model.data.columns="{{{field}: {form}}}"'
-            hint = f" '{like}' looks like the prompt: {column} reads it." if like else ""
+            hint = prompt_hint(self.prompt_field or "", record, names)
             found += [f"{path}: {', '.join(sorted(names))}.{hint}"] if names else []
         return found
 
-    def say_unread(self) -> str:
-        """Name the columns that nothing reads; returns what was said of a prompt among them."""
+    def say_unread(self, is_refused: bool = False) -> str:
+        """Name the columns that nothing reads; returns what there is to say of a prompt among
+        them, which is said at once unless the data are refused.
+        """
         said = [f"{self.others_are}, in {text}" for text in self.unread_columns()]
         hints = [text for text in said if text.endswith("reads it.")]
         for text in said:
-            (logging.warning if text in hints else logging.info)(f"{self.name} data: {text}")
+            if text not in hints:
+                logging.info(f"{self.name} data: {text}")
+            elif not is_refused:
+                logging.warning(f"{self.name} data: {text}")
         return f"There are {hints[0]} " if hints else ""
 
     def check_prompts(
@@ -142,12 +144,14 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
             begins: whether a token stands before the response to a record's empty prompt, which
                 those that are `sampled` from must have.
         """
-        unread, empty = self.say_unread(), np.flatnonzero(self.lines.extra)
+        empty = np.flatnonzero(self.lines.extra)
+        has_token = not len(empty) or begins(self.lines[int(empty[0])])
+        is_refused = len(empty) > 0 and (not allowed or sampled and not has_token)
+        unread = self.say_unread(is_refused)
         if not len(empty):
             return
         text = f"{self.name} data: {len(empty)} of {len(self.lines)} prompts are empty"
-        has_token = begins(self.lines[int(empty[0])])
-        if not allowed or sampled and not has_token:
+        if is_refused:
             remedy = f"{unread}Remove them, or set model.data.allow_empty_prompt=True."
             remedy = "The policy needs a token to begin with: add_bos=True." if allowed else remedy
             raise UserError(f"{text}, the first in {self.lines.where(int(empty[0]))}. {remedy}")

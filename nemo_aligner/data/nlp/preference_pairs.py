@@ -125,7 +125,7 @@ class RewardModelDataset(FileDataset):
 
     def _check_prompts_of_pairs(self) -> None:
         """Refuse pairs with different prompts, and count those that begin differently."""
-        unread, lines, starts = self.say_unread(), self.lines, self.lines.starts
+        lines, starts = self.lines, self.lines.starts
         found = lines.extra % IN_LINE
         known = np.delete(found, starts)
         common = 0 if self.pair_in_line or len(known) < 2 else int(known.min())  # to all texts
@@ -135,9 +135,10 @@ class RewardModelDataset(FileDataset):
                 found[start // 2] = self._in_common(lines[start - 1], lines[start])
         different = np.flatnonzero(found == DIFFERENT)
         self.unlike = np.flatnonzero((found <= common) & (found < SURE))
-        if not len(different) and not len(self.unlike):
-            return
         bad = different if len(different) else self.unlike
+        unread = self.say_unread(is_refused=len(bad) > 0)
+        if not len(bad):
+            return
         first = int(bad[0]) * self.lines_per_document
         text = f"{self.name} data: {len(bad)} of {len(found)} pairs "
         where = f", the first in {lines.where(first)}"

@@ -4,15 +4,13 @@
 conversations in the form that `model.data` asks for.
 """
 
-import bisect
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from nemo_aligner.config.data_rules import line_ends
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form, say_default
@@ -23,11 +21,11 @@ from nemo_aligner.data.nlp.chat_records import (
     other_prompt,
     speaks_to_assistant,
 )
-from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.file_dataset import TextEncoder
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.records import NO_FORM, check_text
+from nemo_aligner.data.nlp.plain_texts import PlainTexts, common, common_length, plain_text
+from nemo_aligner.data.nlp.records import check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
 HEAD = 64  # characters of a response
@@ -55,8 +53,9 @@ class RecordEncoder:
         self.encode_text = TextEncoder(tokenizer, data_cfg)
         self.form = chat_form(data_cfg, tokenizer)
         self.template = (data_cfg or {}).get("chat_template")
-        self.prompt_end = line_ends((data_cfg or {}).get("prompt_end") or "")
-        self.allow_empty_prompt = bool((data_cfg or {}).get("allow_empty_prompt"))
+        self.texts = PlainTexts(data_cfg or {})
+        self.prompt_end = self.texts.prompt_end
+        self.allow_empty_prompt = self.texts.allow_empty_prompt
 
     def settings(self, *others: Any) -> Callable[[], str | None]:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
@@ -98,7 +97,7 @@ class RecordEncoder:
         if not responses:
             text = self._prompt_text(record)
         elif self.form_of(record) is None:
-            text = self._parts(record, *responses)[0]
+            text = self.texts.parts(record, *responses)[0]
         if text is None:
             return not speaks_to_assistant(record)
         return isinstance(text, str) and not text.strip()
@@ -135,7 +134,7 @@ class RecordEncoder:
         prompt = self.encode_text.without_end(self._pair_texts(record)[0])
         # A tokenizer may join the last characters of the prompt with the first of a response.
         chosen, rejected = (
-            Encoded(tokens, [n >= _common(prompt, tokens) for n in range(len(tokens))])
+            Encoded(tokens, [n >= common(prompt, tokens) for n in range(len(tokens))])
             for tokens in self.pair(record)
         )
         return chosen, rejected
@@ -147,16 +146,16 @@ class RecordEncoder:
         form = self.form_of(record)
         if form is not None:
             return form.response(self._fixed(record))
-        prompt, response = self._parts(record, "response")
+        prompt, response = self.texts.parts(record, "response")
         tokens = self.encode_text(prompt + response)
-        first = _common(self.encode_text.without_end(prompt), tokens)
+        first = common(self.encode_text.without_end(prompt), tokens)
         return Encoded(tokens, [n >= first for n in range(len(tokens))])
 
     def response_length(self, record: Record, limit: int) -> int:
         """Number of tokens of a prompt with its response."""
         if self.form_of(record) is not None:
             return len(self.with_response(record).tokens)
-        return self.encode_text.length("".join(self._parts(record, "response")), limit)
+        return self.encode_text.length("".join(self.texts.parts(record, "response")), limit)
 
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
@@ -179,8 +178,8 @@ class RecordEncoder:
         one, other = (self._text(record, has_conversation=False) for record in (first, second))
         if one is not None and other is not None:
             if not self.prompt_end or not (isinstance(one, str) and isinstance(other, str)):
-                return _common_length(one, other)
-            self._split([one, other], "the two lines")
+                return common_length(one, other)
+            self.texts.split([one, other], "the two lines")
             return SURE
         why = "one is a conversation, the other a text"
         if one is None and other is None:
@@ -194,45 +193,11 @@ class RecordEncoder:
         if self.form_of(record) is not None:
             return SURE
         prompt, first, second = self._pair_texts(record)
-        return SURE if prompt.strip() else _common_length(first, second)
-
-    def _parts(self, record: Record, *fields: str, whole: bool = False) -> list[str]:
-        """The text of a prompt, and of the fields that continue it.
-
-        Args:
-            whole: without a prompt, and `prompt_end`, the prompt is empty, as it also is where
-                `allow_empty_prompt` says so.
-        """
-        texts = [_plain_text(record, field) for field in fields]
-        if record.get("prompt") is not None:
-            return [_plain_text(record, "prompt", allow_blank=True), *texts]
-        if self.prompt_end:
-            return self._split(texts, " and ".join(map(repr, fields)))
-        if whole or self.allow_empty_prompt:
-            return ["", *texts]
-        raise missing(
-            "prompt",
-            record,
-            "(Where the texts begin with their prompts, model.data.prompt_end says how these end: "
-            "'\\n\\nAssistant:'. model.data.allow_empty_prompt=True: there are none.)",
-        )
-
-    def _split(self, texts: Sequence[str], what: str) -> list[str]:
-        """What whole texts begin with, up to the last `prompt_end` that all share, and how each
-        of them goes on.
-        """
-        shared = texts[0][: _common_length(texts[0], texts[-1])]
-        place = shared.rfind(self.prompt_end) + len(self.prompt_end)
-        if self.prompt_end not in shared or not all(text[place:].strip() for text in texts):
-            raise UserError(
-                f"{what} have no beginning in common that ends with model.data.prompt_end="
-                f"{self.prompt_end!r}, with a response behind it."
-            )
-        return [shared[:place], *(text[place:] for text in texts)]
+        return SURE if prompt.strip() else common_length(first, second)
 
     def _pair_texts(self, record: Record) -> list[str]:
         """What both texts of a pair begin with, and how they go on, the better one first."""
-        parts = self._parts(record, "chosen", "rejected", whole=True)
+        parts = self.texts.parts(record, "chosen", "rejected", whole=True)
         if parts[1] == parts[2]:
             raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
         return parts
@@ -251,7 +216,7 @@ class RecordEncoder:
         """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
-            return _plain_text(record, "prompt", allow_blank=True)
+            return plain_text(record, "prompt", allow_blank=True)
         text = self._text(record, has_conversation=prompt is not None, allow_blank=True)
         if self.prompt_end and isinstance(text, str):
             if self.prompt_end not in text:
@@ -303,26 +268,3 @@ def _check_differ(chosen: list[int], rejected: list[int]) -> None:
 def _letters(text: str) -> str:
     """Letters and digits without case and accents: what tokenizers keep apart."""
     return re.sub(r"[\W_]+", "", unicodedata.normalize("NFKD", text).casefold())
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """How many tokens the two begin with in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _common_length(first: str | np.ndarray, second: str | np.ndarray) -> int:
-    """How many characters (or tokens) the two begin with in common."""
-    if not (isinstance(first, str) and isinstance(second, str)):
-        return _common([*map(int, first)], [*map(int, second)])
-    shorter = range(min(len(first), len(second)))
-    return bisect.bisect_left(shorter, True, key=lambda n: first[: n + 1] != second[: n + 1])
-
-
-def _plain_text(record: Record, field: str, allow_blank: bool = False) -> str:
-    """A field that must be a text, as there is no form for conversations."""
-    if isinstance(record.get(field), list):
-        raise UserError(f"field '{field}' holds a conversation. {NO_FORM}")
-    check_text(record, field, allow_blank)
-    text: str = record[field]
-    return text
