@@ -80,8 +80,8 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
             for place, (number, row) in enumerate(itertools.islice(source.scan(), ROWS)):
                 try:
                     record = columns(row)
-                    _check_record(record, cfg, section, config_name)
-                    _check_prompt(record, set(row) - columns.sources, cfg, section, config_name)
+                    others = set(row) - columns.sources
+                    _check_record(record, others, cfg, section, config_name)
                     if place % 2 and config_name == "training_rm":
                         _check_neighbours(before, record, cfg)
                     before = record
@@ -105,10 +105,14 @@ def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, D
             yield file._replace(path=file.path.replace(CHUNK_ID, "0")), section
 
 
-def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_name: str) -> None:
-    """Raise `UserError` if a record lacks a field, or a conversation in it is broken."""
+def _check_record(
+    record: Record, others: set[str], cfg: DictConfig, section: DictConfig, config_name: str
+) -> None:
+    """Raise `UserError` if a record lacks a field, a conversation in it is broken, or its prompt
+    is empty and no key allows it; `others` are columns that may hold the prompt.
+    """
     data: Any = cfg.get("data") or cfg.model.data
-    talks = holds_conversation(record)
+    talks, names, said = holds_conversation(record), ["prompt", "text"], True
     fields: tuple[str, ...] = FIELDS.get(config_name, ())
     if "prompt_turns" in record:  # of SteerLM 2
         return
@@ -116,11 +120,17 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
         if config_name in SECTIONS and not talks:
             conversation_messages(record)
     elif config_name in SECTIONS:
-        if data.chat_template or (conversation_field(record) and section.label_key not in record):
+        in_field = conversation_field(record) and section.label_key not in record
+        talks = bool(data.chat_template or in_field)
+        if talks:
             conversation_messages(record)
-            return
-        for field in re.findall(r"{(\w+)}", section.prompt_template):
-            check_text(record, field, allow_blank=True)
+            said = speaks_to_assistant(record)
+        else:
+            names = re.findall(r"{(\w+)}", section.prompt_template)
+            for field in names:
+                check_text(record, field, allow_blank=True)
+            names = [field for field in names if field != section.label_key]
+            said = not names or any(record[field].strip() for field in names)
     elif config_name in FIELDS:
         if config_name == "training_rm":
             is_known = talks or not {"prompt", "responses", *CONVERSATIONS}.isdisjoint(record)
@@ -134,49 +144,24 @@ def _check_record(record: Record, cfg: DictConfig, section: DictConfig, config_n
         for field in fields:
             if field not in record and f"{field}_response" not in record:
                 raise missing(field, record)
-        if all(isinstance(record.get(field), list) for field in PAIR):
+        if config_name in ("gpt_dpo", "gpt_kto") and set(fields) <= set(record):  # by our names
+            responses = [field for field in fields if field != "preference"]
+            if talks:
+                (pair_messages if config_name == "gpt_dpo" else response_messages)(record)
+                said = speaks_to_assistant(record)
+            elif not data.chat_template:
+                said = bool(PlainTexts(data).parts(record, *responses)[0].strip())
+        elif all(isinstance(record.get(field), list) for field in PAIR):
             pair_messages(record)
     elif talks or (data.chat_template and "text" not in record):
         prompt_messages(record)
-    else:
-        is_prompt = "text" not in record and "prompt" in record
-        check_text(record, "prompt" if is_prompt else "text", allow_blank=True)
-
-
-def _check_prompt(
-    record: Record, others: set[str], cfg: DictConfig, section: DictConfig, config_name: str
-) -> None:
-    """Raise `UserError` if the prompt of a checked record is empty, or cannot be told, and no key
-    allows it; `others` are columns that may hold it.
-    """
-    data: Any = cfg.get("data") or cfg.model.data
-    fields = {"gpt_dpo": PAIR, "gpt_kto": ("response",)}.get(config_name, ())
-    has_prompt = config_name in SECTIONS or config_name.endswith("_actor") or fields
-    if not has_prompt or data.chat or "prompt_turns" in record:
-        return
-    if fields and not set(fields) <= set(record):  # by NeMo-Aligner's names
-        return
-    names, talks = ["prompt", "text"], holds_conversation(record)
-    if config_name in SECTIONS:
-        in_field = conversation_field(record) and section.label_key not in record
-        talks = bool(data.chat_template or in_field)
-        names = re.findall(r"{(\w+)}", section.prompt_template)
-        names = [name for name in names if name != section.label_key]
-    if talks:
-        names = []
-        if fields:
-            (pair_messages if fields == PAIR else response_messages)(record)
         said = speaks_to_assistant(record)
-    elif config_name in SECTIONS:
-        said = not names or any(record[name].strip() for name in names)
-    elif data.chat_template:
-        return
-    elif fields:
-        said = bool(PlainTexts(data).parts(record, *fields)[0].strip())
     else:
-        said = bool(record["text" if "text" in record else "prompt"].strip())
+        field = "prompt" if "text" not in record and "prompt" in record else "text"
+        check_text(record, field, allow_blank=True)
+        said = bool(record[field].strip())
     if not said and not data.allow_empty_prompt:
-        hint = prompt_hint(names[0], record, others.difference(names)) if names else ""
+        hint = "" if talks else prompt_hint(names[0], record, others.difference(names))
         raise UserError(
             f"the prompt is empty.{hint} Remove the line, or set "
             "model.data.allow_empty_prompt=True."
