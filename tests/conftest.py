@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -40,6 +41,8 @@ def pytest_configure(config):
     process that reads the command line, not by those that run a part of the tests for it; and not
     with planted faults, which may be in what removes.
     """
+    # A shell that starts the tests in the background has it ignored, and so in the jobs of tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = config.invocation_params.dir
     paths = [(folder / argument.split("::")[0]).resolve() for argument in config.args]
     if not any(path.is_relative_to(GPU_TESTS) for path in paths):
