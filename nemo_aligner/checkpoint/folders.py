@@ -259,8 +259,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:
-    """The warning about a checkpoint without the metric that they are ranked by, else None."""
+    """The warning about a checkpoint without the metric that they are ranked by, else None; one
+    that a stop asked for, between validations, has none of validation.
+    """
+    has_validation = any(name.startswith("val") for name in metrics)
     if save_top_k <= 0 or monitor is None or monitor in metrics:
+        return None
+    if monitor.startswith("val_") and not has_validation:
         return None
     return (
         f"this checkpoint has no metric exp_manager.checkpoint_callback_params.monitor={monitor}, "

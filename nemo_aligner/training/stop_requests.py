@@ -153,8 +153,9 @@ class StopRequests:
 
     def _end_at_once(self, number: signal.Signals, reason: str) -> None:
         code, text = ExitCode.PRE_EMPTED, f"the job ends at once, without saving. {AGAIN}"
-        if number == signal.SIGINT and not self._is_job and self.step is None:
-            code, reason, text = ExitCode.INTERRUPTED, _name(number), "the command has ended."
+        if not self._is_job and self.step is None:
+            reason, text = _name(number), "the command has ended."
+            code = ExitCode.INTERRUPTED if number == signal.SIGINT else code
         if is_rank_zero():
             _say(f"{reason}: {text}")
         note_ending(code, reason, self.step)
