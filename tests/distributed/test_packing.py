@@ -32,7 +32,9 @@ WORDS = "the film was a joy and a dull plot with old friends but I loved its war
 def examples(path: str, tokenizer, packed: bool) -> tuple:
     """The dataset, and all of its items as one global batch."""
     section = {"file_path": str(path), "max_seq_length": 40, "packed_sequence": packed}
-    dataset = build_sft_dataset(OmegaConf.create(section), tokenizer, is_chat=False)
+    dataset = build_sft_dataset(
+        OmegaConf.create(section), tokenizer, is_chat=False, allow_empty_prompt=True
+    )
     items = [dataset[number] for number in range(len(dataset))]
     items += [dataset[-1]] * (-len(items) % 4)
     return dataset, items

@@ -543,4 +543,4 @@ def test_spin_names_an_example_without_a_prompt(data, sft_run, tmp_path):
     broken.write_text("\n".join(lines))
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
     files = [f"model.data.train_ds.file_path={broken}", "trainer.spin.limit_train_batches=1.0"]
-    must_fail_with(spin(data, base, tmp_path / "spin", *files), "prompts are empty", "line 7")
+    must_fail_with(spin(data, base, tmp_path / "spin", *files), "prompt is empty", "line 7")
