@@ -339,8 +339,8 @@ def test_texts_that_share_no_beginning_are_counted(texts, tmp_path, tiny_tokeniz
     RewardModelDataset([texts(same)], tiny_tokenizer, 32)
     assert "1 of 3 pairs share nothing but 'User: ', with which all begin" in warnings.pop()
     same = [f"User: {text}" for text in ("a", "b", "c", "d", *pairs[:2])]
-    with pytest.raises(UserError, match="2 of 3 pairs share nothing but 'User: '.*prompt_end"):
-        RewardModelDataset([texts(same)], tiny_tokenizer, 32)
+    RewardModelDataset([texts(same)], tiny_tokenizer, 32)  # "User: " may be the prompt of all
+    assert "2 of 3 pairs share nothing but 'User: '" in warnings.pop()
     # Pairs may lie across the files of a folder, and be read from an index of an earlier start.
     (tmp_path / "folder").mkdir()
     for name, part in {"a": pairs[:3], "b": pairs[3:4]}.items():

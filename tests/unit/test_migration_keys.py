@@ -365,6 +365,7 @@ WRITTEN = (
     {RECOMPUTE + "granularity": "selective", RECOMPUTE + "method": "uniform"},
     {RECOMPUTE + "granularity": None, RECOMPUTE + "num_layers": 2},
     {"trainer.gradient_clip_val": 0.123},
+    {"trainer.max_steps": 123},
     {"exp_manager": None},
     {"model.optim": {"name": "adamw"}},
     {"trainer.ppo.trt_llm.enable": True},

@@ -162,7 +162,8 @@ class RewardModelDataset(FileDataset):
             begin = f"nothing but {head!r}, with which all begin"
         text += f"share {begin}{where}. {remedy}"
         can_be_given = not self.pair_in_line and isinstance(lines[first]["text"], str)
-        if can_be_given and 2 * len(bad) > len(found):
+        # A beginning of all texts may be one prompt of all pairs.
+        if can_be_given and not common and 2 * len(bad) > len(found):
             raise UserError(text)
         logging.warning(text)
 
