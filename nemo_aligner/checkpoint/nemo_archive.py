@@ -202,7 +202,7 @@ def _read_archive(path: Path) -> DictConfig:
     if OmegaConf.select(config, REMOTE_CODE):
         logging.warning(
             f"{path} asks for {REMOTE_CODE}=True; a file cannot permit this, so it is dropped. If "
-            f"you trust the tokenizer's code, set ++model.{REMOTE_CODE}=True yourself."
+            f"you trust the tokenizer's code, set model.{REMOTE_CODE}=True yourself."
         )
         OmegaConf.update(config, REMOTE_CODE, False)
     own_copy = OmegaConf.select(config, TOKENIZER_FOLDER)

@@ -59,11 +59,11 @@ def compose_settings(name: str, settings: list[str]) -> DictConfig:
     from hydra.errors import HydraException
 
     from nemo_aligner.config.defaults import CONF
+    from nemo_aligner.launch.command_line import forced
 
-    overrides = [word if word.startswith(("+", "~")) else f"++{word}" for word in settings]
     try:
         with initialize_config_dir(str(CONF.resolve()), version_base=None):
-            cfg = compose(name, overrides)
+            cfg = compose(name, [forced(word) for word in settings])
     except HydraException as error:
         raise UserError(
             f"the settings {' '.join(settings)} cannot be read: {str(error).strip()}"

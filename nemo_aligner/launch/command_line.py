@@ -78,7 +78,7 @@ def hydra_runner(
                 args.config_path = os.path.abspath(args.config_path)
             _check_words(args.overrides)
             has_own_files = bool(args.config_dir or args.config_path)
-            words = [_forced(word, has_own_files) for word in args.overrides]
+            words = [forced(word, has_own_files) for word in args.overrides]
             args.overrides = [*words, *HYDRA_OVERRIDES]
             try:
                 _run_hydra(
@@ -98,7 +98,7 @@ def hydra_runner(
     return decorator
 
 
-def _forced(word: str, may_be_group: bool) -> str:
+def forced(word: str, may_be_group: bool = False) -> str:
     """A word with which Hydra sets a key even if the YAML file lacks it: the job says whether
     there is such a key. One without a dot may be a group of files.
     """

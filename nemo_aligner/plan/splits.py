@@ -213,7 +213,7 @@ def candidate(
     keys: dict[str, Any] = {}
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
-        keys |= {f"++model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
+        keys |= {f"model.{key}": value for key, value in RECOMPUTE_KEYS.items()}
     workload = fit_passes(a, split, given, limit)
     ranks_on_node = min(split.ranks, machine.gpus_per_node)
     stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]

@@ -83,12 +83,10 @@ def overrides(c: Candidate, item: JobInput, given: list[str], machine: Machine) 
         "trainer.devices": per_node,
         "trainer.num_nodes": c.split.ranks // per_node,
     }
-    sizes = {f"++model.{key}": getattr(c.split, short) for short, key in SIZE_KEYS.items()}
-    sizes["++model.sequence_parallel"] = c.split.sequence_parallel
+    sizes = {f"model.{key}": getattr(c.split, short) for short, key in SIZE_KEYS.items()}
+    sizes["model.sequence_parallel"] = c.split.sequence_parallel
     chosen = own | sizes | c.changes
-    bare = {key.lstrip("+") for key in chosen}
-    kept = [text.lstrip("+") for text in given]
-    kept = [f"++{text}" for text in kept if text.partition("=")[0] not in bare]
+    kept = [text for text in given if text.lstrip("+").partition("=")[0] not in chosen]
     return [*(f"{key}={value}" for key, value in chosen.items()), *kept]
 
 

@@ -450,7 +450,7 @@ def test_words_of_the_command_line(tmp_path, monkeypatch):
     assert not any(map(is_setting, ("a.nemo", "./a=1", "/x/step=10", "--a=1", "")))
     (tmp_path / "step=10").mkdir()
     assert not is_setting("step=10")
-    cfg = compose_settings("generate", ["model.bias=False", "sampling_params.end_strings=[]"])
+    cfg = compose_settings("generate", ["+model.bias=False", "sampling_params.end_strings=[]"])
     assert cfg.model.bias is False and cfg.sampling_params.end_strings == []
 
 

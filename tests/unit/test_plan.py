@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.defaults import CONF, complete_model
+from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.generation import engine
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -446,8 +446,7 @@ def test_the_arguments_start_the_job(model_file, capsys, kind):
         if kind == "sft":
             data = [f"model.data.{part}_ds.file_path=a" for part in ("train", "validation")]
         data = [] if config_name in ("gpt_ppo_critic", "inference_rm") else data
-        with initialize_config_dir(str(CONF), version_base=None):
-            cfg = compose(config_name, [*job["overrides"], *data])
+        cfg = compose_settings(config_name, [*job["overrides"], *data])
         check_config(cfg, config_name, visible_devices=8, env={})
         chosen = job["recommended"]
         assert chosen["fits"]
@@ -459,11 +458,11 @@ def test_an_override_goes_to_the_jobs_that_have_the_key(model_file, capsys):
     given = ["model.ppo.rollout_micro_batch_size=4", "model.loss_clip_val=0.3", "model.seed=5"]
     arguments = [*given, "--critic", "model.micro_batch_size=2", "--gpus", "8", "--memory", "80GB"]
     actor, critic = plan(capsys, model_file(), *arguments)["jobs"]
-    assert actor["overrides"][-2:] == ["++model.ppo.rollout_micro_batch_size=4", "++model.seed=5"]
+    assert actor["overrides"][-2:] == ["model.ppo.rollout_micro_batch_size=4", "model.seed=5"]
     assert critic["overrides"][-3:] == [
-        "++model.loss_clip_val=0.3",
-        "++model.seed=5",
-        "++model.micro_batch_size=2",
+        "model.loss_clip_val=0.3",
+        "model.seed=5",
+        "model.micro_batch_size=2",
     ]
     assert critic["recommended"]["phases"]["update"]["activations"] > 0
 
@@ -525,7 +524,7 @@ def test_adapters_need_less(model_file, capsys):
     per_layer = 2 * 4096 + 6144 + 4096 + 4096 + 3 * 14336 + 4096
     assert job["trained"] == 32 * 32 * per_layer
     assert job["weights"] == N + job["trained"]
-    assert {f"++{key}" for key in lora} <= set(job["overrides"])
+    assert {*lora} <= set(job["overrides"])
     assert main([*arguments, *lora]) == 0
     assert "of which 71.303 million are trained" in capsys.readouterr().out
 
@@ -591,7 +590,7 @@ def test_the_text_names_what_counts(model_file, capsys):
         "KV cache",
         "All GPUs of the job together: ",
         "reference policy",
-        "++model.tensor_model_parallel_size=",
+        "model.tensor_model_parallel_size=",
         "train_gpt_ppo_actor.py",
         "serve_ppo_critic.py",
     ):
@@ -664,7 +663,7 @@ def test_a_student_generates_only_if_some_responses_are_its_own(model_file):
 def test_steerlm2_is_planned_as_its_script_starts(model_file, capsys):
     path = model_file()
     (job,) = plan(capsys, path, *MACHINE, "--job", "steerlm2")["jobs"]
-    assert "++model.data.chat=True" in job["overrides"]
+    assert "model.data.chat=True" in job["overrides"]
     for refused in ("model.data.chat=False", "model.loss_reduction=sequence"):
         assert main([path, refused, *MACHINE, "--job", "steerlm2"]) == 2
         assert refused.split("=")[0] in capsys.readouterr().err
@@ -677,7 +676,7 @@ def test_a_server_has_no_activations_to_recompute(model_file, capsys):
     given = model_file(), "model.activations_checkpoint_granularity=selective", *MACHINE
     server = plan(capsys, *given, "--job", "rs")["jobs"][1]
     words = [word for word in server["overrides"] if "activations_checkpoint" in word]
-    assert words == ["++model.activations_checkpoint_granularity=selective"]
+    assert words == ["model.activations_checkpoint_granularity=selective"]
     assert all(c["recompute"] is None for c in server["candidates"])
 
 
@@ -700,8 +699,7 @@ def test_a_length_of_null_is_one_line(model_file, capsys):
 
 def test_jobs_have_the_keys_of_their_passes():
     for job in {job for jobs in JOBS.values() for job in jobs}:
-        with initialize_config_dir(str(CONF), version_base=None):
-            cfg = compose(job.config_name)
+        cfg = compose_settings(job.config_name, [])
         for key in filter(None, (job.forward_key, *job.rollout_keys)):
             assert OmegaConf.select(cfg, key, default="absent") != "absent", (job.name, key)
 

@@ -137,7 +137,7 @@ def _hugging_face(cfg: DictConfig) -> AutoTokenizer:
             raise ConfigError(
                 f"model.tokenizer.{key}={unmarked(cfg[key])} is not read with "
                 "model.tokenizer.library=huggingface; leave it out (a checkpoint's with "
-                "++model.overwrite_base_config.tokenizer=True) and give the folder of the "
+                "model.overwrite_base_config.tokenizer=True) and give the folder of the "
                 "tokenizer as model.tokenizer.type. For GPT-2's BPE use library=megatron and "
                 f"type={GPT2_BPE[0]}."
             )
