@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.megatron import locate
 from nemo_aligner.config.access import shown_url
+from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.kl import name_kl_estimator
@@ -182,7 +182,7 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
     tree = OmegaConf.create({"trainer": {section: cfg.trainer[section]}, "model": model})
     values = {
         key.replace(f".{section}.", ".*."): value
-        for key, value in _leaves(OmegaConf.to_container(tree, resolve=True))
+        for key, value in leaves(plain_dict(tree, resolve=True))
     }
     objective: dict[str, Any] = {"job": section}
     if "trainer.*.use_absolute_kl" in values:
@@ -225,14 +225,6 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
 
 def _by_content(shown: str, file: str) -> Any:
     return {"shown": shown, "content": content_hash(Path(file))} if Path(file).is_file() else shown
-
-
-def _leaves(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def _content(value: Any) -> Any:

@@ -195,19 +195,19 @@ def _fill(
         prefix: dotted key of the whole section, with a dot at its end.
         path: also, of `result` in the section.
     """
-    added = []
+    added: list[str] = []
     for name, default in defaults.items():
         key = f"{prefix}{path}{name}"
         if name not in result.keys():  # `in result` leaves out what is "???"
             OmegaConf.update(result, name, copy.deepcopy(default), force_add=True)
-            added += _leaves(default, f"{path}{name}")
+            added += dict(leaves({name: default}, path))
         elif OmegaConf.is_interpolation(result, name) or OmegaConf.is_missing(result, name):
             continue
         elif result[name] is None:
             if default is not None and key not in (*FREE, *OFF_WHEN_NULL):
                 if is_default(key, default):
                     OmegaConf.update(result, name, copy.deepcopy(default))
-                    added += _leaves(default, f"{path}{name}")
+                    added += dict(leaves({name: default}, path))
         elif isinstance(default, Mapping) and isinstance(result[name], DictConfig):
             if key not in FREE:
                 added += _fill(result[name], default, is_default, prefix, f"{path}{name}.")
@@ -217,13 +217,6 @@ def _fill(
 def _reads_as_default(key: str, default: object) -> bool:
     """Whether a null at `key` reads as its default, in a section that is completed alone."""
     return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
-
-
-def _leaves(value: object, path: str) -> list[str]:
-    """Dotted keys of the leaves of `value`, whose own key is `path`."""
-    if not isinstance(value, Mapping):
-        return [path]
-    return [leaf for name, child in value.items() for leaf in _leaves(child, f"{path}.{name}")]
 
 
 def _holder(cfg: DictConfig, key: str) -> tuple[DictConfig, str]:
@@ -263,7 +256,7 @@ def _copy(cfg: DictConfig | dict) -> DictConfig:
 @functools.cache
 def _fallback_keys() -> frozenset[str]:
     tables = _tree(FALLBACKS)
-    return frozenset(_leaves(tables["model"] | tables["reward_model"], "model"))
+    return frozenset(dict(leaves(tables["model"] | tables["reward_model"], "model.")))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from nemo_aligner import __main__ as command
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.meanings import explained, meaning
 from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES
+from nemo_aligner.config.values import leaves
 from nemo_aligner.core.endings import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,18 +112,9 @@ def test_every_key_has_its_default_and_a_meaning(name):
     text = explained(name)
     assert yaml.safe_load(text) == defaults
     assert "](" not in text and "**" not in text
-    for key in keys(defaults):
+    for key, _ in leaves(defaults):
         parts = key.split(".")  # a section may be explained as a whole
         assert any(meaning(".".join(parts[:n]), name) for n in range(len(parts), 0, -1)), key
-
-
-def keys(tree, prefix=""):
-    for name, value in tree.items():
-        yield from (
-            keys(value, f"{prefix}{name}.")
-            if value and isinstance(value, dict)
-            else [prefix + name]
-        )
 
 
 @pytest.mark.parametrize(

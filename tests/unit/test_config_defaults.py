@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import CONF, complete, complete_config, complete_model
 from nemo_aligner.config.schema import CONFIG_NAMES
+from nemo_aligner.config.values import leaves
 from nemo_aligner.core.errors import ConfigError
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
@@ -138,14 +139,6 @@ DIFFERENT_ACTORS = {
     "exp_manager.checkpoint_callback_params.filename",
     "model.KIND.num_rollouts_per_prompt",
 }
-
-
-def leaves(tree, prefix=""):
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def test_defaults_that_both_actors_have_agree():

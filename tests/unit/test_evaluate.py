@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import CONF
 from nemo_aligner.config.schema import LIVE
+from nemo_aligner.config.values import leaves
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.evaluate import table
 from nemo_aligner.evaluate.__main__ import main
@@ -300,18 +301,10 @@ def test_samples_and_shares():
 def test_the_page_explains_every_key():
     text = (ROOT / "docs/generate_evaluate.md").read_text()
     documented = set(re.findall(r"`([\w.]+)`", text))
-
-    def leaves(tree, prefix=""):
-        for key, value in tree.items():
-            if isinstance(value, dict) and value:
-                yield from leaves(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}"
-
     for name in ("generate", "evaluate"):
         cfg = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
         cfg.pop("defaults", None)
-        keys = set(leaves(cfg))
+        keys = {key for key, _ in leaves(cfg)}
         assert keys <= documented, keys - documented
         assert keys <= LIVE[name], keys - LIVE[name]
 

@@ -18,6 +18,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.made_from import compare, content_hash, made_from
 from nemo_aligner.config.defaults import CONF, complete_config
+from nemo_aligner.config.values import leaves
 from nemo_aligner.core import content
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.data.nlp.builders import build_sft_dataset
@@ -118,7 +119,7 @@ def test_each_key_that_is_compared_is_one_of_a_job():
     keys = set()
     for file in CONF.glob("*.yaml"):
         tree = OmegaConf.to_container(OmegaConf.load(file))
-        found = [key for key, _ in module._leaves(tree)]
+        found = [key for key, _ in leaves(tree)]
         keys |= {*found, *(re.sub(r"^(trainer|model)\.\w+\.", r"\1.*.", key) for key in found)}
     assert keys >= module.OBJECTIVE | module.COUNTS_WITH.keys() | {*module.COUNTS_WITH.values()}
 
