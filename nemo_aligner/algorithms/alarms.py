@@ -47,23 +47,15 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Watched:
-    """A quantity with a threshold, and what it means when it is past it.
+    """A quantity with a threshold, and what it means when it is past it."""
 
-    Attributes:
-        key: of the threshold in the section `alarms`; also the quantity's name in messages.
-        quantity: computes the quantity from the metrics of a phase; None if they do not hold it.
-        bad_above: True if the quantity is bad above the threshold, False if below.
-        meaning: the usual causes, and what to do.
-        first_step: before this step the quantity is expected to be bad.
-        last_step: after this step it may be anything; None: it counts to the end.
-    """
-
-    key: str
+    key: str  # of the threshold in the section `alarms`; also the quantity's name in messages
+    # computes the quantity from the metrics of a phase; None if they do not hold it
     quantity: Callable[[Metrics], float | None]
-    bad_above: bool
-    meaning: str
-    first_step: int = 0
-    last_step: int | None = None
+    bad_above: bool  # True if the quantity is bad above the threshold, False if below
+    meaning: str  # the usual causes, and what to do
+    first_step: int = 0  # before this step the quantity is expected to be bad
+    last_step: int | None = None  # after this step it may be anything; None: it counts to the end
 
 
 def _first_rewards(metrics: Metrics) -> float | None:

@@ -30,11 +30,7 @@ from torch import Tensor
 from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.parts import complete_critic
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
-from nemo_aligner.algorithms.ppo_data import (
-    DataSettings,
-    make_kl_controller,
-    make_ppo_data,
-)
+from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
 from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
     PPORolloutBatch as PPORolloutBatch,
 )

@@ -322,10 +322,7 @@ class RolloutTrainer(ABC):
 
     @contextlib.contextmanager
     def training_rollout(
-        self,
-        prompts: Iterable[InferenceBatch],
-        sampling_step: int,
-        return_logprobs: bool = False,
+        self, prompts: Iterable[InferenceBatch], sampling_step: int, return_logprobs: bool = False
     ) -> Iterator[CollectedRollout]:
         """`collect` responses to the next training prompts, which count as consumed. Inside, the
         model stays ready for inference, and no gradient is computed.
@@ -457,11 +454,7 @@ class RolloutTrainer(ABC):
                 naming_step(f"update {number} of its rollout"),
             ):
                 metrics = train_on_batch(
-                    self.model,
-                    self.optimizer,
-                    self.scheduler,
-                    batch,
-                    self.cfg.gradient_clip_val,
+                    self.model, self.optimizer, self.scheduler, batch, self.cfg.gradient_clip_val
                 )
             self.optimization_step += 1
             metrics |= self.update_counters(metrics)

@@ -236,10 +236,7 @@ _DPO = (
         f"""{_SUPERVISED} alarms.likelihood_fall alarms.first_rewards alarms.accuracy
         alarms.margin""",
     )
-    | dotted(
-        "model.dpo",
-        f"{_PREFERENCES} preference_loss label_smoothing gt_reward_scale",
-    )
+    | dotted("model.dpo", f"{_PREFERENCES} preference_loss label_smoothing gt_reward_scale")
     | dotted("model.data", "default_chosen_reward default_rejected_reward")
 )
 _DISTILLATION = (
@@ -265,12 +262,8 @@ _DISTILLATION = (
     | {"name", "model.loss_reduction"}
 )
 _KTO = dotted(
-    "trainer.kto",
-    f"{_SUPERVISED} alarms.likelihood_fall alarms.first_rewards alarms.margin",
-) | dotted(
-    "model.kto",
-    f"{_PREFERENCES} desirable_loss_weight undesirable_loss_weight",
-)
+    "trainer.kto", f"{_SUPERVISED} alarms.likelihood_fall alarms.first_rewards alarms.margin"
+) | dotted("model.kto", f"{_PREFERENCES} desirable_loss_weight undesirable_loss_weight")
 _SFT_SET = """file_path global_batch_size micro_batch_size shuffle max_seq_length drop_last
     label_key add_eos add_sep add_bos truncation_field truncation_method prompt_template
     pad_to_max_length columns index_mapping_dir packed_sequence"""
@@ -554,8 +547,7 @@ REQUIRED = {
     | dotted("model.rs", f"{_REQUIRED_POLICY} num_rollouts_per_prompt top_n_rollouts"),
     "gpt_reinforce_actor": _REQUIRED_LINES
     | dotted(
-        "trainer.reinforce",
-        f"{_REQUIRED_LOOP} initial_policy_kl_penalty num_rollouts_per_prompt",
+        "trainer.reinforce", f"{_REQUIRED_LOOP} initial_policy_kl_penalty num_rollouts_per_prompt"
     )
     | dotted("model.reinforce", _REQUIRED_POLICY),
     "training_rm": _REQUIRED_LINES | dotted("trainer.rm", _REQUIRED_STEPS),
@@ -588,8 +580,7 @@ REQUIRED = {
         outside_top_k""",
     )
     | dotted(
-        "model.knowledge_distillation.on_policy",
-        f"{_REQUIRED_SAMPLING} length_params.max_length",
+        "model.knowledge_distillation.on_policy", f"{_REQUIRED_SAMPLING} length_params.max_length"
     )
     | dotted("remote_teacher", "init_timeout_s inference_timeout_s name host port"),
     "gpt_kto": _REQUIRED_LINES

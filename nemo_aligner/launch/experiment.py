@@ -98,19 +98,12 @@ OVERVIEW = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every training job starts with.
+    """What every training job starts with."""
 
-    Attributes:
-        section: of `cfg.trainer`, with the job's own settings, such as "ppo".
-        trainer: the Lightning trainer; it knows the ranks.
-        log_dir: the folder of the experiment; None with `exp_manager=null`.
-        logger: metrics go to TensorBoard, W&B and `metrics.jsonl`.
-    """
-
-    section: str
-    trainer: Trainer
-    log_dir: Path | None
-    logger: CustomLoggerWrapper
+    section: str  # of `cfg.trainer`, with the job's own settings, such as "ppo"
+    trainer: Trainer  # the Lightning trainer; it knows the ranks
+    log_dir: Path | None  # the folder of the experiment; None with `exp_manager=null`
+    logger: CustomLoggerWrapper  # metrics go to TensorBoard, W&B and `metrics.jsonl`
 
 
 def start_job(cfg: DictConfig, section: str) -> Job:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices
+from nemo_aligner.config.parallel_rules import check_accelerator, cuda_devices, default_precision
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.gpus import hide_gpus, packages_in_use
@@ -144,7 +144,7 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
             "and would use them; start it with an empty environment variable "
             "CUDA_VISIBLE_DEVICES."
         )
-    precision = options["precision"] or ("bf16" if gpus else 32)
+    precision = options["precision"] or default_precision(accelerator)
     options["precision"] = "bf16-true" if "bf16" in str(precision) else "32-true"
     if "LOCAL_WORLD_SIZE" in os.environ:  # under torchrun and mpirun their numbers count
         options["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -27,20 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptLoaders:
-    """The prompts of a trainer whose policy generates.
+    """The prompts of a trainer whose policy generates."""
 
-    Attributes:
-        train_dataloader_builder, val_dataloader_builder, collate_fn: arguments of `PPOTrainer`;
-            the first two take `collate_fn` too.
-        max_steps: rollouts of the whole job.
-        datasets: of the prompts.
-    """
-
+    # arguments of `PPOTrainer`; the first two take `collate_fn` too
     train_dataloader_builder: PromptLoaderBuilder
     val_dataloader_builder: PromptLoaderBuilder | None
     collate_fn: Callable[..., Any]
-    max_steps: int
-    datasets: list[RLHFDataset]
+    max_steps: int  # rollouts of the whole job
+    datasets: list[RLHFDataset]  # of the prompts
 
 
 def build_prompt_loaders(

@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from nemo.utils import logging
 
 from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_checkpoints
+from nemo_aligner.config.rules import RESTORE_KEY
 from nemo_aligner.report.charts import format_number
 from nemo_aligner.report.page import write_report
 from nemo_aligner.report.reading import read_run
 from nemo_aligner.report.summary import alarms, what_it_learned
 
 SHARE = 0.02  # of the time of a job that writing its report takes
-BASE = "pretrained_checkpoint.restore_from_path"
 DATA = "'model.data.data_prefix={train: [MY.jsonl]}'"
 USE = ("generate MODEL", "convert nemo-to-hf MODEL TARGET")
 # Names in capitals are filled in: MODEL, BASED and TARGET here, those of the notes by the user.
@@ -27,7 +27,7 @@ NEXT = {
     "gpt_sft": (*USE, f"train rm BASED {DATA}  # before PPO; MY.jsonl: your pairs"),
     "training_rm": (
         "serve critic BASED",
-        f"train ppo {BASE}=SFT.nemo {DATA}  # beside it; SFT.nemo, MY.jsonl: yours",
+        f"train ppo {RESTORE_KEY}=SFT.nemo {DATA}  # beside it; SFT.nemo, MY.jsonl: yours",
         USE[1],
     ),
 }
@@ -90,7 +90,7 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
         model = max(times, key=lambda path: times[path].stat().st_mtime_ns)
         rows.append(("model", model))
         target = model.with_name(f"{model.name.removesuffix('.nemo')}-hf")
-        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": _word(BASE, model)}
+        filled = {"MODEL": str(model), "TARGET": str(target), "BASED": _word(RESTORE_KEY, model)}
         for command in NEXT.get(config_name, USE):
             if "TARGET" not in command or not target.exists():
                 words = [shlex.quote(filled[w]) if w in filled else w for w in command.split(" ")]

@@ -8,13 +8,7 @@ from typing import Any
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.report.about import about
-from nemo_aligner.report.charts import (
-    chart_grid,
-    color_of,
-    format_number,
-    group_curves,
-    is_time,
-)
+from nemo_aligner.report.charts import chart_grid, color_of, format_number, group_curves, is_time
 from nemo_aligner.report.elements import document, folded, sample_table, when
 from nemo_aligner.report.reading import Curve, JobRecord, is_number, read_run
 from nemo_aligner.report.summary import TRAINED, Found, alarms, what_it_learned
@@ -79,11 +73,11 @@ def _compared(jobs: list[JobRecord]) -> str:
     rest: dict[str, dict[str, Curve]] = {}
     for job in jobs:
         titles = {found.key: found.title for found in what_it_learned(job)}
-        for key in [*titles, *(key for key in job.series if key not in titles)]:
-            charts = shown if key in titles or key in TRAINED else rest
-            charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
-            charts[titles.get(key, key)][job.name] = {} if is_time(key) else job.series[key]
-    rest = {key: curves for key, curves in rest.items() if any(curves.values())}
+        for key in {**titles, **job.series}:
+            if not is_time(key):
+                charts = shown if key in titles or key in TRAINED else rest
+                curves = charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
+                curves[job.name] = job.series[key]
     names = [(color_of(number), escape(job.name)) for number, job in enumerate(jobs)]
     head = "".join(f'<th class="{color}">{name}</th>' for color, name in names)
     legend = "".join(f'<span class="{color}">{name}</span> ' for color, name in names)
