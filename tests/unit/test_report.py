@@ -389,10 +389,8 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
     (tmp_path / "git-info.log").write_text("".join(f"commit hash: {each}\n" for each in git))
     read = Page(page.render(tmp_path))
     assert "How it was started, and 5 settings that are not the defaults" in read.texts
-    assert after(read, record["command"], 2) == [
-        "torch 2",
-        "git commit 2b, changed files: x.py",
-    ]
+    git = "git commit 2b, changed files: x.py"
+    assert after(read, record["command"], 2) == ["torch 2", git]
     assert after(read, "default", 20) == [
         *("exp_manager.name", "<b>", "megatron_gpt_ppo_actor"),
         *("pretrained_checkpoint.restore_from_path", "b.nemo", "None"),
@@ -406,14 +404,11 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
 
 
 def test_a_running_job_keeps_its_page_current(tmp_path, monkeypatch):
-    logger = CustomLoggerWrapper(
-        metrics_file=tmp_path / "metrics.jsonl", report=ending.LiveReport(tmp_path).update
-    )
+    file, report = tmp_path / "report.html", ending.LiveReport(tmp_path)
+    logger = CustomLoggerWrapper(metrics_file=tmp_path / "metrics.jsonl", report=report.update)
 
     def last_step():
-        text = (
-            (tmp_path / "report.html").read_text() if (tmp_path / "report.html").exists() else ""
-        )
+        text = file.read_text() if file.exists() else ""
         return re.findall(r"step (\d+)</small>", text)[-1:]
 
     for step in range(20):
@@ -441,18 +436,12 @@ def test_the_last_lines_of_a_job(tmp_path, monkeypatch):
         "    report: run/report.html",
         "     model: none",
     ]
-    Path("run/checkpoints").mkdir()
-    Path("run/checkpoints/policy.nemo").touch()
-    for job, command in (
-        ("gpt_dpo", "generate {}"),
-        ("gpt_sft", "generate {}"),
-        ("training_rm", "serve critic pretrained_checkpoint.restore_from_path={}"),
-    ):
-        *_, model, first, last = ending.last_lines(Path("run"), job).splitlines()[:7]
-        assert model == "     model: run/checkpoints/policy.nemo"
-        command = command.format("run/checkpoints/policy.nemo")
-        assert first == f"      next: nemo-aligner {command}"
-        assert last.startswith("      next: nemo-aligner ")
+    model = Path("run/checkpoints/policy.nemo")
+    model.parent.mkdir()
+    model.touch()
+    said = ending.last_lines(Path("run"), "training_rm").splitlines()
+    command = f"serve critic pretrained_checkpoint.restore_from_path={model}"
+    assert said[4:6] == [f"     model: {model}", f"      next: nemo-aligner {command}"]
     assert ending.last_lines(Path("run"), "gpt_sft", "k=0").endswith("\n     model: none (k=0)")
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config import checks
 from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
@@ -305,18 +306,6 @@ def test_horizon_of_the_learning_rate():
     assert script_steps._updates(SimpleNamespace(max_steps=9), None, None, None) == 9
 
 
-PREFIX_JOBS = (
-    "gpt_ppo_actor",
-    "gpt_rs_actor",
-    "gpt_reinforce_actor",
-    "training_rm",
-    "gpt_dpo",
-    "gpt_kto",
-    "gpt_knowledge_distillation",
-)
-RESTORE = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
-
-
 def job_configuration(name, nemo_file, **changes):
     """The YAML file of a job as its script gets it, for the checkpoint `nemo_file`."""
     cfg = complete_config({}, name)
@@ -324,13 +313,13 @@ def job_configuration(name, nemo_file, **changes):
         "model.data.train_ds.file_path": "a.jsonl",
         "model.data.validation_ds.file_path": "a.jsonl",
     }
-    if name in PREFIX_JOBS:
+    if name in PREFIX_DATA_JOBS:
         splits = ("train", "validation", "test")
         files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
     elif name not in ("gpt_sft", "gpt_spin"):
         files = {}
     changes = {
-        RESTORE.get(name, "pretrained_checkpoint.restore_from_path"): str(nemo_file),
+        restore_key(name): str(nemo_file),
         "trainer.accelerator": "cpu",
         "trainer.precision": 32,
         "model.encoder_seq_length": 48,
