@@ -110,7 +110,7 @@ def training_job(algorithm: Algorithm, run_dir: Path, seed: int, steps: int) -> 
         overrides |= algorithm.settings(run_dir, steps)
     else:
         overrides["model.data.data_prefix"] = data_prefix(run_dir / "data", algorithm.data)
-        overrides["++model.data.append_eod"] = True
+        overrides["model.data.append_eod"] = True
         overrides |= schedule(f"trainer.{name}", steps, steps)
     return script_job(
         algorithm.short, f"train_gpt_{name}.py", run_dir / name, overrides, threads=2

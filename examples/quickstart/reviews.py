@@ -125,7 +125,7 @@ def reward_model_job(run_dir: Path, seed: int, steps: int, lora: bool = False) -
         "model.data.data_prefix": data_prefix(run_dir / "data", "pairs"),
         # The policy's responses are rewarded at their end token, so the reward model is trained
         # there too.
-        "++model.data.append_eod": True,
+        "model.data.append_eod": True,
         **schedule("trainer.rm", steps, steps),
     }
     if lora:

@@ -9,7 +9,7 @@ from nemo_aligner.core.errors import ConfigError
 from tests.unit.test_config_checks import check
 
 SEPARATE = "remote_critic_rm.combine_rm_and_critic_server=False"
-GRPO = ("trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=4", SEPARATE)
+GRPO = f"trainer.ppo.advantage_estimator=grpo; model.ppo.num_rollouts_per_prompt=4; {SEPARATE}"
 
 
 def test_names_of_choices_are_those_of_the_math():
@@ -23,190 +23,152 @@ def test_names_of_choices_are_those_of_the_math():
     "overrides",
     [
         GRPO,
-        ("trainer.ppo.advantage_estimator=reinforce_plus_plus", SEPARATE),
-        (
-            "trainer.ppo.adaptive_kl.enable=True",
-            "trainer.ppo.kl_estimator=k3",
-            "trainer.ppo.target_kl=0.1",
-        ),
-        (
-            "trainer.ppo.overlong_buffer_len=128",
-            "trainer.ppo.reward_clip=5",
-            "trainer.ppo.advantage_clip=3",
-        ),
-        (
-            "model.ppo.dual_clip=3",
-            "model.ppo.kl_loss_coef=0.001",
-            "trainer.ppo.critic_gae_lambda=1",
-        ),
-        ("model.ppo.rollout_logprobs=sampler",),
-        ("model.ppo.generation.reshard=auto", "model.ppo.generation.kv_cache_gb=0.5"),
-        (
-            "model.ppo.generation.reshard={tp: 1, pp: 1}",
-            "model.tensor_model_parallel_size=2",
-            "trainer.devices=2",
-        ),
-        ("model.ppo.num_rollouts_per_prompt=2",),  # several responses are of use with a critic too
+        f"trainer.ppo.advantage_estimator=reinforce_plus_plus; {SEPARATE}",
+        "trainer.ppo.adaptive_kl.enable=True; trainer.ppo.kl_estimator=k3; "
+        "trainer.ppo.target_kl=0.1",
+        "trainer.ppo.overlong_buffer_len=128; trainer.ppo.reward_clip=5; "
+        "trainer.ppo.advantage_clip=3",
+        "model.ppo.dual_clip=3; model.ppo.kl_loss_coef=0.001; trainer.ppo.critic_gae_lambda=1",
+        "model.ppo.rollout_logprobs=sampler",
+        "model.ppo.generation.reshard=auto; model.ppo.generation.kv_cache_gb=0.5",
+        "model.ppo.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; "
+        "trainer.devices=2",
+        "model.ppo.num_rollouts_per_prompt=2",  # several responses are of use with a critic too
     ],
 )
 def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
-    assert check("gpt_ppo_actor", tmp_path, *overrides) == []
+    assert check("gpt_ppo_actor", tmp_path, *overrides.split("; ")) == []
 
 
 @pytest.mark.parametrize(
     "overrides, words, remedy",
     [
-        (("trainer.ppo.advantage_estimator=gape",), ["gape", "rloo"], ()),
+        ("trainer.ppo.advantage_estimator=gape", ["gape", "rloo"], ""),
         (
-            (*GRPO, "trainer.ppo.process_rewards=steps", "trainer.ppo.overlong_buffer_len=64"),
+            f"{GRPO}; trainer.ppo.process_rewards=steps; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64", "process_rewards=steps"],
-            (),
+            "",
         ),
-        (("trainer.ppo.kl_estimator=k4",), ["k4", "k3"], ()),
-        (("model.ppo.kl_loss_estimator=k",), ["k2", "abs"], ()),
-        (("model.ppo.dual_clip=1",), ["dual_clip=1", "above 1"], ("model.ppo.dual_clip=null",)),
-        (("model.ppo.kl_loss_coef=-1",), ["kl_loss_coef"], ()),
-        (("model.ppo.rollout_logprobs=engine",), ["engine", "sampler"], ()),
-        (("model.ppo.generation.reshard=tp",), ["reshard", "auto"], ()),
+        ("trainer.ppo.kl_estimator=k4", ["k4", "k3"], ""),
+        ("model.ppo.kl_loss_estimator=k", ["k2", "abs"], ""),
+        ("model.ppo.dual_clip=1", ["dual_clip=1", "above 1"], "model.ppo.dual_clip=null"),
+        ("model.ppo.kl_loss_coef=-1", ["kl_loss_coef"], ""),
+        ("model.ppo.rollout_logprobs=engine", ["engine", "sampler"], ""),
+        ("model.ppo.generation.reshard=tp", ["reshard", "auto"], ""),
         (
-            ("model.ppo.generation.cuda_graphs=maybe",),
+            "model.ppo.generation.cuda_graphs=maybe",
             ["cuda_graphs='maybe'", "auto, True, False"],
-            ("model.ppo.generation.cuda_graphs=False",),
+            "model.ppo.generation.cuda_graphs=False",
         ),
-        (("model.ppo.generation.reshard={tp: 1}",), ["reshard={tp: 1}", "both sizes"], ()),
-        (("model.ppo.generation.reshard={tp: 0, pp: 1}",), ["reshard.tp=0", "at least 1"], ()),
+        ("model.ppo.generation.reshard={tp: 1}", ["reshard={tp: 1}", "both sizes"], ""),
+        ("model.ppo.generation.reshard={tp: 0, pp: 1}", ["reshard.tp=0", "at least 1"], ""),
         (
-            (
-                "model.ppo.generation.reshard={tp: 3, pp: 1}",
-                "model.tensor_model_parallel_size=2",
-                "trainer.devices=2",
-            ),
+            "model.ppo.generation.reshard={tp: 3, pp: 1}; model.tensor_model_parallel_size=2; "
+            "trainer.devices=2",
             ["{tp: 3, pp: 1}", "2 ranks", "divide"],
-            ("model.ppo.generation.reshard=auto",),
+            "model.ppo.generation.reshard=auto",
         ),
         (
-            (
-                "model.ppo.generation.reshard={tp: 2, pp: 1}",
-                "trainer.devices=2",
-                "trainer.ppo.batch_iterator.use_flask=True",
-            ),
+            "model.ppo.generation.reshard={tp: 2, pp: 1}; trainer.devices=2; "
+            "trainer.ppo.batch_iterator.use_flask=True",
             ["use_flask", "{tp: 2, pp: 1}"],
-            ("trainer.ppo.batch_iterator.use_flask=False",),
+            "trainer.ppo.batch_iterator.use_flask=False",
         ),
         (
-            (
-                "model.ppo.generation.reshard={tp: 2, pp: 1}",
-                "model.context_parallel_size=2",
-                "trainer.devices=4",
-            ),
+            "model.ppo.generation.reshard={tp: 2, pp: 1}; model.context_parallel_size=2; "
+            "trainer.devices=4",
             ["{tp: 2, pp: 1}", "context_parallel_size=2"],
-            ("model.ppo.generation.reshard=auto",),
+            "model.ppo.generation.reshard=auto",
         ),
         (
-            (
-                "model.ppo.generation.reshard={tp: 1, pp: 1}",
-                "model.tensor_model_parallel_size=2",
-                "model.sequence_parallel=True",
-                "trainer.devices=2",
-                "model.bias=False",
-                "model.num_moe_experts=4",
-            ),
+            "model.ppo.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; "
+            "model.sequence_parallel=True; trainer.devices=2; model.bias=False; "
+            "model.num_moe_experts=4",
             ["{tp: 1, pp: 1}", "num_moe_experts=4"],
-            ("model.ppo.generation.reshard=auto",),
+            "model.ppo.generation.reshard=auto",
         ),
-        (("model.ppo.generation.kv_cache_gb=0",), ["kv_cache_gb=0", "above 0"], ()),
+        ("model.ppo.generation.kv_cache_gb=0", ["kv_cache_gb=0", "above 0"], ""),
         (
-            (
-                "model.ppo.generation.reshard=auto",
-                "model.peft.peft_scheme=lora",
-                "model.peft.merge_for_generation=False",
-            ),
+            "model.ppo.generation.reshard=auto; model.peft.peft_scheme=lora; "
+            "model.peft.merge_for_generation=False",
             ["merge_for_generation=False", "reshard=none"],
-            ("model.ppo.generation.reshard=none",),
+            "model.ppo.generation.reshard=none",
         ),
         (
-            (
-                "trainer.ppo.trt_llm.enable=True",
-                "trainer.ppo.trt_llm.reshard=True",
-                "model.peft.peft_scheme=lora",
-                "model.peft.merge_for_generation=False",
-            ),
+            "trainer.ppo.trt_llm.enable=True; trainer.ppo.trt_llm.reshard=True; "
+            "model.peft.peft_scheme=lora; model.peft.merge_for_generation=False",
             ["model.ppo.generation.reshard=auto", "merge_for_generation=False"],
-            ("trainer.ppo.trt_llm.enable=False",),
+            "trainer.ppo.trt_llm.enable=False",
         ),
+        ("trainer.ppo.target_kl=0", ["target_kl=0", "above 0"], "trainer.ppo.target_kl=null"),
+        ("trainer.ppo.critic_gae_lambda=1.5", ["critic_gae_lambda"], ""),
+        ("trainer.ppo.advantage_clip=-1", ["advantage_clip"], ""),
+        ("trainer.ppo.reward_clip=0", ["reward_clip"], ""),
         (
-            ("trainer.ppo.target_kl=0",),
-            ["target_kl=0", "above 0"],
-            ("trainer.ppo.target_kl=null",),
-        ),
-        (("trainer.ppo.critic_gae_lambda=1.5",), ["critic_gae_lambda"], ()),
-        (("trainer.ppo.advantage_clip=-1",), ["advantage_clip"], ()),
-        (("trainer.ppo.reward_clip=0",), ["reward_clip"], ()),
-        (
-            ("trainer.ppo.overlong_buffer_len=5000",),
+            "trainer.ppo.overlong_buffer_len=5000",
             ["5000", "set it to at most 2048"],
-            ("trainer.ppo.overlong_buffer_len=2048",),
+            "trainer.ppo.overlong_buffer_len=2048",
         ),
         (
-            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.target=null"),
+            "trainer.ppo.adaptive_kl.enable=True; trainer.ppo.adaptive_kl.target=null",
             ["trainer.ppo.adaptive_kl.target is not set"],
-            ("trainer.ppo.adaptive_kl.enable=False",),
+            "trainer.ppo.adaptive_kl.enable=False",
         ),
         (
-            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.horizon=null"),
+            "trainer.ppo.adaptive_kl.enable=True; trainer.ppo.adaptive_kl.horizon=null",
             ["trainer.ppo.adaptive_kl.horizon is not set"],
-            ("trainer.ppo.adaptive_kl.horizon=10000",),
+            "trainer.ppo.adaptive_kl.horizon=10000",
         ),
-        (("remote_critic_rm.critic.port=null",), ["critic.port is not set", "gae"], GRPO),
+        ("remote_critic_rm.critic.port=null", ["critic.port is not set", "gae"], GRPO),
         (
-            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.initial_policy_kl_penalty=0"),
+            "trainer.ppo.adaptive_kl.enable=True; trainer.ppo.initial_policy_kl_penalty=0",
             ["initial_policy_kl_penalty=0", "stays 0"],
-            ("trainer.ppo.initial_policy_kl_penalty=0.01",),
+            "trainer.ppo.initial_policy_kl_penalty=0.01",
         ),
         (
-            ("trainer.ppo.adaptive_kl.enable=True", "trainer.ppo.adaptive_kl.horizon=100"),
+            "trainer.ppo.adaptive_kl.enable=True; trainer.ppo.adaptive_kl.horizon=100",
             ["512 samples", "above 102.4"],
-            ("trainer.ppo.adaptive_kl.horizon=5120",),
+            "trainer.ppo.adaptive_kl.horizon=5120",
         ),
         (
-            (*GRPO, "model.ppo.num_rollouts_per_prompt=1"),
+            f"{GRPO}; model.ppo.num_rollouts_per_prompt=1",
             ["grpo", "num_rollouts_per_prompt=1"],
-            ("model.ppo.num_rollouts_per_prompt=2",),
+            "model.ppo.num_rollouts_per_prompt=2",
         ),
         (
-            (*GRPO, "trainer.ppo.whiten_rewards=True"),
+            f"{GRPO}; trainer.ppo.whiten_rewards=True",
             ["whiten_rewards=True", "grpo", "length"],
-            ("trainer.ppo.whiten_rewards=False",),
+            "trainer.ppo.whiten_rewards=False",
         ),
         (
-            (*GRPO, "model.ppo.sampling_params.use_greedy=True"),
+            f"{GRPO}; model.ppo.sampling_params.use_greedy=True",
             ["4 responses", "the same"],
-            ("model.ppo.sampling_params.use_greedy=False",),
+            "model.ppo.sampling_params.use_greedy=False",
         ),
         (
-            (*GRPO[:2], SEPARATE.replace("False", "True")),
+            f"{GRPO}; remote_critic_rm.combine_rm_and_critic_server=True",
             ["combine_rm_and_critic_server=True", "reward_model"],
-            (SEPARATE,),
+            SEPARATE,
         ),
         (
-            (*GRPO, "trainer.ppo.critic_warmup_steps=2"),
+            f"{GRPO}; trainer.ppo.critic_warmup_steps=2",
             ["critic_warmup_steps=2"],
-            ("trainer.ppo.critic_warmup_steps=0",),
+            "trainer.ppo.critic_warmup_steps=0",
         ),
         (
-            (*GRPO, "trainer.ppo.critic_gae_lambda=1.0"),
+            f"{GRPO}; trainer.ppo.critic_gae_lambda=1.0",
             ["critic_gae_lambda=1.0"],
-            ("trainer.ppo.critic_gae_lambda=null",),
+            "trainer.ppo.critic_gae_lambda=null",
         ),
         (
-            (*GRPO, "trainer.ppo.discount_factor=0.9"),
+            f"{GRPO}; trainer.ppo.discount_factor=0.9",
             ["discount_factor=0.9"],
-            ("trainer.ppo.discount_factor=1.0",),
+            "trainer.ppo.discount_factor=1.0",
         ),
         (
-            ("trainer.ppo.target_kl=0.1", "model.global_batch_size=512"),
+            "trainer.ppo.target_kl=0.1; model.global_batch_size=512",
             ["only one", "512 samples"],
-            ("trainer.ppo.ppo_epochs=2",),
+            "trainer.ppo.ppo_epochs=2",
         ),
     ],
 )
@@ -214,7 +176,7 @@ def test_variants_that_cannot_work_are_refused_and_the_remedy_works(
     tmp_path, overrides, words, remedy
 ):
     with pytest.raises(ConfigError) as caught:
-        check("gpt_ppo_actor", tmp_path, *overrides)
+        check("gpt_ppo_actor", tmp_path, *overrides.split("; "))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     if remedy:
-        assert check("gpt_ppo_actor", tmp_path, *overrides, *remedy) == []
+        assert check("gpt_ppo_actor", tmp_path, *f"{overrides}; {remedy}".split("; ")) == []

@@ -59,7 +59,7 @@ sft)
 rm)
     $LAUNCH $PYTHON "$EXAMPLES/nlp/gpt/train_reward_model.py" $COMMON \
         pretrained_checkpoint.restore_from_path="$SFT" model.save_hf=True \
-        "model.data.data_prefix=$(files pairs)" ++model.data.append_eod=True \
+        "model.data.data_prefix=$(files pairs)" model.data.append_eod=True \
         model.global_batch_size=64 model.micro_batch_size=2 \
         trainer.rm.max_epochs=1 trainer.rm.val_check_interval=100 trainer.rm.save_interval=100 \
         model.optim.lr=1e-5 model.optim.sched.warmup_steps=20 model.optim.sched.constant_steps=0 \
