@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from tqdm import tqdm
 
 from nemo_aligner.checkpoint.checksums import MANIFEST, check_files_together, write_manifest
-from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import DamagedFileError
@@ -31,6 +31,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.index_files import code_fingerprint, file_fingerprint, key
 from nemo_aligner.data.nlp.reference_log_probs import META, ShardWriter, WithReferenceLogProbs
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 FORM = 1  # of the files, and of what is computed

@@ -24,11 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import forms, megatron_args, transformer_fields
-from nemo_aligner.checkpoint.data_only import (
-    COMMON_FILE,
-    COMMON_OBJECT,
-    read_objects,
-)
+from nemo_aligner.checkpoint.data_only import COMMON_FILE, COMMON_OBJECT, read_objects
 from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
 from nemo_aligner.checkpoint.places import (
@@ -275,7 +271,5 @@ def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
         gated=bool(args.get("swiglu")),
     )
     if not args.get("untie_embeddings_and_output_weights"):
-        tensors.tensors.pop(
-            "model.output_layer.weight", None
-        )  # the last stage's copy of the table
+        tensors.tensors.pop("model.output_layer.weight", None)  # the last stage's copy
     return tensors

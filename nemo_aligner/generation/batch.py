@@ -54,14 +54,12 @@ class FinishedSample:
     """A sample whose response has ended."""
 
     number: int  # of the sample
-    prompt_length: int  # P
     tokens: tuple[int, ...]  # R
     is_end: bool  # the response ended by itself
-    # float32 `[R - P]` of the tokens after the prompt, 0 for observed ones, on the device; or None
+    # logprobs (on the device), observed, token_rewards: `[R - 1]`, as in `GenerationOutput`
     logprobs: Tensor | None
-    # observed, token_rewards: bool and float32 `[R - 1]`, as in `GenerationOutput`; or None
-    observed: Tensor | None = None
-    token_rewards: Tensor | None = None
+    observed: Tensor | None
+    token_rewards: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ class DecodingBatch:
         last: int64 `[c]`, the last position of a response; there a slot is fed the same token
             again and again, which changes nothing.
         drawn: int64 `[c]`, tokens that were drawn.
-        pausing: slots whose response has ended, while the sample may go on.
     """
 
     _PER_SLOT = "fed positions last drawn uniforms seen logprobs".split()
@@ -119,7 +116,6 @@ class DecodingBatch:
         self.waiting: deque[WaitingSample] = deque()
         self.in_slots: list[Slot] = []
         self.width = 0
-        self.pausing = 0
         self.most = max_turns * params.max_length  # tokens that a sample may draw
         self.fed, self.positions = self._new(torch.int64), self._new(torch.int64)
         self.last, self.drawn = self._new(torch.int64), self._new(torch.int64)
@@ -139,6 +135,11 @@ class DecodingBatch:
     def active(self) -> int:
         """b."""
         return len(self.in_slots)
+
+    @property
+    def pausing(self) -> int:
+        """Slots whose response has ended, while the sample may go on."""
+        return sum(each.pauses for each in self.in_slots)
 
     def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
@@ -224,17 +225,11 @@ class DecodingBatch:
         """
         held = self.in_slots[slot]
         held.pauses, held.limit = True, len(held.ids)
-        self.pausing += 1
         self._set([slot])
         return tuple(held.ids[held.start :])
 
-    def resume(self, slot: int) -> None:
-        """End the pause of `slot`."""
-        self.in_slots[slot].pauses = False
-        self.pausing -= 1
-
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
-        """Append an observation to the sample in `slot`, whose next response begins.
+        """Append an observation to the sample in `slot`; its pause ends, its next response begins.
 
         Args:
             longest: most R.
@@ -244,6 +239,7 @@ class DecodingBatch:
         """
         held = self.in_slots[slot]
         start = len(held.ids)
+        held.pauses = False
         held.ids += observation
         held.start, held.foreign = len(held.ids), held.foreign + len(observation)
         held.limit = min(held.start + self.params.max_length, longest)
@@ -366,23 +362,18 @@ class DecodingBatch:
             conversation: its turns, if there are several.
         """
         held = self.in_slots[slot]
-        start, length = len(held.sample.prompt), len(held.ids)
+        length = len(held.ids)
+        own = torch.arange(1, length) >= len(held.sample.prompt)
         observed = token_rewards = logprobs = None
-        spans = []
         if conversation is not None:
-            observed = conversation.observed_tokens(length, torch.device("cpu"))
-            token_rewards = conversation.token_rewards(length, torch.device("cpu"))
-            spans = conversation.observed
+            observed = conversation.observed_tokens(length)
+            token_rewards = conversation.token_rewards(length)
+            own &= ~observed
         if self.logprobs is not None:
-            logprobs = torch.zeros(length - start, device=self.device)
-            first, taken = start, 0
-            for beyond, after in [*spans, (length, length)]:  # what lies between observations
-                more = beyond - first
-                drawn = self.logprobs[slot, taken : taken + more]
-                logprobs[first - start : beyond - start] = drawn
-                first, taken = after, taken + more
+            logprobs = torch.zeros(length - 1, device=self.device)
+            logprobs[own] = self.logprobs[slot, : int(own.sum())]
         return FinishedSample(
-            held.sample.number, start, tuple(held.ids), is_end, logprobs, observed, token_rewards
+            held.sample.number, tuple(held.ids), is_end, logprobs, observed, token_rewards
         )
 
 

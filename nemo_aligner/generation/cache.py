@@ -168,20 +168,20 @@ class PrefillPass:
     def __init__(self, cache: KeyValueCache, slots: Tensor, start: int, width: int) -> None:
         self.cache = cache
         self.slots = slots
-        self.start, self.width = start, start + width
-        self.positions = torch.arange(start, self.width, device=slots.device).unsqueeze(0)
+        self.start, self.stop = start, start + width
+        self.positions = torch.arange(start, self.stop, device=slots.device).unsqueeze(0)
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
         """See `Pass.attend`."""
         new = mixed[..., -2:, :]
         layer = self.cache.layer(how.layer, new)
         keys, values = past = new.permute(3, 1, 2, 0, 4)
-        layer[:, self.slots, :, self.start : self.width] = past
+        layer[:, self.slots, :, self.start : self.stop] = past
         if self.start:
-            keys, values = layer[:, self.slots, :, : self.width]
+            keys, values = layer[:, self.slots, :, : self.stop]
         mask = None
-        if self.start or (how.window is not None and self.width > how.window + 1):
-            places = torch.arange(self.width, device=mixed.device)
+        if self.start or (how.window is not None and self.stop > how.window + 1):
+            places = torch.arange(self.stop, device=mixed.device)
             distance = self.positions.transpose(0, 1) - places
             mask = distance >= 0
             if how.window is not None:

@@ -82,20 +82,6 @@ class EndConditions:
             return False
         return self._decode(list(ids[max(first, len(ids) - self._tail) :])).endswith(self.strings)
 
-    def ended(self, tokens: Tensor, last: Tensor) -> Tensor:
-        """Whether the response of each sample has ended at one position.
-
-        Args:
-            tokens: int64 `[b, S]`.
-            last: int64 `[b]`, the position of the last token of each sample.
-
-        Returns:
-            bool `[b]`.
-        """
-        rows = zip(tokens.tolist(), last.tolist(), strict=True)
-        found = [self.at_end(row[: position + 1]) for row, position in rows]
-        return torch.tensor(found, device=tokens.device)
-
 
 def verify_is_valid_and_clamp_range_(
     response_tokens: Tensor,
@@ -118,6 +104,7 @@ def verify_is_valid_and_clamp_range_(
     """
     inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
     response_tokens.clamp_(0, tokenizer.vocab_size - 1)
-    return inside & EndConditions(tokenizer, end_strings or ()).ended(
-        response_tokens, response_lengths - 1
-    )
+    end = EndConditions(tokenizer, end_strings or ())
+    rows = zip(response_tokens.tolist(), response_lengths.tolist(), strict=True)
+    ended = [end.at_end(row[:length]) for row, length in rows]
+    return inside & torch.tensor(ended, device=inside.device)

@@ -413,9 +413,7 @@ class MegatronGenerator(TextGenerator):
         """Have the slots whose responses have `ended` pause until the environment replies."""
         for slot, is_end in ended:
             sample = batch.in_slots[slot].sample
-            conversation = conversations.setdefault(
-                sample.number, Conversation(len(sample.prompt))
-            )
+            conversation = conversations.setdefault(sample.number, Conversation())
             conversation.responses.append(batch.pause(slot))
             conversation.is_end = is_end
             if self.asks_environment:
@@ -444,7 +442,6 @@ class MegatronGenerator(TextGenerator):
             sample, length = held.sample, len(held.ids)
             if (reply := replies.get(sample.number)) is None:
                 continue
-            batch.resume(slot)
             conversation = conversations[sample.number]
             conversation.rewards.append((length - 1, reply.reward))
             # A response of one token must have room after the observation.
@@ -578,7 +575,7 @@ class MegatronGenerator(TextGenerator):
 
     def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
         """One output for `samples`, in their order."""
-        device, logprobs = get_device(), None
+        device = get_device()
         tokens = padded([sample.tokens for sample in samples], device, self.tokenizer.eos_id)
 
         def columns(given: list[Tensor | None], value: float) -> Tensor | None:
@@ -588,16 +585,11 @@ class MegatronGenerator(TextGenerator):
             rows = torch.nn.utils.rnn.pad_sequence(there, batch_first=True, padding_value=value)
             return rows.to(device)
 
-        if samples[0].logprobs is not None:
-            logprobs = torch.zeros(len(samples), tokens.size(1) - 1, device=device)
-            for row, sample in zip(logprobs, samples, strict=True):
-                assert sample.logprobs is not None
-                row[sample.prompt_length - 1 : len(sample.tokens) - 1] = sample.logprobs
         return GenerationOutput(
             tokens,
             torch.tensor([len(sample.tokens) for sample in samples], device=device),
             torch.tensor([sample.is_end for sample in samples], device=device),
-            logprobs,
+            columns([sample.logprobs for sample in samples], 0.0),
             columns([sample.observed for sample in samples], False),
             columns([sample.token_rewards for sample in samples], float("nan")),
         )

@@ -3,8 +3,7 @@
 """Samples of several turns: an environment replies to each response with an observation, after
 which the policy continues, until one of them ends the conversation.
 
-A sample is then prompt, response, observation, response, ..., response. Shapes: P prompt length, R
-total length.
+A sample is then prompt, response, observation, response, ..., response. Shapes: R total length.
 """
 
 from collections.abc import Mapping
@@ -66,7 +65,6 @@ class Environment(Protocol):
 class Conversation:
     """A sample of several turns while it grows; the same on every rank that decodes it."""
 
-    prompt_length: int  # P
     responses: list[tuple[int, ...]] = field(default_factory=list)  # ids of each response so far
     # (first, beyond the last) positions of each observation
     observed: list[tuple[int, int]] = field(default_factory=list)
@@ -74,20 +72,20 @@ class Conversation:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     is_end: bool = False  # the last response ended by itself
 
-    def observed_tokens(self, length: int, device: torch.device) -> Tensor:
+    def observed_tokens(self, length: int) -> Tensor:
         """bool `[R - 1]`: True in column t if token t+1 came from the environment.
 
         Args:
             length: R.
         """
-        observed = torch.zeros(length - 1, dtype=torch.bool, device=device)
+        observed = torch.zeros(length - 1, dtype=torch.bool)
         for first, beyond in self.observed:
             observed[first - 1 : beyond - 1] = True
         return observed
 
-    def token_rewards(self, length: int, device: torch.device) -> Tensor:
+    def token_rewards(self, length: int) -> Tensor:
         """float32 `[R - 1]`: the reward of token t+1 in column t, NaN where a token has none."""
-        rewards = torch.full((length - 1,), float("nan"), device=device)
+        rewards = torch.full((length - 1,), float("nan"))
         for position, reward in self.rewards:
             rewards[position - 1] = reward
         return rewards

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
-from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.defaults import complete
@@ -46,6 +46,7 @@ from nemo_aligner.launch.processes import (
 from nemo_aligner.launch.remarks import is_verbose, remarks
 from nemo_aligner.launch.versions import versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.report.about import ABOUT_FILE
 from nemo_aligner.report.ending import LiveReport

@@ -14,12 +14,12 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.dist_ckpt import gathered
 from nemo_aligner.checkpoint.folders import read_state
 from nemo_aligner.checkpoint.resume_pair import step_to_resume
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.launch.experiment import load_trainer_state
 from nemo_aligner.launch.processes import no_checkpoint_error
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.critic_client import CriticStatus
 
 

@@ -12,11 +12,12 @@ import torch
 from nemo.utils import logging
 from omegaconf import DictConfig
 
-from nemo_aligner.checkpoint.dist_ckpt import failing_together, gathered
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.config.reward_models import read_reward_servers
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.reward_client import RewardsInJob, ScoreSource
 from nemo_aligner.servers.reward_function import RewardFunction

@@ -41,9 +41,7 @@ def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{key}={spec}: the file cannot be imported: {error}.") from None
     if not re.search(rf"\b({name}|import \*|__getattr__)", source):
-        type_: type[ast.FunctionDef | ast.ClassDef] = ast.FunctionDef
-        if kind == "class":
-            type_ = ast.ClassDef
+        type_ = {"class": ast.ClassDef}.get(kind, ast.FunctionDef)
         own = ", ".join(node.name for node in statements if isinstance(node, type_))
         raise UserError(
             f"{key}={spec}: the file has no {kind} '{name}'; it has {own or 'none at all'}."

@@ -186,8 +186,8 @@ def main() -> None:
     parallel_state.initialize(tensor_model_parallel_size=settings["tp"])
 
     from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-    from nemo_aligner.checkpoint.dist_ckpt import gathered
     from nemo_aligner.core.errors import SaveError
+    from nemo_aligner.parallel.collectives import gathered
     from nemo_aligner.servers import server_loop, slices, triton_host
 
     class Logger:

@@ -240,8 +240,7 @@ def test_a_response_ends_with_the_templates_end_of_turn(name, tokenizers):
     assert ends.strings == () and end in ends.token_ids
     form = ChatTemplate(tokenizer)
     encoded = form.encode_messages(messages_of([("user", "hello"), ("assistant", "the film")]), {})
-    tokens = torch.tensor([encoded.tokens])
-    ended = [bool(ends.ended(tokens, torch.tensor([last]))) for last in range(len(tokens[0]))]
+    ended = [ends.at_end(encoded.tokens[: last + 1]) for last in range(len(encoded.tokens))]
     responses = [place for place, counts in enumerate(encoded.is_response) if counts]
     assert [place for place in responses if ended[place]] == [len(encoded.tokens) - 1]
     assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == ()

@@ -351,12 +351,6 @@ def test_weights_that_are_not_finite_are_reported(tiny_tokenizer_dir, prompts):
 # --- end conditions ----------------------------------------------------------------------------
 
 
-def ids_of(tokenizer, text):
-    """(tokens [1, S], position of the last one [1])."""
-    ids = tokenizer.text_to_ids(text)
-    return torch.tensor([ids]), torch.tensor([len(ids) - 1])
-
-
 def test_end_strings_are_found_at_the_end_only(tiny_tokenizer):
     end = EndConditions(tiny_tokenizer, ["Human:", "\n\n", "é!"])
     for text, expected in [
@@ -368,14 +362,13 @@ def test_end_strings_are_found_at_the_end_only(tiny_tokenizer):
         ("a café!", True),
         ("a caf!", False),
     ]:
-        assert end.ended(*ids_of(tiny_tokenizer, text)).item() is expected, text
+        assert end.at_end(tiny_tokenizer.text_to_ids(text)) is expected, text
 
 
 def test_special_tokens_end_a_response_as_one_token(tiny_tokenizer):
     end = EndConditions(tiny_tokenizer, ["<|endoftext|>"])
     assert end.token_ids == [tiny_tokenizer.eos_id] and end.strings == ()
-    spelled = torch.tensor([[tiny_tokenizer.text_to_ids(c)[0] for c in "<|endoftext|>"]])
-    assert end.ended(spelled, torch.tensor([12])).tolist() == [False]
+    assert not end.at_end([tiny_tokenizer.text_to_ids(c)[0] for c in "<|endoftext|>"])
 
 
 def test_end_strings_with_sentencepiece(tiny_sentencepiece_model):
@@ -391,7 +384,7 @@ def test_end_strings_with_sentencepiece(tiny_sentencepiece_model):
         ("a film", False),
         ("Answer: a", False),
     ]:
-        assert end.ended(*ids_of(tokenizer, text)).item() is expected, text
+        assert end.at_end(tokenizer.text_to_ids(text)) is expected, text
 
 
 def test_unknown_text_and_the_end_of_a_prompt_end_nothing(tiny_tokenizer, tmp_path):

@@ -15,13 +15,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_aligner.checkpoint.places import HF_CONFIG as CONFIG_FILE
+from nemo_aligner.checkpoint.places import HF_WEIGHTS
 from nemo_aligner.checkpoint.stored_weights import checked
 from nemo_aligner.core.errors import UserError
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE, INDEX_FILE = HF_WEIGHTS
 DTYPES = ("F32", "BF16", "F16", "F64")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 

@@ -21,8 +21,8 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Unsupported,
 )
 from nemo_aligner.checkpoint.hugging_face.folder import read_json
+from nemo_aligner.checkpoint.places import PEFT_CONFIG as CONFIG_FILE
 
-CONFIG_FILE = "adapter_config.json"
 # PEFT's names of what a model is for
 TASKS = {CAUSAL_LM: "CAUSAL_LM", PER_SAMPLE: "SEQ_CLS", PER_TOKEN: "TOKEN_CLS"}
 _ROLES = {name: role for role, name in TASKS.items()} | {None: CAUSAL_LM}
