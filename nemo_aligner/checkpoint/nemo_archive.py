@@ -28,7 +28,6 @@ from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
-import torch
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
@@ -59,6 +58,7 @@ from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
+from nemo_aligner.parallel.collectives import gathered
 
 ARTIFACT_PREFIX = "nemo:"
 REMOTE_CODE = "tokenizer.trust_remote_code"
@@ -387,10 +387,7 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
         check_files_together(path, select=forms.is_weight_of_any)
         yield path
         return
-    agreed = [secrets.token_hex(8)]
-    if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(agreed, src=0)
-    token = token_of_machine(agreed[0])
+    token = token_of_machine(gathered(secrets.token_hex(8))[0])
     temporary = Path(tempfile.gettempdir()).absolute()
     folder = temporary / f"nemo_weights_{token}"
     try:

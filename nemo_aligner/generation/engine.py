@@ -34,8 +34,9 @@ from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompt
 from nemo_aligner.generation.params import GenerationParams
 from nemo_aligner.generation.shared_samples import divide, drawn, join, until_all_end
 from nemo_aligner.generation.split import Split, training_split
-from nemo_aligner.generation.turns import Conversation, Environment, Reply
+from nemo_aligner.generation.turns import Conversation, Environment
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import decoding_mode
 
@@ -436,7 +437,8 @@ class MegatronGenerator(TextGenerator):
         """
         if not batch.pausing:
             return []
-        replies = self._replies(environment, wait=batch.pausing == batch.active)
+        wait = batch.pausing == batch.active
+        replies = on_rank_zero(lambda: environment.replies(wait), self.split.copy)
         over, fed = [], []
         for slot, held in enumerate(batch.in_slots):
             sample, length = held.sample, len(held.ids)
@@ -467,27 +469,6 @@ class MegatronGenerator(TextGenerator):
             tokens = padded([*ids, [0] * width], batch.device)[:-1]
             model.forward(tokens, ExtensionPass(cache, slots, starts, width))
         return over
-
-    def _replies(self, environment: Environment, wait: bool) -> dict[int, Reply]:
-        """`environment.replies`, on every rank that holds a part of the same copy of the weights.
-
-        Raises:
-            UserError: on all of them, if it failed.
-        """
-        group = self.split.copy
-        box: list[tuple[dict[int, Reply], str | None]] = [({}, None)]
-        if self.asks_environment:
-            try:
-                box = [(dict(environment.replies(wait)), None)]
-            except UserError as error:
-                box = [({}, str(error))]
-        ranks = torch.distributed.get_process_group_ranks(group)
-        if len(ranks) > 1:
-            torch.distributed.broadcast_object_list(box, src=ranks[0], group=group)
-        replies, failure = box[0]
-        if failure is not None:
-            raise UserError(failure)
-        return replies
 
     def _dummy_pass(self, model: DecodingModel) -> None:
         """One token through the model, for the ranks that need this one's experts."""

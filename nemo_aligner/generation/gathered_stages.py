@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.replicas import checksum
 
@@ -53,8 +54,7 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
     ranks = torch.distributed.get_process_group_ranks(group)
     own = dict(global_weights(chunks))
     sizes = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
-    stages: list[dict[str, Any]] = [{} for _ in ranks]
-    torch.distributed.all_gather_object(stages, sizes, group=group)
+    stages = gathered(sizes, group)
     model = build()
     sums = []
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):

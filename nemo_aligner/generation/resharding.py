@@ -27,6 +27,7 @@ from torch.distributed import P2POp, ProcessGroup
 from nemo_aligner.generation.gathered_stages import LAYERS, global_weights, undivided
 from nemo_aligner.generation.split import Split
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.replicas import checksum_of_shard
 
@@ -113,7 +114,7 @@ def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
         )
         for name, tensor in source.items()
     }
-    found = _of_all_ranks((mine, set(target)))
+    found = gathered((mine, set(target)))
     wanted = set().union(*(names for _, names in found))
     forms = {name: form for forms, _ in found for name, form in forms.items() if name in wanted}
     if missing := sorted(wanted - set(forms)):
@@ -193,7 +194,7 @@ def _check(source: dict[str, int], target: dict[str, int]) -> None:
     Raises:
         RuntimeError: on every rank.
     """
-    everywhere = _of_all_ranks((source, target))
+    everywhere = gathered((source, target))
     trained: dict[str, set[int]] = {}
     for sums, _ in everywhere:
         for name, value in sums.items():
@@ -205,12 +206,6 @@ def _check(source: dict[str, int], target: dict[str, int]) -> None:
                     f"{name} of rank {rank} has other bits after it was moved for generation; set "
                     "generation.reshard=none and check the network."
                 )
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
-    return found
 
 
 class _Transport(CopyService):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.interface import GenerationOutput, Prompts
-from nemo_aligner.parallel.collectives import rebalance_nd_tensor
+from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.parallel.device import get_device
 
 _Decode = Callable[..., GenerationOutput]
@@ -65,9 +65,8 @@ def join(
             check(*inputs[:2])
     except UserError as failure:
         error = failure
-    found: list[Any] = [None] * torch.distributed.get_world_size(group)
     mine = tuple(tensor.cpu() for tensor in inputs)
-    torch.distributed.all_gather_object(found, (str(error) if error else None, mine), group=group)
+    found = gathered((str(error) if error else None, mine), group)
     messages = [message for message, _ in found if message is not None]
     if messages:
         raise error or UserError(messages[0])
@@ -99,11 +98,8 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
     except RuntimeError as failure:
         error = failure
     # By rank: the error message, and the width of the output.
-    outcomes: list[tuple[str | None, int]] = [(None, 0)] * size
     width = 0 if output is None else output.response_tokens.size(1)
-    torch.distributed.all_gather_object(
-        outcomes, (None if error is None else str(error), width), group=group
-    )
+    outcomes = gathered((None if error is None else str(error), width), group)
     messages = [message for message, _ in outcomes if message is not None]
     if output is None or messages:
         raise error or RuntimeError(messages[0])

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
         parallel_state.get_tensor_and_pipeline_parallel_group()
     )
     place = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, (place, own))
-    policies = [ranks for _, ranks in sorted({(place, tuple(ranks)) for place, ranks in gathered})]
+    policies = [ranks for _, ranks in sorted(set(gathered((place, tuple(own)))))]
     together = max(tp * pp // len(own), 1)  # policies whose samples are joined
     groups: dict[str, ProcessGroup | None] = {}
     for first in range(0, len(policies), together):

@@ -172,17 +172,18 @@ def run_if_model_parallel_src(fn: Callable[P, T], *args: P.args, **kwargs: P.kwa
     return None
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
-    """What `function` returns on rank 0, or its `UserError`, on all ranks, which call it."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -> T:
+    """What `function` returns on rank 0 of `group`, or its `UserError`, on all, which call it."""
+    if not _several_ranks(group):
         return function()
     outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             outcome[0] = function()
         except UserError as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0, device=get_device())
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(outcome, src=first, group=group, device=get_device())
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]

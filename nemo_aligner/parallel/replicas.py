@@ -7,7 +7,7 @@ bit. If they differ (a rank missed an update or a broadcast, memory is defective
 with gradients of different models, and nothing else shows it.
 """
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.errors import ReplicaError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 
 # Elements that are widened to int64 at a time: few enough for a CPU's cache, enough for a kernel
@@ -137,8 +138,7 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
 def _raise(differing: dict[_Weight, list[int]], sums: dict[_Weight, int]) -> NoReturn:
     """Exchange which weights differ from their replicas, and raise the same error on all ranks."""
     # By rank: the ranks that hold each differing weight, and its checksum here.
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (differing, {key: sums[key] for key in differing}))
+    found = gathered((differing, {key: sums[key] for key in differing}))
     first_rank, (theirs, _) = next((rank, entry) for rank, entry in enumerate(found) if entry[0])
     (chunk, name), ranks = next(iter(theirs.items()))
     holders: dict[int, list[int]] = {}

@@ -22,6 +22,7 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.core.types import InferenceBatch
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 
 Item = Mapping[str, torch.Tensor]
@@ -162,8 +163,7 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
     """The micro-batches of all data-parallel ranks, in turns; every rank of the job calls it."""
     # All ranks, as the data-parallel group may differ between generation and training. Ranks of
     # one model-parallel group have the same micro-batches: each data-parallel rank counts once.
-    shares: list[tuple[int, list[list[int]]]] = [(0, [])] * dist.get_world_size()
-    dist.all_gather_object(shares, (parallel_state.get_data_parallel_rank(), own))
+    shares = gathered((parallel_state.get_data_parallel_rank(), own))
     by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
     return [
         microbatch

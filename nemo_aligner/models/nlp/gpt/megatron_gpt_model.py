@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters, hugging_face, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.stored_weights import TensorSource, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
@@ -377,16 +378,14 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         Raises:
             UserError: on all ranks, if it cannot be written.
         """
-        failure: list[str | None] = [None]
-        if parallel_state.get_rank() == 0:
-            try:
-                self._write_hugging_face(folder, weights)
-            except (UserError, OSError) as error:
-                failure = [f"{folder} could not be written: {error}. The checkpoint is complete."]
-        if torch.distributed.is_initialized():
-            torch.distributed.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise UserError(failure[0])
+        try:
+            with failing_together():
+                if parallel_state.get_rank() == 0:
+                    self._write_hugging_face(folder, weights)
+        except UserError as error:
+            raise UserError(
+                f"{folder} could not be written: {error}. The checkpoint is complete."
+            ) from error
 
     def _write_hugging_face(self, folder: Path, weights: Path) -> None:
         rows = hugging_face.vocab_rows(self.cfg, lambda: self.tokenizer.vocab_size)
