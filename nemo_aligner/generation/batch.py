@@ -362,16 +362,17 @@ class DecodingBatch:
             conversation: its turns, if there are several.
         """
         held = self.in_slots[slot]
-        length = len(held.ids)
-        own = torch.arange(1, length) >= len(held.sample.prompt)
+        length, first = len(held.ids), len(held.sample.prompt) - 1
+        own: slice | Tensor = slice(first, None)  # columns of the tokens that were drawn
         observed = token_rewards = logprobs = None
         if conversation is not None:
             observed = conversation.observed_tokens(length)
             token_rewards = conversation.token_rewards(length)
-            own &= ~observed
+            own = ~observed
+            own[:first] = False
         if self.logprobs is not None:
             logprobs = torch.zeros(length - 1, device=self.device)
-            logprobs[own] = self.logprobs[slot, : int(own.sum())]
+            logprobs[own] = self.logprobs[slot, : length - held.foreign]
         return FinishedSample(
             held.sample.number, tuple(held.ids), is_end, logprobs, observed, token_rewards
         )
