@@ -25,7 +25,6 @@ from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
-FROM_WITHIN = ("exception", "full disk", "clock jump")
 INSTANTS = int(os.environ.get("CHAOS_INSTANTS", 20))  # 200 in a long run
 CLOCK_JUMP_S = 86400.0
 HUNG = ("hung", "stopped for good")  # a loop that never ends, SIGSTOP without SIGCONT
