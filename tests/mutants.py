@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "the prompt counts in the loss of DPO",
         "data/nlp/record_encoder.py",
-        "[n >= common(prompt, tokens) for",
+        "[n >= first for",
         "[n >= 0 for",
         _unit(
             "test_dpo_model.py",
@@ -713,7 +713,7 @@ MUTANTS = [
     ),
     Mutant(
         "the prompt of a pair of whole texts ends with its first mark",
-        "data/nlp/plain_texts.py",
+        "data/nlp/record_encoder.py",
         "shared.rfind(self.prompt_end)",
         "shared.find(self.prompt_end)",
         _unit("test_data.py", "test_a_key_says_where_the_prompt_of_whole_texts_ends"),
@@ -1303,8 +1303,8 @@ MUTANTS = [
     Mutant(
         "pairs of two prompts are told after the imports",
         "launch/inputs.py",
-        'if place % 2 and config_name == "training_rm"',
-        'if place > ROWS and config_name == "training_rm"',
+        "if before is not None and not has_label:",
+        "if before is None and not has_label:",
         _unit("test_inputs.py", "test_it_is_one_message_before_torch_is_imported"),
     ),
     Mutant(

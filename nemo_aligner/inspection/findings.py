@@ -12,6 +12,7 @@ import numpy as np
 
 from nemo_aligner.core.tokenizer import decode_with_special_tokens, special_ids
 from nemo_aligner.data.nlp.chat_records import (
+    by_our_names,
     conversation_field,
     conversation_messages,
     holds_pair,
@@ -22,7 +23,7 @@ from nemo_aligner.data.nlp.chat_records import (
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset, by_our_names
+from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.data.nlp.sft_chat import SFTChatDataset

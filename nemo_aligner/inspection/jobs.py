@@ -19,8 +19,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp.chat import sft_chat_options
-from nemo_aligner.data.nlp.chat_records import ASSISTANT
-from nemo_aligner.data.nlp.data_files import DataFile
+from nemo_aligner.data.nlp.chat_records import ASSISTANT, holds_pair
 from nemo_aligner.data.nlp.file_dataset import FileDataset
 from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.records import first_record
@@ -137,7 +136,7 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
 
 def _guess(file: str) -> tuple[str, list[str]]:
     """The job that a file's first record is for, and its settings; `UserError`: not just one."""
-    record = first_record(DataFile.of(file, "the command line"))
+    record = first_record(file)
     if not record:  # none can be read: the check of all records, the same in each job, says why
         return SFT, []
     if "prompt_turns" in record and "responses" in record:
@@ -153,7 +152,7 @@ def _guess(file: str) -> tuple[str, list[str]]:
         return DISTILLATION, [f"{ON_POLICY}=1.0"]
     if "chosen_response" in record:  # NeMo-Aligner's name, in data of DPO alone
         return DPO, []
-    if "chosen" in record or "rejected" in record:
+    if holds_pair(record):
         return RM, []
     if "output" in record:
         return SFT, []

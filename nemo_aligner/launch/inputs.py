@@ -7,8 +7,10 @@ functions check all of it when the job reads them. Imports nothing heavy.
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,23 +18,22 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.checkpoint.places import check_complete, check_restore_path
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_records import (
-    CONVERSATIONS,
     PAIR,
+    by_our_names,
     conversation_field,
     conversation_messages,
     holds_conversation,
     holds_pair,
-    other_prompt,
-    pair_messages,
     prompt_messages,
-    response_messages,
     speaks_to_assistant,
 )
 from nemo_aligner.data.nlp.columns import Columns, missing, prompt_hint
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, open_quickly
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.plain_texts import PlainTexts
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import check_text
 from nemo_aligner.servers.user_code import split_spec
 
@@ -40,12 +41,14 @@ ROWS = 100  # that are looked at in each data file
 SECTIONS = dict.fromkeys(  # with a key `file_path`
     ("gpt_sft", "gpt_spin"), ("model.data.train_ds", "model.data.validation_ds")
 ) | {"compute_topk_logits": ("data.data",)}
-FIELDS = {  # of records
-    "training_rm": PAIR,
-    "gpt_dpo": PAIR,
-    "gpt_kto": ("response", "preference"),
-    "gpt_knowledge_distillation": ("topk_logits",),
+DISTILLATION = "gpt_knowledge_distillation"
+READ = {  # of a record, and the fields that continue its prompt
+    "gpt_dpo": (RecordEncoder.pair_length, PAIR),
+    **dict.fromkeys(("gpt_kto", DISTILLATION), (RecordEncoder.response_length, ("response",))),
 }
+CHARACTERS: Any = SimpleNamespace(  # stands for the job's tokenizer, which is loaded later
+    bos_id=0, eos_id=0, text_to_ids=lambda text: [*map(ord, text)]
+)
 RESUME = "exp_manager.resume_from_checkpoint"
 TOKENIZER = [f"model.tokenizer.{name}" for name in ("model", "vocab_file", "merge_file")]
 MODELS = ("model.peft.restore_from_path", RESUME, *TOKENIZER)
@@ -73,18 +76,16 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
             check_restore_path(value, key)
     for file, section in _data_files(cfg, config_name):
         columns = Columns(section.columns if file.columns is None else file.columns)
-        form = section.get("data_impl") or "jsonl"
-        form = "jsonl" if form == "chunked_jsonl" else form
+        form = (section.get("data_impl") or "jsonl").removeprefix("chunked_")
+        reader = _Reader(CHARACTERS, cfg.get("data") or cfg.model.data, _Messages())
         for source in open_quickly(Path(file.path), form, section.index_mapping_dir):
-            before: Record = {}
-            for place, (number, row) in enumerate(itertools.islice(source.scan(), ROWS)):
+            before: Record | None = None  # the first line of a pair
+            for number, row in itertools.islice(source.scan(), ROWS):
                 try:
                     record = columns(row)
                     others = set(row) - columns.sources
-                    _check_record(record, others, cfg, section, config_name)
-                    if place % 2 and config_name == "training_rm":
-                        _check_neighbours(before, record, cfg)
-                    before = record
+                    _check_record(reader, record, others, before, cfg, section, config_name)
+                    before = None if before else record
                 except UserError as error:
                     where = f"{source.path}, {source.unit} {number}"
                     raise UserError(f"{where}: {error}") from None
@@ -106,79 +107,95 @@ def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, D
 
 
 def _check_record(
-    record: Record, others: set[str], cfg: DictConfig, section: DictConfig, config_name: str
+    reader: RecordEncoder,
+    record: Record,
+    others: set[str],
+    before: Record | None,
+    cfg: DictConfig,
+    section: DictConfig,
+    config_name: str,
 ) -> None:
-    """Raise `UserError` if a record lacks a field, a conversation in it is broken, or its prompt
-    is empty and no key allows it; `others` are columns that may hold the prompt.
+    """Raise `UserError` if a data set would refuse a record, or its prompt is empty and no key
+    allows it; `others` are columns that may hold the prompt, and `before` is the first line of a
+    pair, if lines are pairs and `record` is the second.
     """
     data: Any = cfg.get("data") or cfg.model.data
-    talks, names, said = holds_conversation(record), ["prompt", "text"], True
-    fields: tuple[str, ...] = FIELDS.get(config_name, ())
+    names, is_empty = ["prompt", "text"], False
+    fraction = OmegaConf.select(cfg.model, "knowledge_distillation.on_policy.fraction")
     if "prompt_turns" in record:  # of SteerLM 2
         return
     if data.chat:  # NeMo's format, whose parts have other names
-        if config_name in SECTIONS and not talks:
+        if config_name in SECTIONS and not holds_conversation(record):
             conversation_messages(record)
     elif config_name in SECTIONS:
         in_field = conversation_field(record) and section.label_key not in record
-        talks = bool(data.chat_template or in_field)
-        if talks:
+        if data.chat_template or in_field:
             conversation_messages(record)
-            said = speaks_to_assistant(record)
+            names, is_empty = [""], not speaks_to_assistant(record)
         else:
             names = re.findall(r"{(\w+)}", section.prompt_template)
             for field in names:
                 check_text(record, field, allow_blank=True)
             names = [field for field in names if field != section.label_key]
-            said = not names or any(record[field].strip() for field in names)
-    elif config_name in FIELDS:
-        if config_name == "training_rm":
-            is_known = talks or not {"prompt", "responses", *CONVERSATIONS}.isdisjoint(record)
-            fields = PAIR if holds_pair(record) else ("text",) * (not is_known)
-            fields += ("label",) * (cfg.model.reward_model_type == "regression")
-        elif (
-            config_name == "gpt_knowledge_distillation"
-            and cfg.model.knowledge_distillation.on_policy.fraction is not None
-        ):
-            fields = ("prompt", "response")
-        for field in fields:
-            if field not in record and f"{field}_response" not in record:
-                raise missing(field, record)
-        if config_name in ("gpt_dpo", "gpt_kto") and set(fields) <= set(record):  # by our names
-            responses = [field for field in fields if field != "preference"]
-            if talks:
-                (pair_messages if config_name == "gpt_dpo" else response_messages)(record)
-                said = speaks_to_assistant(record)
-            elif not data.chat_template:
-                said = bool(PlainTexts(data).parts(record, *responses)[0].strip())
-        elif all(isinstance(record.get(field), list) for field in PAIR):
-            pair_messages(record)
-    elif talks or (data.chat_template and "text" not in record):
-        prompt_messages(record)
-        said = speaks_to_assistant(record)
+            is_empty = bool(names) and not any(record[field].strip() for field in names)
+    elif config_name == "training_rm":
+        has_label = cfg.model.reward_model_type == "regression"
+        _check_scored(reader, by_our_names(record), before, has_label)
+    elif config_name == DISTILLATION and fraction is None:
+        if "topk_logits" not in record:
+            raise missing("topk_logits", record)
     else:
-        field = "prompt" if "text" not in record and "prompt" in record else "text"
-        check_text(record, field, allow_blank=True)
-        said = bool(record[field].strip())
-    if not said and not data.allow_empty_prompt:
-        hint = "" if talks else prompt_hint(names[0], record, others.difference(names))
+        record = by_our_names(record)
+        length, responses = READ.get(config_name, (RecordEncoder.prompt_length, ()))
+        length(reader, record, sys.maxsize)
+        if config_name == "gpt_kto" and "preference" not in record:
+            raise missing("preference", record)
+        is_empty = reader.prompt_is_empty(record, *responses)
+    if is_empty and not data.allow_empty_prompt:
+        hint = prompt_hint(names[0], record, others.difference(names))
         raise UserError(
             f"the prompt is empty.{hint} Remove the line, or set "
             "model.data.allow_empty_prompt=True."
         )
 
 
-def _check_neighbours(first: Record, second: Record, cfg: DictConfig) -> None:
-    """Raise `UserError` if two lines that are a pair are conversations with two prompts."""
-    others = {"text", "prompt", *PAIR}
-    talks = all(conversation_field(each) and others.isdisjoint(each) for each in (first, second))
-    if not talks or cfg.model.data.chat or cfg.model.reward_model_type == "regression":
-        return
-    for record in (first, second):
-        conversation_messages(record)
-    why = other_prompt(first, second)
-    if why:
-        raise UserError(
-            f"no pair with the line before: {why}. Two neighbouring lines are responses to one "
-            "prompt; conversations for supervised fine-tuning are no pairs."
-        )
+def _check_scored(
+    reader: RecordEncoder, record: Record, before: Record | None, has_label: bool
+) -> None:
+    """The same of a record for a reward model."""
+    if has_label and "label" not in record:
+        raise missing("label", record)
+    if holds_pair(record):
+        reader.pair_length(record, sys.maxsize)
+    elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
+        reader.sample_length(record, sys.maxsize)
+        try:
+            if before is not None and not has_label:
+                reader.in_common(before, record)
+        except UserError as error:
+            raise UserError(
+                f"no pair with the line before: {error} Two neighbouring lines are responses to "
+                "one prompt; conversations for supervised fine-tuning are no pairs."
+            ) from None
+
+
+class _Reader(RecordEncoder):
+    """Reads records without the tokenizer and the form of conversations, which are known later."""
+
+    def form_of(self, record: Record) -> ConversationForm | None:
+        return self.form if self.template or holds_conversation(record) else None
+
+
+class _Messages(ConversationForm):
+    """Checks messages; whether the last one must be the assistant's is not known."""
+
+    end_strings, state = (), []
+
+    def prompt(self, record: Record) -> list[int]:
+        return self.encode_messages(prompt_messages(record), record).tokens
+
+    def sample(self, record: Record) -> list[int]:
+        return self.encode_messages(conversation_messages(record), record).tokens
+
+    def encode_messages(self, messages: Any, record: Record, first: int = 0) -> Encoded:
+        return Encoded([*str(messages).encode()], [])

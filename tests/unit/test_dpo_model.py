@@ -120,7 +120,7 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
     ("record", "message"),
     [
         ({"prompt": "a", "chosen": " b", "rejected": " b"}, "line 2.*nothing to prefer"),
-        ({"text": "a b"}, "line 2.*the line holds no pair"),
+        ({"text": "a b"}, "line 2.*field 'chosen' is missing"),
         ({"chosen": "a b", "rejected": "a c"}, "line 2.*field 'prompt' is missing"),
         ({"prompt": "a", "chosen": " b"}, "line 2.*field 'rejected' is missing"),
         (

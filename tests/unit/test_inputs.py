@@ -54,7 +54,6 @@ WRONG = {  # words of the command line -> what the one message says
     f"train rm {BASE} {PREFIX % 'chats.jsonl, away'}": "data file away does not exist",
     f"train rm {BASE} {PREFIX % 'sft.jsonl'}".replace("train:", "trian:"): "has the keys trian",
     f"train rm {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'text' is missing",
-    f"train dpo {BASE} {PREFIX % 'texts.jsonl'}": "line 1: field 'chosen' is missing",
     f"train kto {BASE} {PREFIX % 'pairs.jsonl'}": "line 1: field 'response' is missing",
     f"train ppo {BASE} {PREFIX % 'sft.jsonl'}": "line 1: field 'text' is missing",
     f"train ppo {BASE} {PREFIX % 'texts.jsonl'} trainer.ppo.reward_fn=no.py:f": "no.py does not e",

@@ -8,8 +8,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from nemo.utils import logging
-
 from nemo_aligner.checkpoint.file_references import check_not_outside
 from nemo_aligner.config.data_rules import (
     FROM_TOKENIZER,
@@ -85,6 +83,8 @@ def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def say_default(text: str) -> None:
     """Say, once, that conversations get a form that nobody has asked for."""
+    from nemo.utils import logging  # heavy
+
     logging.info(text)
 
 
@@ -102,7 +102,7 @@ def begins_with_conversation(file: DataFile, section: Mapping[str, Any]) -> bool
     """Whether the first record of a data file of `section` (of `model.data`, or of a part of it
     for supervised fine-tuning) is written in the form for conversations.
     """
-    first = first_record(file, section.get("columns"), section.get("index_mapping_dir"))
+    first = first_record(file, section)
     label_key = section.get("label_key")
     if label_key is None:
         return holds_conversation(first)

@@ -60,6 +60,16 @@ def holds_pair(record: Record) -> bool:
     return "chosen" in record or "rejected" in record
 
 
+def by_our_names(record: Record) -> Record:
+    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
+    record = dict(record)
+    for field in PAIR:
+        value = record.pop(f"{field}_response", None)
+        if value is not None:
+            record[field] = [value] if isinstance(value, dict) else value
+    return record
+
+
 def conversation_messages(record: Record) -> list[Message]:
     """The messages of a record's conversation, its system message first."""
     field = conversation_field(record)

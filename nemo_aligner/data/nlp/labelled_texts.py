@@ -14,7 +14,6 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, response_messages
 from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad, slot
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
@@ -79,9 +78,7 @@ class RegressionRewardModelDataset(FileDataset):
             return self.encoder.sample_length(record, seq_length), labels
 
         settings = self.encoder.settings("labelled texts", seq_length, num_attributes, mask_value)
-        columns, index_dir = ((data_cfg or {}).get(k) for k in ("columns", "index_mapping_dir"))
-        first = first_record(DataFile.of(paths[0], "the list of data files"), columns, index_dir)
-        steps = isinstance(first.get("text"), list)
+        steps = isinstance(first_record(paths[0], data_cfg).get("text"), list)
         form = self.encoder.form
         expand = partial(each_step, is_chat=form is not None and not form.default)
         self.lines = open_records(paths, data_cfg, inspect, settings, expand if steps else None)

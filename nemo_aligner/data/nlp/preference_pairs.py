@@ -13,7 +13,7 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import A_SAMPLE, PAIR, holds_pair
+from nemo_aligner.data.nlp.chat_records import A_SAMPLE, PAIR, by_our_names, holds_pair
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within, pad, slot
 from nemo_aligner.data.nlp.json_lines import Record
@@ -312,12 +312,6 @@ class DPOModelDataset(RewardModelDataset):
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         record = by_our_names(record)
-        if not holds_pair(record):
-            raise UserError(
-                "the line holds no pair: DPO learns from lines with 'prompt', 'chosen' and "
-                f"'rejected', but it has {sorted(record)}. (model.data.columns can give other "
-                "names.)"
-            )
         length = self.encoder.pair_length(record, self.seq_length)
         is_empty = self.encoder.prompt_is_empty(record, "chosen", "rejected")
         for key in DEFAULT_REWARDS:
@@ -343,13 +337,3 @@ class DPOModelDataset(RewardModelDataset):
             reward: Any = record.get(f"{name}_reward", self.rewards[f"{name}_reward"])
             item[f"{name}_reward"] = torch.tensor(float(reward))
         return item
-
-
-def by_our_names(record: Record) -> Record:
-    """A record with the fields `chosen` and `rejected`; NeMo-Aligner's hold one message each."""
-    record = dict(record)
-    for field in PAIR:
-        value = record.pop(f"{field}_response", None)
-        if value is not None:
-            record[field] = [value] if isinstance(value, dict) else value
-    return record

@@ -1,16 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """From records to the tokens of prompts, of whole samples and of pairs: texts as they stand, and
-conversations in the form that `model.data` asks for.
+conversations in the form that `model.data` asks for. Imports nothing heavy.
 """
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nemo_aligner.config.data_rules import line_ends
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form, say_default
@@ -21,10 +22,10 @@ from nemo_aligner.data.nlp.chat_records import (
     other_prompt,
     speaks_to_assistant,
 )
+from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
-from nemo_aligner.data.nlp.file_dataset import TextEncoder
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.plain_texts import PlainTexts, common, common_length, plain_text
+from nemo_aligner.data.nlp.plain_texts import TextEncoder, common_length, plain_text
 from nemo_aligner.data.nlp.records import check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
@@ -44,18 +45,24 @@ class RecordEncoder:
     Args:
         data_cfg: `model.data`; `prompt_end` and `allow_empty_prompt` are read, and what
             `TextEncoder` and `chat_form` read.
+        form: of conversations; None: `chat_form`'s.
 
     Every method raises `UserError` for a record that it cannot use. A length is exact above
     `limit`, else possibly an upper bound.
     """
 
-    def __init__(self, tokenizer: Tokenizer, data_cfg: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        data_cfg: Mapping[str, Any] | None = None,
+        form: ConversationForm | None = None,
+    ) -> None:
         self.encode_text = TextEncoder(tokenizer, data_cfg)
-        self.form = chat_form(data_cfg, tokenizer)
-        self.template = (data_cfg or {}).get("chat_template")
-        self.texts = PlainTexts(data_cfg or {})
-        self.prompt_end = self.texts.prompt_end
-        self.allow_empty_prompt = self.texts.allow_empty_prompt
+        self.form = form or chat_form(data_cfg, tokenizer)
+        data_cfg = data_cfg or {}
+        self.template = data_cfg.get("chat_template")
+        self.prompt_end = line_ends(data_cfg.get("prompt_end") or "")
+        self.allow_empty_prompt = bool(data_cfg.get("allow_empty_prompt"))
 
     def settings(self, *others: Any) -> Callable[[], str | None]:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
@@ -97,7 +104,7 @@ class RecordEncoder:
         if not responses:
             text = self._prompt_text(record)
         elif self.form_of(record) is None:
-            text = self.texts.parts(record, *responses)[0]
+            text = self._parts(record, *responses)[0]
         if text is None:
             return not speaks_to_assistant(record)
         return isinstance(text, str) and not text.strip()
@@ -131,12 +138,8 @@ class RecordEncoder:
         form = self.form_of(record)
         if form is not None:
             return form.pair(self._fixed(record))
-        prompt = self.encode_text.without_end(self._pair_texts(record)[0])
-        # A tokenizer may join the last characters of the prompt with the first of a response.
-        chosen, rejected = (
-            Encoded(tokens, [n >= common(prompt, tokens) for n in range(len(tokens))])
-            for tokens in self.pair(record)
-        )
+        prompt, *responses = self._pair_texts(record)
+        chosen, rejected = (self._continued(prompt, text) for text in responses)
         return chosen, rejected
 
     def with_response(self, record: Record) -> Encoded:
@@ -146,16 +149,21 @@ class RecordEncoder:
         form = self.form_of(record)
         if form is not None:
             return form.response(self._fixed(record))
-        prompt, response = self.texts.parts(record, "response")
+        return self._continued(*self._parts(record, "response"))
+
+    def _continued(self, prompt: str, response: str) -> Encoded:
+        """The tokens of both texts, and which of them are of the response: from the first one that
+        the prompt alone does not begin with, for a tokenizer may join both texts in one token.
+        """
         tokens = self.encode_text(prompt + response)
-        first = common(self.encode_text.without_end(prompt), tokens)
+        first = common_length(self.encode_text.without_end(prompt), tokens)
         return Encoded(tokens, [n >= first for n in range(len(tokens))])
 
     def response_length(self, record: Record, limit: int) -> int:
         """Number of tokens of a prompt with its response."""
         if self.form_of(record) is not None:
             return len(self.with_response(record).tokens)
-        return self.encode_text.length("".join(self.texts.parts(record, "response")), limit)
+        return self.encode_text.length("".join(self._parts(record, "response")), limit)
 
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
@@ -179,7 +187,7 @@ class RecordEncoder:
         if one is not None and other is not None:
             if not self.prompt_end or not (isinstance(one, str) and isinstance(other, str)):
                 return common_length(one, other)
-            self.texts.split([one, other], "the two lines")
+            self._split([one, other], "the two lines")
             return SURE
         why = "one is a conversation, the other a text"
         if one is None and other is None:
@@ -195,9 +203,43 @@ class RecordEncoder:
         prompt, first, second = self._pair_texts(record)
         return SURE if prompt.strip() else common_length(first, second)
 
+    def _parts(self, record: Record, *fields: str, whole: bool = False) -> list[str]:
+        """The text of a prompt, and of the fields that continue it.
+
+        Args:
+            whole: without a prompt, and `prompt_end`, the prompt is empty, as it also is where
+                `allow_empty_prompt` says so.
+        """
+        texts = [plain_text(record, field) for field in fields]
+        if record.get("prompt") is not None:
+            return [plain_text(record, "prompt", allow_blank=True), *texts]
+        if self.prompt_end:
+            return self._split(texts, " and ".join(map(repr, fields)))
+        if whole or self.allow_empty_prompt:
+            return ["", *texts]
+        raise missing(
+            "prompt",
+            record,
+            "(Where the texts begin with their prompts, model.data.prompt_end says how these end: "
+            "'\\n\\nAssistant:'. model.data.allow_empty_prompt=True: there are none.)",
+        )
+
+    def _split(self, texts: Sequence[str], what: str) -> list[str]:
+        """What whole texts begin with, up to the last `prompt_end` that all share, and how each
+        of them goes on.
+        """
+        shared = texts[0][: common_length(texts[0], texts[-1])]
+        place = shared.rfind(self.prompt_end) + len(self.prompt_end)
+        if self.prompt_end not in shared or not all(text[place:].strip() for text in texts):
+            raise UserError(
+                f"{what} have no beginning in common that ends with model.data.prompt_end="
+                f"{self.prompt_end!r}, with a response behind it."
+            )
+        return [shared[:place], *(text[place:] for text in texts)]
+
     def _pair_texts(self, record: Record) -> list[str]:
         """What both texts of a pair begin with, and how they go on, the better one first."""
-        parts = self.texts.parts(record, "chosen", "rejected", whole=True)
+        parts = self._parts(record, "chosen", "rejected", whole=True)
         if parts[1] == parts[2]:
             raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
         return parts

@@ -239,14 +239,15 @@ def check_text(record: Record, field: str, allow_blank: bool = False, unit: str 
         raise UserError(f"field '{field}' is empty.")
 
 
-def first_record(entry: DataFile, columns: Any = None, index_dir: str | None = None) -> Record:
-    """The first record of a data file; empty if none can be read, which the check of all records
-    says with its place.
+def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
+    """The first record of a data file, read as `data_cfg` says; empty if none can be read, which
+    the check of all records says with its place.
     """
+    file, data_cfg = DataFile.of(entry, "the list of data files"), data_cfg or {}
     try:
-        source = open_sources(Path(entry.path), "jsonl", index_dir)[0]
+        source = open_sources(Path(file.path), "jsonl", data_cfg.get("index_mapping_dir"))[0]
         _number, row = next(source.scan(), (0, {}))
-        return Columns(columns if entry.columns is None else entry.columns)(row)
+        return Columns(data_cfg.get("columns") if file.columns is None else file.columns)(row)
     except UserError:
         return {}
 

@@ -13,8 +13,9 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
-from nemo_aligner.data.nlp.file_dataset import EXTRA_TOKENS, FileDataset, pad
+from nemo_aligner.data.nlp.file_dataset import FileDataset, pad
 from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.plain_texts import EXTRA_TOKENS
 from nemo_aligner.data.nlp.records import Records, settings_of
 
 
