@@ -157,7 +157,7 @@ def test_a_model_of_unlike_layers_resumes_at_another_split(tiny_tokenizer_dir, t
     nemo = str(tmp_path / "policy.nemo")
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", **EXPERTS)).save_to(nemo)
     expected = across_a_checkpoint(nemo, str(tmp_path / "one rank"), True)
-    splits = {name: CASES["experts"][1][name] for name in ("PP2", "EP2")}
+    splits = {name: CASES["experts"][1][name] for name in ("PP2", "TP2+SP", "EP2")}
     for rank in run_ranks(resumed_at_each, 2, 120, nemo, str(tmp_path), splits):
         for name in splits:
             for numbers in rank[name]:

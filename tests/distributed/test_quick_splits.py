@@ -1,9 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Two updates of a tiny actor on two ranks, at each basic split, against one rank.
+"""Two updates of a tiny actor on two ranks, on each axis, against one rank.
 
-The matrix (`matrix.py`) covers every model and split; this test takes seconds, and `tests.mutants`
-runs it many times.
+The matrix (`matrix.py`) covers every role, model and split; this test takes seconds, and
+`tests.mutants` runs it many times.
 """
 
 import pytest
@@ -21,8 +21,16 @@ LORA = {
 SPLITS = {
     "DP2": {},
     "DP2-adamw": {"optim": {"name": "adamw"}},
+    "DP2-overlap": {"optim": {"overlap_grad_sync": True, "bucket_cap_mb": 0.02}},
     "TP2-SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "PP2": {"pipeline_model_parallel_size": 2},
+    "PP2-VPP2-recomputed": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "activations_checkpoint_granularity": "full",
+        "activations_checkpoint_method": "uniform",
+        "activations_checkpoint_num_layers": 1,
+    },
     "CP2": {"context_parallel_size": 2},
     "TP2-LoRA": {"tensor_model_parallel_size": 2, "peft": LORA},
     "TP2-SP-LoRA": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "peft": LORA},
@@ -103,7 +111,7 @@ def nemo(tiny_tokenizer_dir, tmp_path_factory) -> str:
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     path = str(tmp_path_factory.mktemp("quick") / "policy.nemo")
-    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama")).save_to(path)
+    MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "llama", num_layers=4)).save_to(path)
     return path
 
 
@@ -124,7 +132,6 @@ def one_rank(nemo) -> dict:
     return {lora: updates(nemo, **({"peft": LORA} if lora else {})) for lora in (False, True)}
 
 
-@pytest.mark.full  # the matrix covers it in `make test`
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_update_as_one_does(one_rank, two_ranks, split):

@@ -20,7 +20,7 @@ from tests.functional.jobs import ScriptJob, assert_ended_well, must_succeed, re
 from tests.functional.test_ppo_job import actor, critic
 from tests.functional.test_sft_rm_scripts import data  # noqa: F401  (a fixture)
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def common(folder) -> list[str]:
@@ -42,8 +42,10 @@ def written(folder, name: str):
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_from_folder_to_folder(write_folder, data, tmp_path, ranks):  # noqa: F811
+@pytest.mark.parametrize(
+    "ranks, front", [(1, "asgi"), pytest.param(2, "triton", marks=pytest.mark.full)]
+)
+def test_from_folder_to_folder(write_folder, data, tmp_path, ranks, front):  # noqa: F811
     split = ["++model.tensor_model_parallel_size=2"] if ranks == 2 else []
     base = write_folder(
         hugging_face.randomized(
@@ -123,6 +125,7 @@ def test_from_folder_to_folder(write_folder, data, tmp_path, ranks):  # noqa: F8
             "python",
             f"pretrained_checkpoint.restore_from_path={judge}",
             "model.save_hf=every_checkpoint",
+            f"server.frontend={front}",
             *split,
         ) as server,
         actor(tmp_path, ppo, port, ranks, "python", policy, "model.save_hf=True", *split) as job,

@@ -6,6 +6,7 @@ in from NeMo-Aligner's module paths and nothing inside uses them.
 
 import ast
 import importlib
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -146,3 +147,14 @@ DOOR_NAMES = (Path(__file__).parent / "door_names.txt").read_text().split()
 def test_public_names_stay_where_scripts_import_them(where):
     module, name = where.split(":")
     assert hasattr(importlib.import_module(module), name)
+
+
+# Modules that write down the time of day, or compare two clocks for the user.
+WALL_CLOCK = """doctor.machine training.loggers training.timeline training.timers report.elements
+checkpoint.nemo_writing core.endings data.nlp.chat_template launch.experiment"""
+
+
+def test_no_decision_is_taken_by_a_clock_that_may_jump():
+    clock = re.compile(r"\btime\.time\(|\btime_ns\(|\.now\(|\.today\(|from time import")
+    found = {name for name, path in MODULES.items() if clock.search(path.read_text())}
+    assert found == {f"nemo_aligner.{name}" for name in WALL_CLOCK.split()}

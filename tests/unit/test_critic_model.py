@@ -253,11 +253,16 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     tiny_tokenizer_dir, tmp_path
 ):
     """With the script's YAML file, which gives neither the number nor the weights of the
-    attributes.
+    attributes, nor where a reward stands.
     """
     weights = [2.0, -1.0, 0.5]
     regression = {"num_attributes": 3, "attribute_weights": weights}
-    cfg = tiny_config(tiny_tokenizer_dir, reward_model_type="regression", regression=regression)
+    cfg = tiny_config(
+        tiny_tokenizer_dir,
+        reward_model_type="regression",
+        regression=regression,
+        use_avg_pool=True,
+    )
     reward_model = MegatronGPTRegressionRewardModel(cfg)
     reward_model.save_to(str(tmp_path / "rm.nemo"))
     yaml = OmegaConf.load(Path(__file__).resolve().parents[2] / "conf" / "gpt_ppo_critic.yaml")
@@ -276,8 +281,10 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     rewards, values = merging.infer_rm_critic((TOKENS, LENGTHS))
     expected = reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights)
     torch.testing.assert_close(rewards, expected)
-    torch.testing.assert_close(
-        values[torch.arange(4), LENGTHS - 1], expected
-    )  # before its first update
+    reward_model.unwrapped()[0].rm_head.use_avg_pool = False
+    torch.testing.assert_close(  # before its first update
+        values[torch.arange(4), LENGTHS - 1],
+        reward_model.infer((TOKENS, LENGTHS)) @ torch.tensor(weights),
+    )
     with pytest.raises(ConfigError, match="gives 3 attributes.*merge_attributes=True"):
         critic(regression={"merge_attributes": False}).set_reward_model()

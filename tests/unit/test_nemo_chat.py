@@ -171,6 +171,19 @@ def test_texts_and_masks_by_hand(case, tokenizers):
     assert spoken == [part.split() for part in trained]
 
 
+def test_a_label_whose_end_joins_what_follows_moves_no_other_mask(tokenizers):
+    """Of such a turn nothing is trained on."""
+    labels = [None, "joy:4", None, "joy:2"]
+    names = ("User", "Assistant") * 2
+    values = ("hello", "\nthe film", "bye", "a joy")
+    record = {"conversations": turns(*zip(names, values), labels=labels), "type": "VALUE_TO_TEXT"}
+    bpe = tokenizers["bpe"]
+    tokens, is_response = chat_form(CHAT, bpe).conversation(record)
+    assert "4\n\nthe" in bpe.ids_to_text(tokens) and bpe.text_to_ids("\n\n")[0] in tokens
+    spoken = [bpe.ids_to_text(run) for run in runs(tokens, is_response)]
+    assert spoken == ["\x11", "a joy\n\x11"]
+
+
 def test_messages_have_the_same_form(tokenizers):
     form = chat_form(CHAT, tokenizers["bytes"])
     roles = {"User": "user", "Assistant": "assistant"}

@@ -183,27 +183,38 @@ def test_keys_that_a_schedule_does_not_read_are_named(monkeypatch):
 # --- optimizers ---
 
 
+BETAS = {"betas": (0.9, 0.98)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("optim", "torch_class", "settings"),
+    ("precision", "optim", "torch_class", "settings"),
     [
-        ({"name": "sgd"}, torch.optim.SGD, {}),
-        ({"name": "sgd", "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
-        ({"name": "adam"}, torch.optim.Adam, {"betas": (0.9, 0.98)}),
-        ({"name": "adamw"}, torch.optim.AdamW, {"betas": (0.9, 0.98)}),
-        ({"name": "distributed_fused_adam"}, torch.optim.AdamW, {"betas": (0.9, 0.98)}),
+        (32, {"name": "sgd"}, torch.optim.SGD, {}),
+        (32, {"name": "sgd", "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
+        (32, {"name": "adam"}, torch.optim.Adam, BETAS),
+        (32, {"name": "adamw"}, torch.optim.AdamW, BETAS),
+        (32, {"name": "distributed_fused_adam"}, torch.optim.AdamW, BETAS),
+        ("bf16", {"name": "adamw"}, torch.optim.AdamW, BETAS),
+        ("bf16", {"name": "distributed_fused_adam"}, torch.optim.AdamW, BETAS),
     ],
     ids=str,
 )
-def test_three_updates_equal_pytorchs_optimizer(tiny_tokenizer_dir, optim, torch_class, settings):
-    """With weight decay on matrices only, as Megatron Core does it."""
+def test_three_updates_equal_pytorchs_optimizer(
+    tiny_tokenizer_dir, precision, optim, torch_class, settings
+):
+    """With weight decay on matrices only, as Megatron Core does it. Weights of bf16 are those of
+    updates in fp32, rounded once.
+    """
     sched = {"name": "constant", "warmup_steps": 0}
     optim = {**optim, "lr": 0.05, "weight_decay": 0.3, "sched": sched}
-    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", num_layers=1, optim=optim))
+    keys = {"num_layers": 1, "optim": optim, "precision": precision}
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", **keys))
     optimizer, _scheduler = model.setup_megatron_optimization(3)
     weights = dict(model.unwrapped()[0].named_parameters())
     copies = {
-        name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()
+        name: torch.nn.Parameter(tensor.detach().float().clone())
+        for name, tensor in weights.items()
     }
     matrices = [copy for copy in copies.values() if copy.dim() > 1]
     groups = [
@@ -217,12 +228,16 @@ def test_three_updates_equal_pytorchs_optimizer(tiny_tokenizer_dir, optim, torch
         model.prepare_for_training_step()
         for name, tensor in weights.items():
             gradient = torch.randn(tensor.shape, generator=generator)
+            assert tensor.main_grad.dtype == torch.float32
             tensor.main_grad.copy_(gradient)
             copies[name].grad = gradient
         assert optimizer.step()[0]
         plain.step()
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, copies[name], rtol=1e-5, atol=1e-6, msg=name)
+        half_a_bit = 2**-8 if precision == "bf16" else 0.0
+        torch.testing.assert_close(
+            tensor.float(), copies[name], rtol=1e-5 + half_a_bit, atol=1e-6, msg=name
+        )
 
 
 # --- refusals ---

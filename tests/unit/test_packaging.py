@@ -275,8 +275,15 @@ def test_documentation_names_every_key_of_the_yaml_file(name, configs):
 
 
 def test_defaults_of_nemo_aligner_are_kept(configs):
-    """A sample by hand; what differs on purpose is in docs/config.md."""
+    """A sample by hand, after those that differ on purpose."""
+    for name in CONFIG_NAMES:
+        trainer, results = configs[name].trainer, configs[name].get("exp_manager")
+        assert (trainer.accelerator, trainer.num_nodes, trainer.devices) == ("auto", 1, 1)
+        assert results is None or results.explicit_log_dir == f"./results/{name}"
     actor, critic = configs["gpt_ppo_actor"], configs["gpt_ppo_critic"]
+    assert actor.model.ppo.loss_reduction == "token" and not actor.trainer.ppo.use_absolute_kl
+    remote = actor.remote_critic_rm
+    assert (remote.init_timeout_s, remote.inference_timeout_s) == (600, 3600)
     assert (
         actor.trainer.ppo.initial_policy_kl_penalty == 0.01
         and actor.trainer.ppo.gae_lambda == 0.95

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.models.nlp.gpt import megatron_gpt_policy
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
@@ -70,9 +71,16 @@ def logprobs_by_hand(actor, tokens, temperature):
     return distribution.log_prob(tokens[:, 1:]).float(), distribution.entropy().float()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_at_the_sampling_temperature(tiny_tokenizer_dir, temperature):
-    actor = make_actor(tiny_tokenizer_dir, sampling_params={"temperature": temperature})
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (0.7, 3)])
+def test_logprobs_at_the_sampling_temperature(tiny_tokenizer_dir, temperature, top_k, monkeypatch):
+    """Those of the whole distribution, with a warning if tokens are drawn from another one."""
+    said = []
+    monkeypatch.setattr(megatron_gpt_policy.logging, "warning", said.append)
+    sampling = {"temperature": temperature, "top_k": top_k}
+    actor = make_actor(tiny_tokenizer_dir, sampling_params=sampling)
+    assert [text.startswith("top_k, top_p, repetition_penalty or min_le") for text in said] == (
+        [True] if top_k else []
+    )
     tokens = make_batch(actor)["response_tokens"]
     expected, _ = logprobs_by_hand(actor, tokens, temperature)
     torch.testing.assert_close(
@@ -87,7 +95,7 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
     actor = make_actor(tiny_tokenizer_dir)
     batch = make_batch(actor)
     logprobs, entropy = logprobs_by_hand(actor, batch["response_tokens"], 1.0)
-    total, entropies, count = 0.0, 0.0, 0
+    total, entropies, ratios, count = 0.0, 0.0, 0.0, 0
     for row in range(4):
         for column in range(8):
             if not batch["mask"][row, column] or not batch["is_end"][row]:
@@ -96,11 +104,13 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
             advantage = float(batch["advantages"][row, column])
             total += max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
             entropies += float(entropy[row, column])
+            ratios += ratio
             count += 1
     expected = total / count - 0.01 * entropies / count
     loss, metrics = actor.get_loss_and_metrics(batch, forward_only=True)
     assert loss == pytest.approx(expected, rel=1e-4)
     assert metrics["scaled_entropy"] == pytest.approx(0.01 * entropies / count, rel=1e-4)
+    assert metrics["ppo_ratio"] == pytest.approx(ratios / count, rel=1e-4)
 
 
 def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
