@@ -5,12 +5,15 @@ in from NeMo-Aligner's module paths and nothing inside uses them.
 """
 
 import ast
+import functools
 import importlib
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.in_one_test import in_one_test
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_aligner"
@@ -64,6 +67,7 @@ def _is_door(module: str) -> bool:
 INSIDE = [module for module in MODULES if not _is_door(module) and module != "nemo_aligner"]
 
 
+@functools.cache
 def _imports(module: str) -> set[str]:
     """Modules of the package that `module` imports, anywhere in its text."""
     found = set()
@@ -88,14 +92,14 @@ def _floor(module: str) -> int:
     return len(FLOORS) - 1 if module.endswith(".__main__") else FLOOR.get(_room(module), -1)
 
 
-@pytest.mark.parametrize("module", INSIDE)
+@in_one_test("module", INSIDE)
 def test_imports_go_down_the_floors(module):
     assert _room(module) in FLOOR, f"{module} is in no room; put its room on a floor"
     upward = {other for other in _imports(module) if FLOOR.get(_room(other), -1) > _floor(module)}
     assert not upward, f"{module} imports from a floor above its own: {sorted(upward)}"
 
 
-@pytest.mark.parametrize("module", INSIDE)
+@in_one_test("module", INSIDE)
 def test_nothing_inside_imports_a_door(module):
     assert not {other for other in _imports(module) if _is_door(other)}
 
@@ -109,7 +113,7 @@ def test_no_import_circles():
         pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if _is_door(module)])
+@in_one_test("module", [module for module in MODULES if _is_door(module)])
 def test_doors_only_hand_on_names(module):
     statements = ast.parse(MODULES[module].read_text()).body
     retired = "__getattr__ = retired_names(__name__)"  # see core/retired.py
@@ -118,7 +122,7 @@ def test_doors_only_hand_on_names(module):
     importlib.import_module(module)
 
 
-@pytest.mark.parametrize("room", [path for path in PACKAGE.iterdir() if path.is_dir()])
+@in_one_test("room", [path for path in PACKAGE.iterdir() if path.is_dir()])
 def test_every_room_is_a_package(room):
     no_room = room.name in ("__pycache__", "conf")  # conf: the YAML files of the repository
     assert no_room or (room / "__init__.py").exists()
@@ -143,7 +147,7 @@ nemo_aligner.servers.http_communicator:HTTPCommunicator
 DOOR_NAMES = (Path(__file__).parent / "door_names.txt").read_text().split()
 
 
-@pytest.mark.parametrize("where", [*INTERFACE, *DOOR_NAMES])
+@in_one_test("where", [*INTERFACE, *DOOR_NAMES])
 def test_public_names_stay_where_scripts_import_them(where):
     module, name = where.split(":")
     assert hasattr(importlib.import_module(module), name)

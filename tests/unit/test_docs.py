@@ -9,9 +9,9 @@ import functools
 import re
 from pathlib import Path
 
-import pytest
 import yaml
 
+from tests.in_one_test import in_one_test
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ PAGES = [
     ROOT / "examples/quickstart/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+every_page = in_one_test("page", PAGES)
 
 # Folders in which a path of a page may lie, besides the page's own.
 EXAMPLES = ("gpt", "cai", "data/steerlm")
@@ -113,7 +113,7 @@ def test_files_and_names_exist(page):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "span",
     [
         "core/nowhere.py",

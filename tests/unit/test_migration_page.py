@@ -7,10 +7,9 @@ import functools
 import importlib.util
 from pathlib import Path
 
-import pytest
-
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.core.retired import RETIRED
+from tests.in_one_test import in_one_test
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +55,7 @@ NAMED = sorted(
 )
 
 
-@pytest.mark.parametrize("test", NAMED)
+@in_one_test("test", NAMED)
 def test_a_test_of_the_page_exists_and_checks_something(test):
     file, _, name = test.partition(":")
     body = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body

@@ -4,18 +4,17 @@
 
 import re
 
-import pytest
-
+from tests.in_one_test import in_one_test
 from tests.mutants import MUTANTS, ROOT, occurrences
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@in_one_test("mutant", MUTANTS)
 def test_its_text_is_in_its_file_once(mutant):
     assert occurrences(mutant) == 1
     assert mutant.old != mutant.new
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@in_one_test("mutant", MUTANTS)
 def test_the_tests_that_must_notice_it_exist(mutant):
     assert mutant.tests
     for selection in mutant.tests:

@@ -18,6 +18,7 @@ from nemo_aligner.core.changed_calls import CHANGED_CALLS
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.nlp.gpt.retired_hooks import RETIRED_HOOKS
+from tests.in_one_test import in_one_test
 
 FACTS = [
     line.partition(" ")[::2]
@@ -45,7 +46,7 @@ def test_the_list_is_whole():
     assert len({where.partition(":")[0] for where, _ in FACTS}) == 31
 
 
-@pytest.mark.parametrize("where", sorted({where for where, _ in FACTS}))
+@in_one_test("where", sorted({where for where, _ in FACTS}))
 def test_name_is_there(where):
     if not is_retired(where):
         assert where in CHANGED_CALLS or find(where) is not None
@@ -64,7 +65,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("where", "text"), CALLS)
+@in_one_test("where, text", CALLS)
 def test_old_call_binds_each_argument_to_its_name(where, text):
     kind, _, arguments = text.partition("(")
     theirs = ast.parse(f"def f({arguments}: pass").body[0].args
