@@ -132,7 +132,7 @@ test: $(VENV)/.installed-test
 	$(RUN) -m pytest $(BY_FILE) -m "not full and not chaos" $(ALL_TESTS) $(ARGS)
 
 test-full: $(VENV)/.installed-peers
-	$(RUN) -m pytest $(BY_FILE) -m "not chaos" $(ALL_TESTS) $(ARGS)
+	$(RUN) -m pytest -p tests.durations $(BY_FILE) -m "not chaos" $(ALL_TESTS) $(ARGS)
 
 # With CHAOS_REPORT=FILE the figures for scripts/fault_table.py go to FILE.
 chaos: $(VENV)/.installed-test

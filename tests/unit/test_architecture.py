@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.in_one_test import in_one_test
+from tests.cases import in_one_test
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nemo_aligner"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.in_one_test import in_one_test
+from tests.cases import in_one_test
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import torch
 
 import nemo_aligner
 from nemo_aligner.parallel import megatron_adaptation
-from tests.in_one_test import in_one_test
+from tests.cases import in_one_test
 from tests.patience import patience
 
 PACKAGE = Path(nemo_aligner.__file__).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.core.retired import RETIRED
-from tests.in_one_test import in_one_test
+from tests.cases import in_one_test
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@
 
 import re
 
-from tests.in_one_test import in_one_test
+from tests.cases import in_one_test
 from tests.mutants import MUTANTS, ROOT, occurrences
 
 

@@ -18,7 +18,7 @@ from nemo_aligner.core.changed_calls import CHANGED_CALLS
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.nlp.gpt.retired_hooks import RETIRED_HOOKS
-from tests.in_one_test import in_one_test
+from tests.cases import in_one_test
 
 FACTS = [
     line.partition(" ")[::2]

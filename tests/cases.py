@@ -1,11 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Many small cases as one test."""
+"""Cases of a test: many small ones as one test, and those that `make test` leaves out."""
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import pytest
 
 
 def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:
@@ -34,3 +36,13 @@ def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., Non
         return test
 
     return decorate
+
+
+def first_of(names: str, cases: Iterable[Any], ids: Any = None, indirect: bool = False) -> Any:
+    """`pytest.mark.parametrize`; `make test` runs the first case, `make test-full` all of them."""
+    single = "," not in names
+    first, *others = cases
+    marked = [
+        pytest.param(*([case] if single else case), marks=pytest.mark.full) for case in others
+    ]
+    return pytest.mark.parametrize(names, [first, *marked], ids=ids, indirect=indirect)
