@@ -38,11 +38,16 @@ def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., Non
     return decorate
 
 
-def first_of(names: str, cases: Iterable[Any], ids: Any = None, indirect: bool = False) -> Any:
-    """`pytest.mark.parametrize`; `make test` runs the first case, `make test-full` all of them."""
-    single = "," not in names
-    first, *others = cases
-    marked = [
-        pytest.param(*([case] if single else case), marks=pytest.mark.full) for case in others
-    ]
-    return pytest.mark.parametrize(names, [first, *marked], ids=ids, indirect=indirect)
+def first_of(
+    names: str | tuple[str, ...], cases: Iterable[Any], keep: int = 1, **options: Any
+) -> Any:
+    """`pytest.mark.parametrize`; `make test` runs the first cases, as many as `keep`,
+    `make test-full` all of them.
+    """
+    marked, several = [], not isinstance(names, str) or "," in names
+    for number, case in enumerate(cases):
+        if not hasattr(case, "marks"):
+            case = pytest.param(*(case if several else [case]))
+        more = [pytest.mark.full] if number >= keep else []
+        marked.append(pytest.param(*case.values, marks=[*case.marks, *more], id=case.id))
+    return pytest.mark.parametrize(names, marked, **options)

@@ -198,6 +198,7 @@ print(sorted(found & {"pytriton", "tritonclient", "uvicorn"}))
 """
 
 
+@pytest.mark.full
 def test_a_pair_runs_where_nothing_of_triton_is_installed():
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PAIR],

@@ -134,6 +134,7 @@ callback.finish_save()
 """
 
 
+@pytest.mark.full
 def test_death_while_it_is_written_leaves_the_one_before(tiny_tokenizer_dir, tmp_path):
     script, log = tmp_path / "killed.py", tmp_path / "killed.log"
     script.write_text(KILLED)

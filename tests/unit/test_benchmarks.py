@@ -36,6 +36,7 @@ def build(name, file):
     return {"case": call}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_sides_take_turns(module, tmp_path):
     measure, file = module("measure"), tmp_path / "calls"

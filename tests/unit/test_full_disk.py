@@ -63,6 +63,7 @@ print(json.dumps({"messages": messages, "left": left, "loaded": loaded,
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_is_named_and_spoils_nothing(tiny_tokenizer_dir, tmp_path):
     mount = "mount -t tmpfs -o size=40m none"
     inside = f'{mount} "$1" && exec "$2" -c "$3" "$1" "$4"'

@@ -370,6 +370,7 @@ def test_a_conversation_goes_on_after_a_prompt_that_is_too_long(nemo, monkeypatc
 # ---- what users get wrong
 
 
+@pytest.mark.full
 def test_mistakes_are_one_message_each(nemo, prompts, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     both = ("--prompts", prompts, "--out", out)

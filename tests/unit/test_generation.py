@@ -18,6 +18,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_backward
 from nemo_aligner.training.update import optimizer_step
+from tests.cases import first_of
 from tests.naive_generation import naive_generate
 from tests.tiny_models import PPO, tiny_config
 
@@ -79,7 +80,7 @@ def check_against_naive(model, prompts, params):
     return output
 
 
-@pytest.mark.parametrize(
+@first_of(
     "options",
     [
         dict(use_greedy=True),
@@ -94,6 +95,7 @@ def check_against_naive(model, prompts, params):
             end_strings=("e", " the"),
         ),
     ],
+    keep=4,
 )
 def test_decoding_equals_full_forward_passes(model, prompts, options):
     check_against_naive(model, prompts, GenerationParams(max_length=16, **options))
@@ -509,7 +511,7 @@ ENDS_OFTEN = GenerationParams(
 )
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5])
+@first_of("slots", [1, 2, 5], keep=2)
 @pytest.mark.parametrize("piece", [4096, 3])
 def test_slots_and_pieces_of_prompts_change_nothing(model, prompts, slots, piece, monkeypatch):
     """Each prompt comes twice, so that one of them shares the other's pass."""
@@ -655,7 +657,7 @@ def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):
     assert llama.model[0].training
 
 
-@pytest.mark.parametrize(
+@first_of(
     "overrides",
     [
         dict(window_size=[3, 0], window_attn_skip_freq=2),
@@ -674,6 +676,7 @@ def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):
         dict(apply_embedding_scaling=True, share_embeddings_and_output_weights=True),
     ],
     ids=lambda overrides: next(iter(overrides)),
+    keep=3,
 )
 def test_every_architecture_decodes_as_it_trains(tiny_tokenizer_dir, prompts, overrides, request):
     """In slots and pieces, so that each kind of pass through the model takes part."""

@@ -109,6 +109,7 @@ def test_it_is_one_message_before_torch_is_imported(words, said):
     assert WRONG[words] in text and text.startswith("\nERROR: ") and len(text.splitlines()) == 2
 
 
+@pytest.mark.full
 def test_under_torchrun_one_rank_tells_it(tmp_path):
     words = "train sft model.restore_from_path=away model.data.train_ds.file_path=away".split()
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]

@@ -295,6 +295,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
     return numbers
 
 
+@pytest.mark.full
 def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tmp_path):
     settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
     hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cases import first_of
 from tests.patience import patience, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "scripts/launch_local.sh"
@@ -74,7 +75,7 @@ def end(process):
     return process.returncode, said
 
 
-@pytest.mark.parametrize(
+@first_of(
     "actor, code, count",
     [
         (["0"], 0, 1),
@@ -83,6 +84,7 @@ def end(process):
         (["75"], 75, 1),
         (["1", "76"], 76, 2),
     ],
+    keep=2,
 )
 def test_an_actor_that_is_lost_starts_again(launch, tmp_path, actor, code, count):
     found, said = end(launch(["stay"], actor))
@@ -118,6 +120,7 @@ def test_the_actor_saves_when_the_script_is_asked_to_end(launch, tmp_path, numbe
     assert end(process)[0] == 76
 
 
+@pytest.mark.full
 def test_a_signal_while_the_jobs_start_leaves_none_of_them(launch):
     """One that comes as soon as the script has a child; it may not have started the actor yet."""
     for _ in range(5):

@@ -110,6 +110,7 @@ def test_private_names_of_megatron_that_modules_use_are_listed():
     assert found <= listed
 
 
+@pytest.mark.full
 def test_importing_the_package_changes_nothing():
     """Only `parallel_state.initialize()` adapts Megatron Core, whatever the order of imports."""
     code = """
