@@ -75,32 +75,27 @@ class Split:
         ranks: of the job.
         model: keys of the model configuration.
         architectures: that run at it.
-        slim: part of `make test`.
-        slim_roles: of "llama" that run at it in `make test`, beside `SLIM_ROLES`.
+        thorough: with all roles, loss reductions and sizes of micro-batches, not just with
+            `FEW_ROLES` and `FEW_VARIANTS`.
     """
 
     ranks: int
     model: dict = field(default_factory=dict)
     architectures: tuple[str, ...] = ("gpt2", "llama", "lora")
-    slim: bool = False
-    slim_roles: tuple[str, ...] = ()
+    thorough: bool = False
 
     @property
     def precision(self):
         return self.model.get("precision", 32)
 
-    def cases(self, slim: bool = False) -> list[tuple[str, str]]:
-        """(architecture, role) that run at it; those of `make test` if `slim`."""
-        cases = [
+    def cases(self) -> list[tuple[str, str]]:
+        """(architecture, role) that run at it."""
+        return [
             (architecture, role)
             for architecture in self.architectures
             for role in ROLES_OF_ARCHITECTURES.get(architecture, ROLES)
+            if self.thorough or role in FEW_ROLES
         ]
-        if not slim:
-            return cases
-        roles = SLIM_ROLES if self.precision == 32 else SLIM_ROLES_BF16
-        more = {("llama", role) for role in self.slim_roles}
-        return [case for case in cases if case in more or case[1] in roles.get(case[0], ())]
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -126,28 +121,15 @@ FULL = {
 SPLITS = {
     "one rank": Split(1, _sizes(), ALL),
     "one rank adamw": Split(1, _sizes(optim=ADAMW), ALL),
-    "TP2": Split(
-        2, _sizes(tp=2)
-    ),  # with experts Megatron Core wants sequence parallelism beside it
-    "TP2+SP": Split(
-        2,
-        _sizes(tp=2, sp=True),
-        ALL,
-        slim=True,
-        slim_roles=("regression", "rs", "distillation", "rpo"),
-    ),
+    # With experts Megatron Core wants sequence parallelism beside it.
+    "TP2": Split(2, _sizes(tp=2)),
+    "TP2+SP": Split(2, _sizes(tp=2, sp=True), ALL, thorough=True),
     "PP2": Split(2, _sizes(pp=2), ALL),
-    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), slim=True, slim_roles=("reinforce", "spin", "sft")),
-    "CP2": Split(2, _sizes(cp=2), ALL),  # test_context_parallel.py has it in `make test`
-    "DP2": Split(
-        2,
-        _sizes(),
-        ALL,
-        slim=True,
-        slim_roles=("reward model", "critic of a language model", "dpo", "kto", "steerlm2"),
-    ),
+    "PP2+VPP2": Split(2, _sizes(pp=2, vpp=2), thorough=True),
+    "CP2": Split(2, _sizes(cp=2), ALL, thorough=True),
+    "DP2": Split(2, _sizes(), ALL, thorough=True),
     "DP2 adamw": Split(2, _sizes(optim=ADAMW), ALL),
-    "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",)),
+    "EP2": Split(2, _sizes(expert_model_parallel_size=2), ("moe",), thorough=True),
     "EP2 adamw": Split(2, _sizes(expert_model_parallel_size=2, optim=ADAMW), ("moe",)),
     "DP2 overlap": Split(2, _sizes(optim={"overlap_grad_sync": True, "bucket_cap_mb": 0.05})),
     "DP2 adamw overlap": Split(
@@ -170,7 +152,7 @@ SPLITS = {
     "PP2xEP2": Split(4, _sizes(pp=2, expert_model_parallel_size=2), ("moe",)),
     "TP2+SP bf16": Split(2, _sizes(tp=2, sp=True, precision="bf16")),
     "PP2+VPP2 bf16": Split(2, _sizes(pp=2, vpp=2, precision="bf16")),
-    "DP2 bf16": Split(2, _sizes(precision="bf16"), architectures=("llama",), slim=True),
+    "DP2 bf16": Split(2, _sizes(precision="bf16"), architectures=("llama",)),
     "DP2 adamw bf16": Split(2, _sizes(precision="bf16", optim=ADAMW)),
 }
 # The architecture "lora" is "llama" with frozen weights and adapters that are not 0 at the start.
@@ -249,20 +231,8 @@ KD_LOSSES = {
     "llama": {"kd_loss": "jsd", "outside_top_k": "bucket"},
     "moe": {"kd_loss": "fwd_kl", "outside_top_k": "bucket"},
 }
-# What runs at each slim split in `make test`. Each other role runs at one of them, where it is
-# most likely to be wrong (`Split.slim_roles`); test_experts.py has the experts.
-SLIM_ROLES = {
-    "gpt2": ("actor",),
-    "llama": ("actor", "critic"),
-    "lora": ("actor",),
-}
-SLIM_ROLES_BF16 = {"llama": ("actor", "reward model")}
-SLIM_VARIANTS = (
-    ("token", 1),
-    ("token", DYNAMIC),
-    ("sequence", 2),
-    ("microbatch", 2),
-)
+FEW_ROLES = ("actor", "critic", "reward model", "dpo")
+FEW_VARIANTS = (("token", 1), ("token", DYNAMIC), ("sequence", 1), ("microbatch", 2))
 GENERATION = {
     "greedy": GenerationParams(
         max_length=14, use_greedy=True, repetition_penalty=1.3, return_logprobs=True
@@ -696,15 +666,14 @@ def samples_of(output) -> list[tuple]:
     return samples
 
 
-def variants(role: str, split: Split, slim: bool) -> list[tuple[str, int | str]]:
+def variants(role: str, split: Split) -> list[tuple[str, int | str]]:
     """(reduction, micro-batch size) that fit the split."""
     dp = parallel_state.get_data_parallel_world_size()
     group = split.model.get("pipeline_model_parallel_size", 1)
     group = group if split.model.get("virtual_pipeline_model_parallel_size") else 1
     own = ROLES[role].reductions
-    named = {
-        (r if r in own else own[0], m): None for r, m in (SLIM_VARIANTS if slim else VARIANTS)
-    }
+    chosen = VARIANTS if split.thorough else FEW_VARIANTS
+    named = dict.fromkeys((r if r in own else own[0], m) for r, m in chosen)
     return [(r, m) for r, m in named if m == DYNAMIC or SAMPLES // dp % (m * group) == 0]
 
 
@@ -714,7 +683,6 @@ def compute(
     architecture: str,
     role: str,
     split: Split,
-    slim: bool,
     masked_value: float,
 ):
     """All numbers of a case, `{quantity: value}`; whole tensors on rank 0 only.
@@ -730,7 +698,7 @@ def compute(
     if role in ("actor", "distillation"):
         found = generated(model, role)
         numbers |= {f"generated {name}": samples for name, samples in found.items()}
-    for reduction, size in variants(role, split, slim):
+    for reduction, size in variants(role, split):
         name = f"{reduction} {size}"
         numbers[f"loss {name}"] = loss_and_gradient(
             model, global_batch(role, masked_value), reduction, size
@@ -808,34 +776,32 @@ def expected_file(folder, architecture: str, role: str, precision) -> Path:
     return Path(folder) / f"expected-{architecture}-{role.replace(' ', '-')}-{precision}.pt"
 
 
-def write_expected(tokenizer_dir, folder, chosen: dict[str, Split], slim: bool) -> None:
+def write_expected(tokenizer_dir, folder, chosen: dict[str, Split]) -> None:
     """What one rank computes, of every case that the chosen splits will ask for and that is not in
     `folder` yet; one process calls it.
     """
     wanted = {
-        (*case, split.precision): None for split in chosen.values() for case in split.cases(slim)
+        (*case, split.precision): None for split in chosen.values() for case in split.cases()
     }
     for architecture, role, precision in wanted:
         file = expected_file(folder, architecture, role, precision)
         if file.exists():
             continue
-        split = Split(1, _sizes(precision=precision))
+        split = Split(1, _sizes(precision=precision), thorough=True)
         with as_padded():
-            numbers = compute(tokenizer_dir, folder, architecture, role, split, slim, 0.0)
+            numbers = compute(tokenizer_dir, folder, architecture, role, split, 0.0)
         torch.save(numbers, file)
 
 
-def run_splits(
-    tokenizer_dir, folder, names: list[str], slim: bool
-) -> dict[tuple, dict[str, float]]:
+def run_splits(tokenizer_dir, folder, names: list[str]) -> dict[tuple, dict[str, float]]:
     """Body of a rank: the deviations of all cases of the named splits, `{(split, architecture,
     role): {quantity: x}}`; nothing but on rank 0."""
     report = {}
     for name in names:
         split = SPLITS[name]
-        for architecture, role in split.cases(slim):
+        for architecture, role in split.cases():
             numbers = compute(
-                tokenizer_dir, folder, architecture, role, split, slim, masked_value=float("nan")
+                tokenizer_dir, folder, architecture, role, split, masked_value=float("nan")
             )
             progress(f"{name}: {architecture} {role}")
             if dist.get_rank() == 0:

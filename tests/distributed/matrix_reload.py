@@ -42,13 +42,11 @@ CASES = (
     ("llama", "spin"),
     ("lora", "spin"),
 )
-# Those of `make test`.
-SLIM_CASES = (("gpt2", "actor"), ("llama", "critic"), ("llama", "spin"), ("lora", "actor"))
 
 
-def cases(name: str, slim: bool) -> list[tuple[str, str]]:
+def cases(name: str) -> list[tuple[str, str]]:
     """Those that run at the split."""
-    return [case for case in (SLIM_CASES if slim else CASES) if case in SPLITS[name].cases()]
+    return [case for case in CASES if case in SPLITS[name].cases()]
 
 
 def _callback(
@@ -69,9 +67,9 @@ def step(model, optimizer, scheduler, role: str) -> dict[str, float]:
     return metrics
 
 
-def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
+def save(tokenizer_dir, folder, name: str) -> None:
     """The first step of all cases at a split, and a checkpoint after it."""
-    for architecture, role in cases(name, slim):
+    for architecture, role in cases(name):
         training = build(tokenizer_dir, folder, architecture, role, SPLITS[name].model)
         if role == "spin":
             training[0].set_reference_policy()
@@ -85,17 +83,13 @@ def save(tokenizer_dir, folder, name: str, slim: bool) -> None:
             torch.save(weights, f"{folder}/weights {name} {architecture} {role}.pt")
 
 
-def load(
-    tokenizer_dir, folder, name: str, sources: list[str], slim: bool
-) -> dict[tuple, dict[str, float]]:
+def load(tokenizer_dir, folder, name: str, sources: list[str]) -> dict[tuple, dict[str, float]]:
     """The second step at the split `name` from what each source of its precision saved: deviations
     on rank 0.
     """
     report, split = {}, SPLITS[name]
-    for architecture, role in cases(name, slim):
-        for source in (
-            source for source in sources if (architecture, role) in cases(source, slim)
-        ):
+    for architecture, role in cases(name):
+        for source in (source for source in sources if (architecture, role) in cases(source)):
             if SPLITS[source].precision != split.precision:
                 continue
             training = build(tokenizer_dir, folder, architecture, role, split.model)
@@ -121,17 +115,17 @@ def load(
     return report
 
 
-def save_all(tokenizer_dir, folder, names: list[str], slim: bool) -> None:
+def save_all(tokenizer_dir, folder, names: list[str]) -> None:
     """Body of a rank: save at each of the splits."""
     for name in names:
-        save(tokenizer_dir, folder, name, slim)
+        save(tokenizer_dir, folder, name)
         destroy_model_parallel()
 
 
-def load_all(tokenizer_dir, folder, sources: dict[str, list[str]], slim: bool) -> dict:
+def load_all(tokenizer_dir, folder, sources: dict[str, list[str]]) -> dict:
     """Body of a rank: load at each split what each of its sources has saved."""
     report = {}
     for name, saved_at in sources.items():
-        report |= load(tokenizer_dir, folder, name, saved_at, slim)
+        report |= load(tokenizer_dir, folder, name, saved_at)
         destroy_model_parallel()
     return report

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """No split of the work changes the numbers: judges the cases of `matrix.py` and
-`matrix_reload.py`. A few splits run in `make test`, all of them in `make test-full`.
+`matrix_reload.py`.
 """
 
 import json
@@ -17,12 +17,10 @@ from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import run_ranks
 from tests.distributed.matrix import ROLES, SPLITS
 
-SLIM = [name for name, split in SPLITS.items() if split.slim]
 BOUND = 1e-5
 BOUND_BF16 = 0.1  # 8 bits; what was measured is in docs/parallelism.md
-# By number of ranks: each of these saves, and loads what all of them saved.
 BF16 = ["TP2+SP bf16", "PP2+VPP2 bf16", "DP2 bf16", "DP2 adamw bf16"]
-RELOAD = {
+RELOAD = {  # by number of ranks: these save
     1: ["one rank", "one rank adamw"],
     2: [
         *("TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "DP2 overlap", "CP2", "EP2", "EP2 adamw"),
@@ -30,28 +28,17 @@ RELOAD = {
     ],
     4: ["TP2xPP2", "TP2xDP2", "TP2+SPxPP2+VPP2"],
 }
-# In a ring: each loads what the one before it saved.
-SLIM_RELOAD = {
-    "TP2+SP": ["one rank"],
-    "PP2+VPP2": ["TP2+SP"],
-    "DP2 adamw": ["PP2+VPP2"],
-    "DP2": ["DP2 adamw"],
+SAVED = [name for names in RELOAD.values() for name in names]
+# One rank loads what each of them saved; each loads that of one rank and of the one before it.
+SOURCES = {
+    name: SAVED if name in RELOAD[1] else ["one rank", SAVED[SAVED.index(name) - 1]]
+    for name in SAVED
 }
 
 
-def splits_and_reloads(tokenizer_dir, folder, names: list[str], sources: dict[str, list[str]]):
-    """Body of a rank in `make test`: the splits `names`; those of `sources` save, and load what
-    their sources saved.
-    """
-    report = matrix.run_splits(tokenizer_dir, folder, names, True)
-    matrix_reload.save_all(tokenizer_dir, folder, list(sources), True)
-    reloads = matrix_reload.load_all(tokenizer_dir, folder, sources, True)
-    return report, reloads, matrix.stages_start_different(tokenizer_dir)
-
-
-def write_expected(tokenizer_dir, folder, names, slim):
+def write_expected(tokenizer_dir, folder, names):
     """What one rank computes of the splits `names`, in this process."""
-    matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in names}, slim)
+    matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in names})
     parallel_state.destroy()
 
 
@@ -67,18 +54,7 @@ def keep_report(numbers: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def slim(tiny_tokenizer_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("matrix")
-    matrix.write_models(tiny_tokenizer_dir, folder)
-    write_expected(tiny_tokenizer_dir, folder, [*SLIM, *SLIM_RELOAD, "one rank"], True)
-    matrix_reload.save_all(tiny_tokenizer_dir, folder, ["one rank"], True)
-    parallel_state.destroy()
-    args = (tiny_tokenizer_dir, folder, SLIM, SLIM_RELOAD)
-    return *run_ranks(splits_and_reloads, 2, 120, *args)[0], folder
-
-
-@pytest.fixture(scope="module")
-def full_folder(tiny_tokenizer_dir, tmp_path_factory):
+def folder_of_models(tiny_tokenizer_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix-full")
     matrix.write_models(tiny_tokenizer_dir, folder)
     parallel_state.destroy()
@@ -86,14 +62,14 @@ def full_folder(tiny_tokenizer_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def full_reloads(tiny_tokenizer_dir, full_folder):
-    """Deviations of all reloads, from any number of ranks to any other."""
-    reloads, everything = {}, [name for names in RELOAD.values() for name in names]
-    write_expected(tiny_tokenizer_dir, full_folder, everything, False)
+def full_reloads(tiny_tokenizer_dir, folder_of_models):
+    """Deviations of all reloads."""
+    reloads = {}
+    write_expected(tiny_tokenizer_dir, folder_of_models, SAVED)
     for size, names in RELOAD.items():
-        run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, full_folder, names, False)
+        run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, folder_of_models, names)
     for size, names in RELOAD.items():
-        args = (tiny_tokenizer_dir, full_folder, dict.fromkeys(names, everything), False)
+        args = (tiny_tokenizer_dir, folder_of_models, {name: SOURCES[name] for name in names})
         reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 180, *args)[0])
     return reloads
 
@@ -133,19 +109,12 @@ def out_of_bounds(name: str, report: dict) -> list[str]:
     return wrong
 
 
-@pytest.mark.timeout(450)
-@pytest.mark.parametrize("name", SLIM)
-def test_split_gives_the_numbers_of_one_rank(slim, name):
-    wrong = out_of_bounds(name, slim[0])
-    assert not wrong, "\n".join(wrong)
-
-
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SPLITS)
-def test_every_split_gives_the_numbers_of_one_rank(name, tiny_tokenizer_dir, full_folder):
-    write_expected(tiny_tokenizer_dir, full_folder, [name], False)
-    args = (tiny_tokenizer_dir, full_folder, [name], False)
+def test_every_split_gives_the_numbers_of_one_rank(name, tiny_tokenizer_dir, folder_of_models):
+    write_expected(tiny_tokenizer_dir, folder_of_models, [name])
+    args = (tiny_tokenizer_dir, folder_of_models, [name])
     report = keep_report(run_ranks(matrix.run_splits, SPLITS[name].ranks, 180, *args)[0])
     wrong = out_of_bounds(name, report)
     assert not wrong, "\n".join(wrong)
@@ -164,34 +133,24 @@ def check_reloads(reloads: dict) -> None:
     assert reloads and not wrong, "\n".join(wrong)
 
 
-@pytest.mark.timeout(450)
-def test_checkpoints_load_at_another_split(slim):
-    check_reloads(slim[1])
-
-
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_checkpoints_load_at_every_split(full_reloads):
     check_reloads(full_reloads)
 
 
-@pytest.mark.timeout(450)
+@pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "architecture, role",
-    sorted(
-        {
-            case
-            for name in SLIM
-            for case in SPLITS[name].cases(slim=True)
-            if SPLITS[name].precision == 32 and ROLES[case[1]].reductions == matrix.REDUCTIONS
-        }
-    ),
+    [case for case in SPLITS["DP2"].cases() if ROLES[case[1]].reductions == matrix.REDUCTIONS],
 )
-def test_what_one_rank_computes(slim, architecture, role):
+def test_what_one_rank_computes(architecture, role, tiny_tokenizer_dir, folder_of_models):
     """Micro-batches change nothing but the reduction that is named after them; no counting slot,
     no loss.
     """
-    numbers = torch.load(matrix.expected_file(slim[-1], architecture, role, 32))
+    write_expected(tiny_tokenizer_dir, folder_of_models, ["DP2"])
+    numbers = torch.load(matrix.expected_file(folder_of_models, architecture, role, 32))
     for kind in ("loss", "gradient"):
         dynamic = matrix.apart(
             numbers[f"{kind} token {matrix.DYNAMIC}"],
@@ -199,7 +158,7 @@ def test_what_one_rank_computes(slim, architecture, role):
             kind == "gradient",
         )
         assert dynamic < BOUND
-        for other in ("sequence 2", "microbatch 2"):
+        for other in ("sequence 4", "microbatch 2"):
             assert (
                 matrix.apart(
                     numbers[f"{kind} {other}"], numbers[f"{kind} token 1"], kind == "gradient"
@@ -213,15 +172,8 @@ def test_what_one_rank_computes(slim, architecture, role):
         assert any(ended) and not all(ended)
 
 
-@pytest.mark.timeout(450)
-def test_pipeline_stages_do_not_start_with_the_same_weights(slim):
-    assert slim[2]
-
-
-def test_every_role_runs_in_make_test():
-    """At a split of two ranks at least."""
-    cases = {role for name in SLIM for _, role in SPLITS[name].cases(slim=True)}
-    assert cases == set(ROLES)
+def test_pipeline_stages_do_not_start_with_the_same_weights(tiny_tokenizer_dir):
+    assert run_ranks(matrix.stages_start_different, 2, 60, tiny_tokenizer_dir)[0]
 
 
 def test_virtual_stages_never_communicate_in_batches(tiny_tokenizer_dir):

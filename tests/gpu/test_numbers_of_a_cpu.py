@@ -29,7 +29,7 @@ def write_cpu_numbers(tokenizer_dir: str, folder: str, architecture: str) -> Non
     """Body of a process without a GPU."""
     assert not torch.cuda.is_available()
     matrix.write_models(tokenizer_dir, Path(folder))
-    matrix.write_expected(tokenizer_dir, folder, {SPLIT: only(architecture)}, slim=False)
+    matrix.write_expected(tokenizer_dir, folder, {SPLIT: only(architecture)})
 
 
 def only(architecture: str) -> matrix.Split:
