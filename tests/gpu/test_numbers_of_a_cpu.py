@@ -33,7 +33,7 @@ def write_cpu_numbers(tokenizer_dir: str, folder: str, architecture: str) -> Non
 
 
 def only(architecture: str) -> matrix.Split:
-    return matrix.Split(1, matrix.SPLITS[SPLIT].model, (architecture,))
+    return matrix.Split(1, matrix.SPLITS[SPLIT].model, (architecture,), thorough=True)
 
 
 @pytest.mark.parametrize("architecture", matrix.ALL)
@@ -44,7 +44,7 @@ def test_gpu_gives_the_numbers_of_a_cpu(tiny_tokenizer_dir, tmp_path, monkeypatc
     command = f"from {__name__} import *; write_cpu_numbers(*{arguments!r})"
     subprocess.run([sys.executable, "-c", command], env=environment, check=True)
     monkeypatch.setitem(matrix.SPLITS, SPLIT, only(architecture))
-    report = matrix.run_splits(tiny_tokenizer_dir, tmp_path, [SPLIT], False)
+    report = matrix.run_splits(tiny_tokenizer_dir, tmp_path, [SPLIT])
     if "MATRIX_REPORT" in os.environ:
         with open(os.environ["MATRIX_REPORT"], "a") as file:
             file.writelines(
