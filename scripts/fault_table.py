@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.chaos import test_fault_matrix, test_two_machines
 from tests.chaos.test_fault_matrix import Cell
 
-CELLS = [*test_fault_matrix.CELLS, *test_two_machines.CELLS]
+CELLS = [*test_fault_matrix.ALL_CELLS, *test_two_machines.CELLS]
 JOBS = {"ppo": "PPO", "rs": "Rejection sampling", "sft": "SFT"}
 
 
