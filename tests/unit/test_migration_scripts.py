@@ -125,6 +125,7 @@ def test_the_reward_server_of_the_last_revision_needs_another_import():
         OtherTrainer(strategy=NLPDDPStrategy(), **options)
 
 
+@pytest.mark.full
 def test_the_runner_works_under_torchrun(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -26,6 +26,7 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main as plan
 from tests import nemo_files
+from tests.cases import first_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def same_model(path, source):
     return torch.equal(logits_of(restored(path)), logits_of(source))
 
 
-@pytest.mark.parametrize(
+@first_of(
     "tp, stages, wrapper, tar",
     [
         (1, [3], "model.", False),
@@ -66,6 +67,7 @@ def same_model(path, source):
         (2, [2, 1], "model.module.", False),
         (1, [1, 2], "model.", True),
     ],
+    keep=3,
 )
 def test_weights_of_each_rank(source, tmp_path, tp, stages, wrapper, tar):
     folder = nemo_files.write_rank_files(source, tmp_path / "ranks", tp, stages, wrapper)
@@ -142,7 +144,7 @@ def test_zarr(source, tmp_path, tar):
     assert same_model(nemo_files.packed(folder) if tar else folder, source)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "<V2"])
+@first_of("name", ["bfloat16", "<V2"])
 def test_zarr_in_bfloat16(source, tmp_path, name):
     folder = nemo_files.write_zarr(source, tmp_path / "zarr", dtype=name)
     rounded = MegatronGPTModel(source.cfg)
@@ -272,7 +274,7 @@ def nemo_of(source, weights, folder):
     return folder
 
 
-@pytest.mark.parametrize("form", ["folder", "file", "nemo2"])
+@first_of("form", ["folder", "file", "nemo2"], keep=2)
 def test_what_megatron_core_itself_saves(
     source, by_megatron_core, tiny_tokenizer_dir, tmp_path, capsys, form
 ):
@@ -316,7 +318,7 @@ def damages(folder, weights):
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)
-@pytest.mark.parametrize("form", ["folder", "file", "nemo2"])
+@first_of("form", ["folder", "file", "nemo2"])
 def test_each_damage_to_files_without_checksums_is_one_error(
     source, by_megatron_core, tiny_tokenizer_dir, tmp_path, form
 ):
@@ -361,7 +363,7 @@ TWICE = ("ranks", "hugging_face", "hugging_face_bf16")  # names of layers, with 
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)
-@pytest.mark.parametrize(
+@first_of(
     "form, value",
     [
         ("folder", 1.8e37),
@@ -373,6 +375,7 @@ TWICE = ("ranks", "hugging_face", "hugging_face_bf16")  # names of layers, with 
         ("hugging_face", 1.8e37),
         ("hugging_face_bf16", 1.8e37),
     ],
+    keep=3,
 )
 def test_a_weight_beyond_reason_is_named(source, tiny_tokenizer_dir, tmp_path, form, value):
     name, path = "linear_fc2.weight", tmp_path / "model"

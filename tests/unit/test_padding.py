@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
 from nemo_aligner.training import token_counts
+from tests.cases import first_of
 from tests.distributed import matrix
 from tests.padded_runs import as_padded
 
@@ -39,7 +40,7 @@ def numbers_of(model, role, reduction, masked_value, size=2):
     return {"loss": loss, "gradient": matrix.gradient(model)}, computed
 
 
-@pytest.mark.parametrize("size", [2, matrix.DYNAMIC])
+@first_of("size", [2, matrix.DYNAMIC])
 @pytest.mark.parametrize("architecture, role", ROLES)
 def test_padding_that_is_not_computed_changes_nothing(
     tiny_tokenizer_dir, models, architecture, role, size

@@ -25,6 +25,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.update import optimizer_step
 from tests import hugging_face
+from tests.cases import first_of
 from tests.oracles import oracle
 from tests.peft_folders import (
     ADAPTERS,
@@ -63,9 +64,10 @@ OPTIM = {
 LIKE_OTHERS = ("Mistral", "Qwen 3", "StarCoder 2", "Qwen 3 MoE")
 
 
-@pytest.mark.parametrize(
+@first_of(
     "name",
     [pytest.param(n, marks=[pytest.mark.full] if n in LIKE_OTHERS else []) for n in MODULES],
+    keep=3,
 )
 def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     base, folder, model = with_adapters(write_folder, name)
@@ -84,7 +86,7 @@ def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     assert_same_logits(load(folder), expected)
 
 
-@pytest.mark.parametrize(
+@first_of(
     "settings",
     [
         {"modules": ["q_proj", "v_proj"]},  # PEFT's default
@@ -96,6 +98,7 @@ def test_adapters_of_peft_give_the_same_logits(write_folder, name):
         {"modules": r".*layers\.[01]\.(self_attn\.(q|o)_proj|mlp\.up_proj)"},
     ],
     ids=str,
+    keep=3,
 )
 def test_settings_of_peft_mean_the_same(write_folder, settings):
     base, folder, model = with_adapters(write_folder, "Llama, odd sizes", **settings)
@@ -133,7 +136,7 @@ def trained(base, tuning, tmp_path, **keys):
     return model, callback.root
 
 
-@pytest.mark.parametrize(
+@first_of(
     ("name", "variant", "targets"),
     [
         ("Llama, odd sizes", "canonical", "all"),
@@ -146,6 +149,7 @@ def trained(base, tuning, tmp_path, **keys):
         ("Mixtral", "canonical", "attention"),
         ("Qwen 2 MoE", "nemo", "attention"),
     ],
+    keep=2,
 )
 def test_trained_adapters_give_the_same_logits_in_peft(
     write_folder, tmp_path, name, variant, targets
@@ -221,7 +225,7 @@ def train_in_peft(model, steps) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(
+@first_of(
     ("name", "modules"),
     [
         ("Llama", MODULES["Llama, odd sizes"]),

@@ -63,6 +63,7 @@ from nemo_aligner.plan.parameters import (
 from nemo_aligner.plan.planning import shares
 from nemo_aligner.plan.splits import pass_keys
 from tests import hugging_face
+from tests.cases import first_of
 from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
 
 GB = 2**30
@@ -100,7 +101,7 @@ def architecture_of(model, head_outputs=0):
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@first_of("variant", VARIANTS, keep=12)
 def test_number_of_weights_is_that_of_the_built_model(tiny_tokenizer_dir, variant):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant]))
     built = sum(p.numel() for module in model.unwrapped() for p in module.parameters())
@@ -182,7 +183,7 @@ def test_number_of_weights_of_large_models():
     assert count_model(mixtral).total == hf_count("Mixtral", num_local_experts=8, **sizes)
 
 
-@pytest.mark.parametrize(
+@first_of(
     ("variant", "keys"),
     [
         ("llama", {}),
@@ -201,6 +202,7 @@ def test_number_of_weights_of_large_models():
         ("gpt2", with_lora("attention_dense")),
         ("gpt2", with_lora("all") | {"precision": "bf16"}),
     ],
+    keep=6,
 )
 def test_activations_are_the_tensors_that_autograd_keeps(tiny_tokenizer_dir, variant, keys):
     width, samples = 256, 2
@@ -434,7 +436,7 @@ def test_experts_are_spread(model_file, capsys):
     assert (1, 8, 4) not in found
 
 
-@pytest.mark.parametrize("kind", ["ppo", "rs", "sft", "rm"])
+@first_of("kind", ["ppo", "rs", "sft", "rm"])
 def test_the_arguments_start_the_job(model_file, capsys, kind):
     path = model_file()
     given = ["model.encoder_seq_length=2048"]
@@ -597,7 +599,7 @@ def test_the_text_names_what_counts(model_file, capsys):
         assert words in text
 
 
-@pytest.mark.parametrize(
+@first_of(
     ("job", "key"),
     [
         ("dpo", "model.dpo.log_prob_forward_micro_batch_size"),
@@ -722,7 +724,7 @@ def test_distillation_has_a_teacher_if_the_student_responds(model_file, capsys):
     assert "on_policy.fraction" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("job", ["dpo", "kto"])
+@first_of("job", ["dpo", "kto"])
 def test_log_probs_that_are_kept_leave_no_reference_in_host_memory(model_file, capsys, job):
     arguments = model_file(), "--gpus", "8", "--memory", "80GB", "--job", job
     (fresh,) = plan(capsys, *arguments)["jobs"]

@@ -81,6 +81,7 @@ def check_checkpoint(folder):
     check_files_together(folder)
 
 
+@pytest.mark.full
 @tried(60)
 @given(name=st.sampled_from([*FILES, STATE_FILE, MANIFEST, forms.MARKER]), fault=damage())
 def test_any_damage_to_a_checkpoint(place, name, fault):

@@ -60,6 +60,7 @@ def refusal(configuration, name, key, value):
     return None
 
 
+@pytest.mark.full
 @tried(60)
 @given(place=KEYS, value=VALUES)
 def test_any_value_of_any_key(configuration, place, value):

@@ -159,6 +159,7 @@ def test_any_content_of_a_scoring_request(data):
         assert found["inputs"].size and (found["inputs"] < 9).all()
 
 
+@pytest.mark.full
 @tried(50)
 @given(texts=st.lists(st.text(max_size=5), max_size=3))
 def test_texts_arrive_as_they_were(texts):

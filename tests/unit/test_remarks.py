@@ -71,6 +71,7 @@ def said_by(who, printed):
     return [text.partition(" ")[0] for text in QUIET if text.format(who) in printed]
 
 
+@pytest.mark.full
 def test_remarks_of_libraries_are_kept_for_a_crash(job):
     printed = job()
     assert len(said_by("the user", printed)) == 3, printed
@@ -94,6 +95,7 @@ def test_they_go_to_a_file_of_the_run(job, tmp_path):
     assert "the user" not in lines and "error of" not in lines
 
 
+@pytest.mark.full
 def test_everything_is_shown_on_demand(job, tmp_path):
     printed = job("folder", **{VERBOSE: "1"})
     assert len(said_by("a library", printed)) == 3, printed

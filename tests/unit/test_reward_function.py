@@ -23,6 +23,7 @@ from nemo_aligner.launch.score_sources import check_names
 from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
+from tests.cases import first_of
 from tests.patience import Deadline, patience
 from tests.processes import is_alive
 
@@ -341,6 +342,7 @@ def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
     """Twelve samples in chunks behind one worker; the limit is three times what one takes."""
     sample_s = patience(0.2)
@@ -352,6 +354,7 @@ def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
         assert score_words(function, [str(sample_s), "50", str(sample_s)]) == [1, 0, 1]
 
 
+@pytest.mark.full
 def test_what_a_function_prints_is_shown_and_bounded(tmp_path):
     """In a process of its own: the workers print to its output."""
     write(tmp_path, NAUGHTY)
@@ -369,7 +372,7 @@ with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
     assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
 
 
-@pytest.mark.parametrize("read", [True, False], ids=["read", "stuck"])
+@first_of("read", [True, False], ids=["read", "stuck"])
 def test_megabytes_written_past_python_do_not_reach_the_log(tmp_path, read):
     """By the function and by what it starts; also where nobody reads the server's output."""
     text = """
@@ -554,6 +557,7 @@ def test_processes_in_sessions_of_their_own_end_with_a_worker_that_ends_itself(t
         assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
+@pytest.mark.full
 def test_processes_in_sessions_of_their_own_end_with_a_server_that_is_killed(tmp_path):
     program = f"""
 from nemo_aligner.servers.reward_function import RewardFunction

@@ -179,6 +179,7 @@ def naive_iterations(hf, data, drawn, eos_id, average):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("average", [False, True])
 def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
     write_folder, tiny_tokenizer, tmp_path, average

@@ -27,6 +27,7 @@ from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
+from tests.cases import first_of
 from tests.patience import wait_until
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples/nlp/gpt").glob("*.py"))
@@ -57,7 +58,7 @@ def copied(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@first_of("script", SCRIPTS, ids=lambda path: path.stem)
 def test_help_shows_the_configuration_and_imports_nothing_heavy(script, copied):
     """Also of a script that was copied elsewhere, without what its links point to."""
     ended = run(copied / script.name, "--help")
