@@ -496,6 +496,6 @@ def test_steps_are_for_grpo_alone(tmp_path):
     from tests.unit.test_ppo_rules import GRPO
 
     steps = "trainer.ppo.process_rewards=steps"
-    assert check("gpt_ppo_actor", tmp_path, *GRPO, steps) == []
+    assert check("gpt_ppo_actor", tmp_path, *GRPO.split("; "), steps) == []
     with pytest.raises(ConfigError, match="process_rewards=steps .*advantage_estimator=gae"):
         check("gpt_ppo_actor", tmp_path, steps)
