@@ -323,6 +323,7 @@ def test_nothing_reads_a_key_without_effect():
 # --- values that are refused
 
 
+@pytest.mark.full
 @first_of("name", ["gpt_sft", "inference_rm"])
 def test_every_other_value_is_refused_with_its_remedy(name, tmp_path):
     for key, (accepted, remedy) in ONLY.items():

@@ -41,7 +41,7 @@ def numbers_of(model, role, reduction, masked_value, size=2):
 
 
 @first_of("size", [2, matrix.DYNAMIC])
-@pytest.mark.parametrize("architecture, role", ROLES)
+@first_of("architecture, role", ROLES, keep=8)
 def test_padding_that_is_not_computed_changes_nothing(
     tiny_tokenizer_dir, models, architecture, role, size
 ):

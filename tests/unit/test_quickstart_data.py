@@ -134,6 +134,7 @@ def test_labels_are_gold_scores_of_their_reviews(data_dir):
     )  # and shades between
 
 
+@pytest.mark.full
 def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
     make_data.make_data(tmp_path / "same", seed=3)
     make_data.make_data(tmp_path / "other", seed=4)

@@ -372,6 +372,7 @@ with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
     assert len(done.stdout) < 25_000 and "\u2192".encode() in done.stderr
 
 
+@pytest.mark.full
 @first_of("read", [True, False], ids=["read", "stuck"])
 def test_megabytes_written_past_python_do_not_reach_the_log(tmp_path, read):
     """By the function and by what it starts; also where nobody reads the server's output."""

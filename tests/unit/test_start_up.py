@@ -82,7 +82,7 @@ def test_what_hydra_refuses_is_an_error_of_the_user(argument, text):
     assert text in ended.stderr
 
 
-@pytest.mark.parametrize(  # the scripts are alike: every fourth in `make test`
+@first_of(  # the scripts are alike: every fourth in `make test`
     "script, form",
     [
         pytest.param(path, "+" * (n // 4 % 3), marks=[pytest.mark.full] * (n % 4 > 0))
@@ -110,6 +110,7 @@ main()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "printed"),
     [

@@ -56,6 +56,7 @@ def test_without_an_installation_nothing_is_known(monkeypatch):
     assert versions.unsupported() == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "command",
     [

@@ -131,6 +131,7 @@ def ending(folder):
     return json.loads((folder / "ending.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["slow", "long"])
 def test_slow_work_goes_on(start, what):
     job = start(what)
@@ -164,6 +165,7 @@ def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
     assert "rank 1 stands" in ending(tmp_path)["reason"]
 
 
+@pytest.mark.full
 def test_a_rank_ends_when_the_machine_of_rank_0_is_lost(start, tmp_path):
     """Where nothing runs any more, and no connection breaks: the store does not reply. (That of
     real jobs is tests/chaos/test_two_machines.py.)
@@ -183,6 +185,7 @@ def test_a_rank_ends_when_the_machine_of_rank_0_is_lost(start, tmp_path):
     assert ending(tmp_path)["code"] == 77 and "rank 0 does not" in ending(tmp_path)["reason"]
 
 
+@pytest.mark.full
 def test_a_rank_may_wait_for_a_slow_one(start):
     jobs = [start("rank 1 works", rank, 2) for rank in (0, 1)]
     for job in jobs:
