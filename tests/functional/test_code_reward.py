@@ -320,6 +320,7 @@ def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny
             client.infer_batch(sentences=np.array([[b"a text"]]))
 
 
+@pytest.mark.full
 def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
     tmp_path, tiny_tokenizer, tiny_tokenizer_dir
 ):
@@ -508,6 +509,7 @@ def test_bad_input_ends_the_server_with_one_message(tmp_path, tiny_tokenizer_dir
 # ---- PPO ----
 
 
+@pytest.mark.full
 def test_ppo_gets_the_rewards_that_the_function_gives(tmp_path, inputs):  # noqa: F811
     """The rewards in samples and metrics are those computed again from the texts of the
     samples.

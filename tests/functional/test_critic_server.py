@@ -28,6 +28,7 @@ from nemo_aligner.servers import exchange
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
+from tests.cases import first_of
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 from tests.patience import patience, wait_until
@@ -38,7 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Client network and/or connection timeout"),
 ]
 
-each_frontend = pytest.mark.parametrize("frontend", FRONTENDS)
 # Of what both do alike, that of Triton is in `make test-full`: it takes twice as long.
 asgi_frontend = pytest.mark.parametrize(
     "frontend",
@@ -122,7 +122,7 @@ def client_config(job, **changes):
     )
 
 
-@pytest.fixture(scope="module", params=FRONTENDS)
+@pytest.fixture(scope="module", params=["triton", pytest.param("asgi", marks=pytest.mark.full)])
 def job(request):
     with CriticJob(ranks=1, server={"frontend": request.param}) as job:
         yield job.wait_until_serving()
@@ -333,7 +333,7 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
     assert_serving(Raw(job), mirror)
 
 
-@each_frontend
+@asgi_frontend
 def test_a_bad_request_fails_alone(frontend):
     """Although Triton hands it over together with good ones."""
     model = build_model()
@@ -490,7 +490,7 @@ def two_rank_client(port, tp):
     return rewards, values, loss, status, errors
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@first_of("tp", [1, 2])
 def test_clients_of_two_ranks(job, mirror, tp):
     """Scores reach every rank, training rows are gathered, a remote error is raised on all with
     its place.
@@ -586,6 +586,7 @@ def in_background(function, **arguments):
     return errors, thread
 
 
+@pytest.mark.full
 @asgi_frontend
 def test_two_data_parallel_ranks_under_torchrun(frontend):
     """Numbers, an error that all ranks share, then SIGTERM to rank 1 in the middle of an
@@ -657,7 +658,7 @@ def test_sigterm_waits_for_a_save(frontend):
 
 
 @asgi_frontend
-@pytest.mark.parametrize(
+@first_of(
     "grace_s, number, times, why",
     [
         (1.0, signal.SIGTERM, 1, "the running save did not end in 1 s"),
@@ -699,6 +700,7 @@ def test_parts_of_nemo_aligner_are_enough():
         job.must_exit_with(0, 0)
 
 
+@pytest.mark.full
 @asgi_frontend
 def test_a_checkpoint_is_written_in_the_background(frontend):
     """Meanwhile requests are served and the critic learns; the reply says how it went; SIGTERM
@@ -762,6 +764,7 @@ def save_in_background(job):
     return started
 
 
+@pytest.mark.full
 @asgi_frontend
 def test_two_tensor_parallel_ranks_with_a_separate_reward_model(frontend):
     """The critic alone answers values only; then SIGTERM to rank 1 alone, idle, without a launcher
@@ -890,6 +893,7 @@ def test_a_triton_that_hangs_while_it_starts_is_started_again():
         job.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_a_triton_that_ends_while_it_starts_fails_the_job_on_every_rank():
     with CriticJob(ranks=2) as job:
         kill_starting_triton(job, 3)
@@ -920,6 +924,7 @@ def test_a_job_whose_triton_is_killed_ends_with_one_message(process, named):
         job.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_a_job_whose_triton_is_stopped_for_good_ends_with_one_message():
     with CriticJob(look_s=patience(1.0)) as job:
         job.wait_until_serving()
@@ -932,7 +937,7 @@ def test_a_job_whose_triton_is_stopped_for_good_ends_with_one_message():
         job.assert_nothing_left()
 
 
-@each_frontend
+@asgi_frontend
 def test_a_taken_port_is_refused_at_start(frontend):
     import socket
 

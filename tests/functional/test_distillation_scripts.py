@@ -110,6 +110,7 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_stopped_job_goes_on_and_the_split_does_not_matter(data, teacher, logits, tmp_path):
     """A file that was cut within a line, continued on one rank, equals that of two ranks."""
     whole = logits["train"].read_bytes()
@@ -228,6 +229,7 @@ def port(data, teacher):
         yield port
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [[], pytest.param(LORA, marks=pytest.mark.full)],

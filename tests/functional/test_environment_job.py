@@ -125,6 +125,7 @@ def test_a_run_without_any_server_learns_from_its_environment(whole):
     assert "waiting for server" not in (whole / "actor.log").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "ranks, launcher, extra",
     [
@@ -159,6 +160,7 @@ def test_any_split_gives_the_same_numbers(
     assert validation_samples(tmp_path) == validation_samples(whole)
 
 
+@pytest.mark.full
 def test_the_same_command_resumes(inputs, whole, tmp_path):  # noqa: F811
     """Two steps, then the same command with four: as four uninterrupted ones, to the bit."""
     for steps in (2, 4):

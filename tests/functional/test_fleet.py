@@ -346,6 +346,7 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
             client.close()
 
 
+@pytest.mark.full
 def test_all_servers_gone_then_one_returns_then_none(lines, monkeypatch):
     with ToyRewardServer() as server:
         limit = round(patience(60))
@@ -434,6 +435,7 @@ def test_one_rank_sends_and_all_ranks_hear(pair, tmp_path):
             assert words in error
 
 
+@pytest.mark.full
 def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(pair):
     a, b = pair
     model = build_model()

@@ -116,6 +116,7 @@ def test_accuracy_on_held_out_pairs(data_dir, tmp_path):
     assert len(history) == 2 and history[-1] == pytest.approx(accuracy, abs=6e-4)
 
 
+@pytest.mark.full
 def test_correlation_with_held_out_labels(data_dir, tmp_path):
     job = training(
         tmp_path / "rm", files(data_dir, "labels"), *from_random_weights(data_dir, "regression")
@@ -142,6 +143,7 @@ def test_correlation_with_held_out_labels(data_dir, tmp_path):
 # --------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.full
 def test_a_label_of_wrong_length(data_dir, language_model, tmp_path):
     path = tmp_path / "labels.jsonl"
     path.write_text('{"text": "a", "label": [1, 2]}\n{"text": "b", "label": [1]}\n')
@@ -168,6 +170,7 @@ def test_a_language_model_has_no_head_to_load(data_dir, language_model, tmp_path
     must_fail_with(job, "load_rm_head_weights=True", str(language_model), "has no head to load")
 
 
+@pytest.mark.full
 def test_a_language_model_cannot_serve_rewards_beside_its_critic(language_model, tmp_path):
     job = ScriptJob(
         "serve_ppo_critic.py",

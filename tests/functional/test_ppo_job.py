@@ -194,6 +194,7 @@ def test_over_the_other_front_and_encrypted_it_is_the_same_run(inputs, single):
             assert read_metrics(folder / side, name) == read_metrics(single / side, name), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "critic_split, actor_split",
     [
@@ -375,6 +376,7 @@ def test_the_same_command_resumes(inputs, whole, half, tmp_path):
         assert read_metrics(parts / "actor", key) == read_metrics(whole / "actor", key), key
 
 
+@pytest.mark.full
 def test_mismatched_pairs_are_refused(inputs, whole, tmp_path):
     """An actor without its critic."""
     parts, port = shutil.copytree(whole, tmp_path / "parts"), find_free_port()
@@ -529,6 +531,7 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
         assert not job.leftovers()
 
 
+@pytest.mark.full
 def test_under_torchrun_its_number_of_processes_counts(inputs, tmp_path):
     """`trainer.devices` stays 1, as in the YAML file."""
     with actor(

@@ -139,6 +139,7 @@ def assert_right_rewards(folder):
         assert lengths <= set(map(float, range(13))), sample
 
 
+@pytest.mark.full
 def test_a_function_and_a_web_server_give_the_same_run_at_another_split(tmp_path, inputs, answers):  # noqa: F811
     """The records' answers reach both. No secret is in the logs and the folder of the run."""
     function, served = tmp_path / "function", tmp_path / "served"

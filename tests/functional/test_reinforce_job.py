@@ -105,6 +105,7 @@ def test_a_run_starts_at_kl_zero_learns_and_saves(whole):
     assert "megatron_gpt_reinforce_actor.nemo" in names
 
 
+@pytest.mark.full
 def test_the_same_command_resumes(inputs, server_port, whole, tmp_path):  # noqa: F811
     """Two steps, then the same command with four: as four uninterrupted ones, to the bit."""
     for steps in (2, 4):

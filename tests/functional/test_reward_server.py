@@ -15,7 +15,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
@@ -168,7 +167,7 @@ def assert_scores_are_direct(port: int, model) -> None:
 # ---- one rank ----
 
 
-@pytest.fixture(scope="module", params=FRONTENDS)
+@pytest.fixture(scope="module", params=["asgi", pytest.param("triton", marks=pytest.mark.full)])
 def port(request, rm_file):
     """Port of a running server with one rank, behind each front."""
     port, front = find_free_port(), f"server.frontend={request.param}"
@@ -304,7 +303,7 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
     [
         pytest.param("python", 1, 4, marks=pytest.mark.full),
         ("torchrun", 1, "null"),
-        ("python", 2, "null"),
+        pytest.param("python", 2, "null", marks=pytest.mark.full),
         pytest.param("torchrun", 2, 16, marks=pytest.mark.full),
     ],
     ids=["python-dp2", "torchrun-dp2", "python-tp2", "torchrun-tp2"],

@@ -186,6 +186,7 @@ def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, reward_split
     assert_same_run(tmp_path, single)
 
 
+@pytest.mark.full
 def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
     """Two steps, then the same command with four: as four uninterrupted ones, to the bit; the rate
     is constant.

@@ -173,6 +173,7 @@ def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
     ]
 
 
+@pytest.mark.full
 def test_requests_of_different_widths_at_once_are_not_mixed_up(critic):
     """The server's batcher merges requests; `pad_to_length` is null, so their widths differ."""
     mirror = TorchCritic()
@@ -204,6 +205,7 @@ def section(server, **changes):
     )
 
 
+@pytest.mark.full
 def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_server, warnings):
     """It takes four samples at once, PyTriton's default: ten go in three requests."""
     batch = rollout(rows=10)

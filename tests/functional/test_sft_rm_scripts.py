@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
+from tests.cases import first_of
 from tests.chat_forms import OTHERS, write_tokenizer
 from tests.functional.jobs import (
     ScriptJob,
@@ -205,6 +206,7 @@ def sft_run(data, tiny_tokenizer_dir, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_each_turn_trains_with_the_date_of_the_run(tmp_path):
     """On two ranks, and a resumed job takes the date from the run's folder."""
     family = OTHERS["qwen3"]
@@ -273,6 +275,7 @@ def test_a_folder_of_other_data_is_refused_and_another_batch_size_goes_on_in_sam
     assert used == list(range(10, 26, 2))  # 8 before, 24 in the epoch
 
 
+@pytest.mark.full
 def test_sft_on_two_ranks_equals_one(data, tiny_tokenizer_dir, sft_run, tmp_path):
     split = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
     must_succeed(
@@ -284,6 +287,7 @@ def test_sft_on_two_ranks_equals_one(data, tiny_tokenizer_dir, sft_run, tmp_path
         )
 
 
+@pytest.mark.full
 def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path
 ):
@@ -333,6 +337,7 @@ def test_dpo_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
 
 
+@pytest.mark.full
 def test_dpo_with_log_probs_of_the_reference_that_are_kept(data, sft_run, tmp_path):
     """The same training on one rank; a job of two ranks finds them when it resumes."""
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
@@ -390,6 +395,7 @@ def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
 )
@@ -410,6 +416,7 @@ def test_kto_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
 
 
+@pytest.mark.full
 def test_kto_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, sft_run, tmp_path):
     """A script with the calls of NeMo-Aligner's gives the same numbers."""
     base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
@@ -430,6 +437,7 @@ def test_kto_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
+@pytest.mark.full
 def test_kto_names_a_label_outside_its_set(data, sft_run, tmp_path):
     lines = (data / "kto_train.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "the film", "response": " was", "preference": "better"})
@@ -466,7 +474,7 @@ def test_broken_line_on_two_ranks(data, tiny_tokenizer_dir, tmp_path):
     must_fail_with(job, str(broken), "7")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@first_of("victim", [0, 1])
 def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
     # Minutes, for the case that this test itself is killed.
     long = [
@@ -484,6 +492,7 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
         assert not job.leftovers(15)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
 )
@@ -512,6 +521,7 @@ def test_spin_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[2:]
 
 
+@pytest.mark.full
 def test_spin_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
     data, sft_run, tmp_path
 ):
@@ -536,6 +546,7 @@ def test_spin_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
+@pytest.mark.full
 def test_spin_names_an_example_without_a_prompt(data, sft_run, tmp_path):
     lines = (data / "sft_train.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"input": "", "output": "a joy"})

@@ -104,6 +104,7 @@ def expected_label(model, text: str) -> str:
     return ",".join(f"{a}:{n}" for a, n in zip(ALL_STEERLM_ATTRIBUTES, whole, strict=True))
 
 
+@pytest.mark.full
 def test_a_policy_learns_what_a_served_model_has_labelled(
     attribute_model, base, tmp_path, monkeypatch, capsys
 ):
@@ -159,6 +160,7 @@ def scored(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
 )

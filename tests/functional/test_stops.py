@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
+from tests.cases import first_of
 from tests.functional.jobs import must_succeed, read_metrics, wait_for_log
 from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401  (a fixture)
 from tests.patience import wait_until
@@ -84,6 +85,7 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
         assert read_metrics(folder, key) == read_metrics(tmp_path / "whole", key), key
 
 
+@pytest.mark.full
 def test_the_time_limit_has_a_code_of_its_own(data, tiny_tokenizer_dir, tmp_path):  # noqa: F811
     limits = [*LONG, "trainer.sft.max_steps=5000", "exp_manager.max_time_per_run=00:00:00:01"]
     with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *limits, ranks=2) as job:
@@ -110,7 +112,7 @@ def second_rank(job):
     return found[0]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@first_of("rank", [0, 1])
 def test_a_job_that_has_not_begun_ends_at_once(
     rank,
     data,  # noqa: F811
