@@ -75,6 +75,7 @@ def expected_on_one_rank(tokenizer_dir, folder):
     }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize(
     "cases",

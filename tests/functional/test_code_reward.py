@@ -192,6 +192,7 @@ def test_scores_are_the_functions_own(port, tiny_tokenizer):
     assert ask(port, rollout(tiny_tokenizer, many)) == expected(tiny_tokenizer, many)
 
 
+@pytest.mark.full
 def test_rewards_of_steps_come_over_the_wire(tmp_path, tiny_tokenizer_dir, tiny_tokenizer):
     """A server of a process reward beside one of whole responses, as an ensemble."""
     port, spec = find_free_port(), "reward.py:lengths_of_lines"
@@ -369,6 +370,7 @@ def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
         assert errors
 
 
+@pytest.mark.full
 def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
     port = find_free_port()
     timeout = "inference.reward_fn_timeout_s=60"

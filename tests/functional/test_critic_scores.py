@@ -75,6 +75,7 @@ def assert_scores_are_direct(port: int, models) -> None:
     assert_values(answer["values"], value_model, rows, max(map(len, rows)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher, ranks, tp, strip",
     [

@@ -333,6 +333,7 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
     assert_serving(Raw(job), mirror)
 
 
+@pytest.mark.full
 @asgi_frontend
 def test_a_bad_request_fails_alone(frontend):
     """Although Triton hands it over together with good ones."""
@@ -490,6 +491,7 @@ def two_rank_client(port, tp):
     return rewards, values, loss, status, errors
 
 
+@pytest.mark.full
 @first_of("tp", [1, 2])
 def test_clients_of_two_ranks(job, mirror, tp):
     """Scores reach every rank, training rows are gathered, a remote error is raised on all with

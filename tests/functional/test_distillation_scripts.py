@@ -129,6 +129,7 @@ def test_a_stopped_job_goes_on_and_the_split_does_not_matter(data, teacher, logi
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
 def test_a_student_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     logits, student, tmp_path, options
@@ -153,6 +154,7 @@ def test_a_student_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     )
 
 
+@pytest.mark.full
 def test_logits_of_another_tokenizer(data, logits, reversed_tokenizer_dir, tmp_path):
     small = ["model.num_layers=1", "trainer.sft.max_steps=1", "trainer.sft.val_check_interval=1"]
     must_succeed(sft(data, reversed_tokenizer_dir, tmp_path / "other", *small))
@@ -167,6 +169,7 @@ def test_logits_of_another_tokenizer(data, logits, reversed_tokenizer_dir, tmp_p
     )
 
 
+@pytest.mark.full
 def test_more_logits_than_the_vocabulary_has(data, teacher, tmp_path):
     must_fail_with(
         compute(data, teacher, tmp_path / "out.jsonl", "top_k=301"),
@@ -174,6 +177,7 @@ def test_more_logits_than_the_vocabulary_has(data, teacher, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_a_file_of_another_data_set_is_not_continued(data, teacher, logits):
     before = logits["validation"].read_bytes()
     must_fail_with(
@@ -251,6 +255,7 @@ def test_a_student_learns_from_its_own_responses_and_resumes_exactly(
         assert again == whole[2:]
 
 
+@pytest.mark.full
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(data, teacher, port, tmp_path):
     options = ["model.knowledge_distillation.on_policy.fraction=1", *LORA]
     options += ["++model.hidden_dropout=0.0", "model.knowledge_distillation.kd_loss=bwd_kl"]
@@ -259,6 +264,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(data, teacher, port,
     assert read_metrics(tmp_path / "same", "train/on_policy") == [1] * 4
 
 
+@pytest.mark.full
 def test_a_teacher_with_another_tokenizer_or_none_at_all(
     data, port, reversed_tokenizer_dir, tmp_path
 ):

@@ -209,6 +209,7 @@ def test_other_actors_take_the_same_environment(inputs, tmp_path, kind):  # noqa
     assert validation_samples(one) == validation_samples(two)
 
 
+@pytest.mark.full
 def test_an_environment_that_fails_ends_the_job_with_one_line(inputs, tmp_path):  # noqa: F811
     """Of two ranks, of which one may wait for the other."""
     with grpo(inputs, tmp_path, 2, 2, fails="0.5") as job:

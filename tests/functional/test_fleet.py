@@ -279,6 +279,7 @@ def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
             server.kill()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "first, words",
     [
@@ -435,7 +436,6 @@ def test_one_rank_sends_and_all_ranks_hear(pair, tmp_path):
             assert words in error
 
 
-@pytest.mark.full
 def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(pair):
     a, b = pair
     model = build_model()

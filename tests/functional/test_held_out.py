@@ -105,6 +105,7 @@ def printed(job: ScriptJob, what: str) -> tuple[float, int]:
     return float(found[0]), int(found[1])
 
 
+@pytest.mark.full
 def test_accuracy_on_held_out_pairs(data_dir, tmp_path):
     job = training(
         tmp_path / "rm", files(data_dir, "pairs"), *from_random_weights(data_dir, "binary_ranking")

@@ -169,6 +169,7 @@ def test_a_run_learns_saves_and_starts_at_kl_zero(single):
     }
 
 
+@pytest.mark.full
 def test_over_the_other_front_and_encrypted_it_is_the_same_run(inputs, single):
     """To the bit, without Triton."""
     folder, port = inputs / "asgi", find_free_port()
@@ -415,6 +416,7 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save, extra):
             assert server.wait(30) == -9, server.log[-3000:]
 
 
+@pytest.mark.full
 @each_way_to_save
 def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
     inputs, whole, tmp_path, monkeypatch, extra
@@ -436,6 +438,7 @@ def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
             assert read_metrics(folder / side, name) == read_metrics(whole / side, name), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
 )
@@ -516,6 +519,7 @@ def test_a_pair_resumes_at_another_split(inputs, whole, half, tmp_path):
         assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
 
 
+@pytest.mark.full
 def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):
     (tmp_path / "run").mkdir()
     port = find_free_port()
@@ -550,6 +554,7 @@ def test_under_torchrun_its_number_of_processes_counts(inputs, tmp_path):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "override, words",
     [

@@ -298,6 +298,7 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
 # ---- two ranks ----
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher, tp, strip",
     [
@@ -421,6 +422,7 @@ def test_what_cannot_be_served_is_one_clear_error(
             assert "Traceback" not in job.log
 
 
+@pytest.mark.full
 def test_a_name_of_its_own_and_standardized_rewards(rm_file, model, tmp_path):
     port = find_free_port()
     standard = "{enable: True, mean: 0.5, std: 2.0}"

@@ -229,6 +229,7 @@ def steps_done(folder):
     )
 
 
+@pytest.mark.full
 def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_port, tmp_path):  # noqa: F811
     """A fleet of two. One is killed with requests in flight, and comes back; then the other one is
     killed for good.
@@ -290,6 +291,7 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
 # --------------------------------------------------------------------------------------- bad input
 
 
+@pytest.mark.full
 def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811
     port = find_free_port()
     must_fail_with(
@@ -299,6 +301,7 @@ def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "override, words",
     [

@@ -259,6 +259,7 @@ def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_p
     assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
 
 
+@pytest.mark.full
 def test_a_folder_of_other_data_is_refused_and_another_batch_size_goes_on_in_samples(
     data, tiny_tokenizer_dir, sft_run, tmp_path
 ):
@@ -380,6 +381,7 @@ def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
+@pytest.mark.full
 def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
     lines = (data / "dpo_train.jsonl").read_text().splitlines()
     lines[6] = json.dumps({"prompt": "the film", "chosen": " was", "rejected": " was"})
@@ -453,6 +455,7 @@ def test_kto_names_a_label_outside_its_set(data, sft_run, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_missing_checkpoint(data, tmp_path):
     path = tmp_path / "none.nemo"
     must_fail_with(
@@ -460,6 +463,7 @@ def test_missing_checkpoint(data, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_broken_line_on_two_ranks(data, tiny_tokenizer_dir, tmp_path):
     lines = (data / "sft_train.jsonl").read_text().splitlines()
     broken = tmp_path / "broken.jsonl"

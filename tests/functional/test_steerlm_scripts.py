@@ -183,6 +183,7 @@ def test_steerlm2_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert read_metrics(tmp_path / "again", "validation/distance") == validation[1:]
 
 
+@pytest.mark.full
 def test_steerlm2_names_a_response_without_its_numbers(base, scored, tmp_path):
     lines = scored.read_text().splitlines()
     broken = json.loads(lines[3])

@@ -112,6 +112,7 @@ def second_rank(job):
     return found[0]
 
 
+@pytest.mark.full
 @first_of("rank", [0, 1])
 def test_a_job_that_has_not_begun_ends_at_once(
     rank,

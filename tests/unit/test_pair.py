@@ -100,7 +100,7 @@ def assert_same_bits(pair, whole):
         assert side.losses and {step: losses[step] for step in side.losses} == side.losses
 
 
-@first_of(
+@pytest.mark.parametrize(
     "mark",
     # In `make test` a save of the critic and one of the actor.
     [pytest.param(n, marks=[pytest.mark.full] * (n not in (2, 5))) for n in range(2, 8)],

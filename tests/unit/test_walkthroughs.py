@@ -530,6 +530,7 @@ def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, n
     from hydra import compose, initialize_config_dir
 
     from nemo_aligner.config.checks import check_config
+    from nemo_aligner.launch.command_line import forced
 
     for trained in ("sft", "rm", "dpo", "student"):  # by the jobs before
         checkpoint = tmp_path / "it's a run" / trained / "checkpoints" / f"{trained}.nemo"
@@ -537,7 +538,7 @@ def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, n
         checkpoint.write_text("weights")
     with initialize_config_dir(str(QUICKSTART.parents[1] / "conf"), version_base=None):
         for job, config_name in jobs_of(name, tmp_path / "it's a run", steps):
-            cfg = compose(config_name, overrides=job.command[2:])
+            cfg = compose(config_name, overrides=[*map(forced, job.command[2:])])
             assert (
                 check_config(cfg, config_name, visible_devices=0, env={}) == []
             )  # no notes about keys without effect

@@ -165,7 +165,6 @@ def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
     assert "rank 1 stands" in ending(tmp_path)["reason"]
 
 
-@pytest.mark.full
 def test_a_rank_ends_when_the_machine_of_rank_0_is_lost(start, tmp_path):
     """Where nothing runs any more, and no connection breaks: the store does not reply. (That of
     real jobs is tests/chaos/test_two_machines.py.)
