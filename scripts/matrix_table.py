@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/parallelism.md, from the figures of the matrix of splits.
 
-    MATRIX_REPORT=matrix.jsonl make test-full ARGS="-k test_matrix"
+    MATRIX=all MATRIX_REPORT=matrix.jsonl make test-full ARGS="-k test_matrix"
     python scripts/matrix_table.py matrix.jsonl
 
 The tests append to the report: begin with a new file.

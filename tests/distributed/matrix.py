@@ -21,6 +21,7 @@ computes all padding (`as_padded`), the splits compute as jobs do.
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +63,7 @@ from tests.scripted_environment import ScriptedEnvironment
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
+EVERYTHING = os.environ.get("MATRIX") == "all"
 FLOOR = {32: 1e-3, "bf16": 0.1}
 LENGTHS = torch.tensor([13, 5, 9, 7, 12, 4, 10, 6])
 EMPTY_SAMPLE = 3  # its mask has no counting slot
@@ -76,7 +78,7 @@ class Split:
         model: keys of the model configuration.
         architectures: that run at it.
         thorough: with all roles, loss reductions and sizes of micro-batches, not just with
-            `FEW_ROLES` and `FEW_VARIANTS`.
+            `FEW_ROLES` and `FEW_VARIANTS`; so are all with MATRIX=all in the environment.
     """
 
     ranks: int
@@ -94,7 +96,7 @@ class Split:
             (architecture, role)
             for architecture in self.architectures
             for role in ROLES_OF_ARCHITECTURES.get(architecture, ROLES)
-            if self.thorough or role in FEW_ROLES
+            if self.thorough or EVERYTHING or role in FEW_ROLES
         ]
 
 
@@ -672,7 +674,7 @@ def variants(role: str, split: Split) -> list[tuple[str, int | str]]:
     group = split.model.get("pipeline_model_parallel_size", 1)
     group = group if split.model.get("virtual_pipeline_model_parallel_size") else 1
     own = ROLES[role].reductions
-    chosen = VARIANTS if split.thorough else FEW_VARIANTS
+    chosen = VARIANTS if split.thorough or EVERYTHING else FEW_VARIANTS
     named = dict.fromkeys((r if r in own else own[0], m) for r, m in chosen)
     return [(r, m) for r, m in named if m == DYNAMIC or SAMPLES // dp % (m * group) == 0]
 
