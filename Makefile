@@ -16,6 +16,8 @@
 # make bench        benchmarks against Hugging Face and TRL (25 to 28 minutes); writes benchmarks/results/*.json
 #                   and the tables of docs/performance.md
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
+# make golden       run three steps of every job, show which numbers of tests/golden have changed, and
+#                   store them there; make test compares
 # make test-gpu     the tests that need a GPU
 # make lint         ruff (check and format) and mypy
 # make docs         build the documentation into site/, without a warning
@@ -56,7 +58,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo kto spin distill arithmetic guessing test-fast test test-full chaos test-gpu bench \
+.PHONY: help install quickstart rs dpo kto spin distill arithmetic guessing test-fast test test-full chaos golden test-gpu bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -123,7 +125,7 @@ guessing: install
 # Files with servers and ranks go first and in this order: the short ones keep the workers busy to
 # the end. Two workers: with three on two cores, processes of Triton failed now and then.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-ALL_TESTS := tests/functional tests/chaos tests/distributed tests/unit
+ALL_TESTS := tests/golden tests/functional tests/chaos tests/distributed tests/unit
 
 test-fast: $(VENV)/.installed-test
 	$(RUN) -m pytest $(BY_FILE) -m "not slow and not full" tests/unit $(ARGS)
@@ -147,6 +149,9 @@ $(VENV)/.installed-peers: $(VENV)/.installed-test benchmarks/peers.txt
 
 bench: $(VENV)/.installed-peers
 	$(RUN) benchmarks/run.py --page $(ARGS)
+
+golden: $(VENV)/.installed-test
+	$(RUN) -m tests.golden $(ARGS)
 
 mutants: $(VENV)/.installed-test
 	$(RUN) -m tests.mutants $(ARGS)

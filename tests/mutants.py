@@ -1146,6 +1146,13 @@ MUTANTS = [
     ),
     # --- losses
     Mutant(
+        "a loss that is one part in ten thousand too large",
+        "core/losses.py",
+        "    loss = -(weights * kept(logprobs, weights)).sum()\n",
+        "    loss = -1.0001 * (weights * kept(logprobs, weights)).sum()\n",
+        ("tests/golden/test_golden.py::test_a_job_gives_the_stored_numbers[sft-one]",),
+    ),
+    Mutant(
         "mean of means: the mean of the samples' means for the mean over tokens",
         "core/losses.py",
         "denominator = sum_over_dp(rows.sum(dtype=torch.float64))",

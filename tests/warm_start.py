@@ -45,11 +45,13 @@ PRELOADED = [
     "nemo_aligner.checkpoint.checkpointing",
     "nemo_aligner.launch.experiment",
     "nemo_aligner.launch.model_loading",
+    "nemo_aligner.launch.supervised_job",
     "nemo_aligner.models.nlp.gpt.megatron_gpt_critic",
     "nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor",
     "nemo_aligner.servers.critic_client",
     "torch.distributed.run",
     "pytriton.triton",
+    "transformers.models.llama.configuration_llama",  # imports what others need too
     "tests.warm_start",
 ]
 _LIBC = ctypes.CDLL(None)  # loaded now: after a fork only the simplest of calls is safe

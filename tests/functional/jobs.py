@@ -27,7 +27,8 @@ class ScriptJob:
     left.
 
     Args:
-        script: file name in examples/nlp/gpt, or an absolute path.
+        script: file name in examples/nlp/gpt, or an absolute path; or what stands behind
+            `nemo-aligner`, such as "train sft".
         log: path of its output.
         overrides: `key=value` arguments.
         ranks: processes on this machine.
@@ -52,7 +53,9 @@ class ScriptJob:
                 f"--nproc_per_node={ranks}",
                 f"--master_port={find_free_port()}",
             ]
-        command += [str(SCRIPTS / script), f"trainer.devices={ranks}", *overrides]
+        is_command = script.startswith(("train ", "serve "))
+        words = ["-m", "nemo_aligner", *script.split()] if is_command else [str(SCRIPTS / script)]
+        command += [*words, f"trainer.devices={ranks}", *overrides]
         environment = {
             k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
