@@ -34,7 +34,7 @@ from tests.asgi_front import AsgiFront
 from tests.certificates import make_certificate
 from tests.patience import patience
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 TOKEN = "0123456789abcdef"
 REWARD = reward_model_endpoint()

@@ -37,7 +37,7 @@ from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 COUNT = TensorSpec("count", np.int64, (1,))
 ENDPOINTS = {
     endpoint.name: dataclasses.replace(endpoint, outputs=(*endpoint.outputs, COUNT))

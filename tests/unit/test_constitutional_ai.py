@@ -33,7 +33,7 @@ from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import read, run, write
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 CAI = Path(__file__).parents[2] / "examples/nlp/cai"
 SL, RL = "generate_sl_cai_dataset", "generate_rl_cai_dataset"

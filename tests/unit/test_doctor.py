@@ -20,6 +20,8 @@ from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding, summary
 from nemo_aligner.launch import versions
 from nemo_aligner.servers import triton_environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 MB, GB = 2**20, 2**30
 

@@ -38,7 +38,7 @@ from tests.asgi_front import AsgiFront
 from tests.cases import first_of
 from tests.patience import patience, wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 INFER = "/v2/models/critic_infer/infer"
 SAVE = "/v2/models/critic_save/infer"

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 MANY = """
 import contextlib, io, json, sys
 from nemo_aligner.__main__ import main

@@ -15,6 +15,8 @@ import pytest
 from tests.cases import first_of
 from tests.patience import patience, wait_until
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts/launch_local.sh"
 # Each start adds a line to a file; none ends before the server has started. The arguments are the
 # exit codes of the starts, one after the other; with "stay" the job runs until SIGTERM, and ends

@@ -30,6 +30,8 @@ from tests.cases import first_of
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
+pytestmark = pytest.mark.slow
+
 TOKENS = torch.randint(0, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 MOE = dict(num_moe_experts=4, moe_ffn_hidden_size=24)
 SLOW = dict(rotary_base=4 * 10**12, init_method_std=0.4)  # a wave of more than 8192 positions

@@ -66,6 +66,8 @@ from tests import hugging_face
 from tests.cases import first_of
 from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
 
+pytestmark = pytest.mark.slow
+
 GB = 2**30
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
 VARIANTS = {

@@ -10,6 +10,8 @@ import pytest
 
 from nemo_aligner.launch.remarks import FILE, VERBOSE
 
+pytestmark = pytest.mark.slow
+
 # Says something in every way, as a library does and as a user's script.
 SAYS = """
 import logging, warnings

@@ -22,6 +22,8 @@ from nemo_aligner.synthetic.chat_models import Sampling, ServedChatModel
 from tests.json_server import JsonServer
 from tests.patience import patience
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "a-token-of-the-tests"
 TEXTS = ["p", "q", "p"], ["x", "yy", "zzz"], [1, 2, 4]
 

@@ -24,6 +24,8 @@ from nemo_aligner.core.endings import RUN_AGAIN, ExitCode
 from tests.cases import first_of
 from tests.functional.jobs import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = ROOT / "scripts" / "slurm"
 RECIPE = ROOT / "examples" / "recipes" / "ultrafeedback" / "run.sh"
 NODES = (["node1", "node2"], ["node3", "node4"], ["node5"])  # of each set

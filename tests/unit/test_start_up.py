@@ -30,6 +30,8 @@ from nemo_aligner.training.stop_requests import stop_requests
 from tests.cases import first_of
 from tests.patience import wait_until
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = sorted((Path(__file__).parents[2] / "examples/nlp/gpt").glob("*.py"))
 HEAVY = ("torch", "nemo", "lightning", "megatron", "transformers", "pandas")
 

@@ -20,6 +20,8 @@ from nemo_aligner.training.stop_requests import SIGNALS, stop_requests
 from tests.patience import patience, wait_until
 from tests.ppo_fakes import FakeRunTimer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def watching():
