@@ -188,6 +188,7 @@ def send_wrong_requests(endpoint: str, count: int) -> None:
         job.assert_nothing_left()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_some_wrong_requests_change_nothing():

@@ -870,6 +870,7 @@ def test_a_triton_that_loses_a_stub_while_it_starts_is_started_again():
         job.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_a_triton_that_ends_while_it_starts_is_started_again():
     with CriticJob() as job:
         kill_starting_triton(job, 1)

@@ -141,6 +141,7 @@ def single(inputs):
     return folder
 
 
+@pytest.mark.full
 def test_a_run_learns_saves_and_starts_at_kl_zero(single):
     kl = read_metrics(single / "actor", "train_rollouts/init_policy_kl")
     assert kl[0] == 0.0 and kl[1] != 0.0  # k1 of few samples may be negative

@@ -91,6 +91,7 @@ def whole(inputs, server_port):  # noqa: F811
     return folder
 
 
+@pytest.mark.full
 def test_a_run_starts_at_kl_zero_learns_and_saves(whole):
     metrics = whole / "actor"
     kl = read_metrics(metrics, "train_rollouts/init_policy_kl")

@@ -311,6 +311,7 @@ def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exac
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
