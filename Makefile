@@ -9,10 +9,10 @@
 # make distill      a small student learns from a kind teacher's logits
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make guessing     PPO on a game of several turns, played with a Python class
-# make test-fast    unit tests of the mathematics, the configuration and the trainers (three minutes)
-# make test         all tests that run without a GPU, but for those marked full or chaos (30 minutes)
-# make test-full    the same, and those marked full: every split, the long jobs
-# make chaos        faults in every phase of a job, and what came of them (long)
+# make test-fast    unit tests of the mathematics, the configuration and the trainers
+# make test         every promise once (tests/promises.md), without a GPU
+# make test-full    all tests but those of make chaos: every split, both fronts, the long jobs
+# make chaos        faults in the phases of a job, and what came of them; CHAOS=all: every fault in every phase
 # make bench        benchmarks against Hugging Face and TRL (25 to 28 minutes); writes benchmarks/results/*.json
 #                   and the tables of docs/performance.md
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
