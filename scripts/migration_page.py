@@ -409,7 +409,6 @@ TESTS = {
             "unit/test_start_up.py:test_the_command_line_is_that_of_hydra",
         ),
         "who starts the processes": (
-            "functional/test_sft_rm_scripts.py:test_sft_on_two_ranks_equals_one",
             "functional/test_ppo_job.py:test_under_torchrun_its_number_of_processes_counts",
             "unit/test_script_steps.py:test_ranks_of_srun_are_those_of_the_job",
             "unit/test_script_steps.py:test_ranks_of_mpirun_are_those_of_the_job",

@@ -118,34 +118,6 @@ def test_the_same_command_resumes(inputs, server_port, whole, tmp_path):  # noqa
     assert validation_samples(tmp_path)[-4:] == validation_samples(whole)[-4:]
 
 
-@pytest.mark.parametrize(
-    "ranks, launcher, extra",
-    [
-        pytest.param(2, "torchrun", [], marks=pytest.mark.full),
-        pytest.param(
-            2, "python", ["++model.tensor_model_parallel_size=2"], marks=pytest.mark.full
-        ),
-    ],
-    ids=["dp2", "tp2"],
-)
-def test_any_split_gives_the_same_numbers(
-    inputs,  # noqa: F811
-    server_port,
-    whole,
-    tmp_path,
-    ranks,
-    launcher,
-    extra,
-):
-    with actor(inputs, tmp_path, server_port, 4, ranks, launcher, *extra) as job:
-        assert_ended_well(job, job.wait(240))
-    for key in COMPARED:
-        expected = read_metrics(whole / "actor", key)
-        values = read_metrics(tmp_path / "actor", key)
-        assert values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
-    assert validation_samples(tmp_path) == validation_samples(whole)
-
-
 @pytest.mark.full
 def test_adapters_have_their_base_as_the_reference(inputs, server_port, tmp_path):  # noqa: F811
     """And resume to the bit."""

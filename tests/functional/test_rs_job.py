@@ -16,7 +16,6 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
-    must_fail_with,
     read_metrics,
     reward_server,
     wait_until_serving,
@@ -157,35 +156,6 @@ def test_a_run_trains_saves_and_counts_prompts(single):
     }
 
 
-@pytest.mark.full  # the matrix has the actor, test_reward_server.py the server in `make test`
-@pytest.mark.parametrize(
-    "reward_split, actor_split",
-    [
-        (("python", 2, 1), ("torchrun", 2, 2)),  # server DP2, actor TP2
-        (("torchrun", 2, 2), ("python", 2, 1)),  # server TP2, actor DP2
-    ],
-    ids=["reward-dp2-actor-tp2", "reward-tp2-actor-dp2"],
-)
-def test_any_split_gives_the_same_numbers(inputs, single, tmp_path, reward_split, actor_split):  # noqa: F811
-    port = find_free_port()
-    (reward_launcher, reward_ranks, reward_tp), (actor_launcher, actor_ranks, actor_tp) = (
-        reward_split,
-        actor_split,
-    )
-    reward_tp, actor_tp = (
-        f"++model.tensor_model_parallel_size={tp}" for tp in (reward_tp, actor_tp)
-    )
-    with (
-        reward_server(
-            inputs / "rm.nemo", tmp_path, port, reward_ranks, reward_launcher, reward_tp
-        ) as server,
-        actor(inputs, tmp_path, port, actor_ranks, actor_launcher, actor_tp) as job,
-    ):
-        assert_ended_well(job, job.wait(240))
-        assert_ended_well(server, server.stop())
-    assert_same_run(tmp_path, single)
-
-
 @pytest.mark.full
 def test_the_same_command_resumes(inputs, server_port, tmp_path):  # noqa: F811
     """Two steps, then the same command with four: as four uninterrupted ones, to the bit; the rate
@@ -289,31 +259,3 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
 
 
 # --------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.full
-def test_wrong_port_is_one_clear_error_in_time(inputs, tmp_path):  # noqa: F811
-    port = find_free_port()
-    must_fail_with(
-        actor(inputs, tmp_path, port, 1, "python", "remote_rm.init_timeout_s=3"),
-        f"127.0.0.1:{port}",
-        "remote_rm.init_timeout_s",
-    )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        (
-            "model.rs.top_n_rollouts=4",
-            ["model.rs.top_n_rollouts=4", "model.rs.num_rollouts_per_prompt=3"],
-        ),
-        (
-            "+remote_rm.reward_modle.port=5555",
-            ["remote_rm.reward_modle (did you mean remote_rm.reward_model"],
-        ),
-    ],
-)
-def test_bad_input_ends_the_actor_with_one_message(inputs, tmp_path, override, words):  # noqa: F811
-    must_fail_with(actor(inputs, tmp_path, find_free_port(), 1, "python", override), *words)

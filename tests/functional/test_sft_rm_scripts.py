@@ -277,18 +277,6 @@ def test_a_folder_of_other_data_is_refused_and_another_batch_size_goes_on_in_sam
 
 
 @pytest.mark.full
-def test_sft_on_two_ranks_equals_one(data, tiny_tokenizer_dir, sft_run, tmp_path):
-    split = ["model.tensor_model_parallel_size=2", "model.sequence_parallel=True"]
-    must_succeed(
-        sft(data, tiny_tokenizer_dir, tmp_path / "two", *split, ranks=2, launcher="torchrun")
-    )
-    for key in ("train/loss", "train/grad_norm", "validation/loss"):
-        assert read_metrics(tmp_path / "two", key) == pytest.approx(
-            read_metrics(sft_run, key), rel=1e-4
-        )
-
-
-@pytest.mark.full
 def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path
 ):
@@ -383,22 +371,6 @@ def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
 
 
 @pytest.mark.full
-def test_dpo_names_a_pair_without_a_difference(data, sft_run, tmp_path):
-    lines = (data / "dpo_train.jsonl").read_text().splitlines()
-    lines[6] = json.dumps({"prompt": "the film", "chosen": " was", "rejected": " was"})
-    broken = tmp_path / "equal.jsonl"
-    broken.write_text("\n".join(lines))
-    files = f"model.data.data_prefix={{train: [{broken}], validation: [{broken}]}}"
-    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
-    must_fail_with(
-        dpo(data, base, tmp_path / "dpo", files),
-        str(broken),
-        "7",
-        "are equal, so there is nothing",
-    )
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
 )
@@ -438,45 +410,6 @@ def test_kto_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
     assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
     for name in ("train_kl", "train_grad_norm", "val_loss", "val_rewards_margin"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
-
-
-@pytest.mark.full
-def test_kto_names_a_label_outside_its_set(data, sft_run, tmp_path):
-    lines = (data / "kto_train.jsonl").read_text().splitlines()
-    lines[6] = json.dumps({"prompt": "the film", "response": " was", "preference": "better"})
-    broken = tmp_path / "label.jsonl"
-    broken.write_text("\n".join(lines))
-    files = f"model.data.data_prefix={{train: [{broken}], validation: [{broken}]}}"
-    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
-    must_fail_with(
-        kto(data, base, tmp_path / "kto", files),
-        str(broken),
-        "7",
-        'must be "chosen" or "rejected"',
-    )
-
-
-@pytest.mark.full
-def test_missing_checkpoint(data, tmp_path):
-    path = tmp_path / "none.nemo"
-    must_fail_with(
-        reward_model(data, path, tmp_path / "rm"), f"restore_from_path={path} does not exist"
-    )
-
-
-@pytest.mark.full
-def test_broken_line_on_two_ranks(data, tiny_tokenizer_dir, tmp_path):
-    lines = (data / "sft_train.jsonl").read_text().splitlines()
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("\n".join([*lines[:6], lines[6][:-5], *lines[7:]]))
-    job = sft(
-        data,
-        tiny_tokenizer_dir,
-        tmp_path / "sft",
-        f"model.data.train_ds.file_path={broken}",
-        ranks=2,
-    )
-    must_fail_with(job, str(broken), "7")
 
 
 @first_of("victim", [0, 1])
@@ -549,14 +482,3 @@ def test_spin_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
     assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
     for name in ("train_margin", "train_grad_norm", "val_loss", "train_avg_generated_lengths"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
-
-
-@pytest.mark.full
-def test_spin_names_an_example_without_a_prompt(data, sft_run, tmp_path):
-    lines = (data / "sft_train.jsonl").read_text().splitlines()
-    lines[6] = json.dumps({"input": "", "output": "a joy"})
-    broken = tmp_path / "empty.jsonl"
-    broken.write_text("\n".join(lines))
-    base = sft_run / "checkpoints" / "megatron_gpt_sft.nemo"
-    files = [f"model.data.train_ds.file_path={broken}", "trainer.spin.limit_train_batches=1.0"]
-    must_fail_with(spin(data, base, tmp_path / "spin", *files), "prompt is empty", "line 7")
