@@ -122,8 +122,8 @@ arithmetic: install
 guessing: install
 	$(RUN) examples/quickstart/run_guessing.py $(ARGS)
 
-# Files with servers and ranks go first and in this order: the short ones keep the workers busy to
-# the end. Two workers: with three on two cores, processes of Triton failed now and then.
+# Long files first (tests/conftest.py). Two workers: with three on two cores, processes of Triton
+# failed now and then.
 BY_FILE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALL_TESTS := tests/golden tests/functional tests/chaos tests/distributed tests/unit
 

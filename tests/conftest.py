@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402  (the environment comes first)
 
 from nemo_aligner.core.gpus import hide_gpus  # noqa: E402
+from tests import durations  # noqa: E402
 from tests.patience import patience  # noqa: E402
 from tests.traces import Traces  # noqa: E402
 
@@ -49,6 +50,12 @@ def pytest_configure(config):
         hide_gpus()  # the other tests compare with numbers of a CPU
     if not hasattr(config, "workerinput") and "MUTANT_REPORT" not in os.environ:
         config.add_cleanup(Traces().remove)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files go first: short ones keep the workers busy to the end."""
+    seconds = durations.read()
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 def pytest_collection_finish() -> None:
