@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/reliability.md, from a report of the matrix of faults.
 
-    CHAOS_REPORT=chaos.jsonl make chaos
+    CHAOS=all CHAOS_REPORT=chaos.jsonl make chaos
     PYTHONPATH=. python scripts/fault_table.py chaos.jsonl
 
 The tests append to the report: begin with a new file.

@@ -4,7 +4,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,8 @@ def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., Non
                 try:
                     check(**dict(zip(arguments, values, strict=True)), **fixtures)
                 except Exception as error:
-                    faults.append(f"{case}: {type(error).__name__}: {error}")
+                    name = getattr(case, "name", case)
+                    faults.append(f"{name}: {type(error).__name__}: {error}")
             assert cases and not faults, "\n".join(faults)
 
         functools.update_wrapper(test, check)
@@ -38,16 +39,25 @@ def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., Non
     return decorate
 
 
-def first_of(
-    names: str | tuple[str, ...], cases: Iterable[Any], keep: int = 1, **options: Any
+def some_of(
+    names: str | tuple[str, ...],
+    cases: Iterable[Any],
+    keep: int | Sequence[Any] = 1,
+    **options: Any,
 ) -> Any:
-    """`pytest.mark.parametrize`; `make test` runs the first cases, as many as `keep`,
-    `make test-full` all of them.
+    """`pytest.mark.parametrize`, of which `make test` leaves cases out; `make test-full` runs all.
+
+    Args:
+        keep: what `make test` runs: so many of the first cases, or those whose first argument is
+            one of these.
     """
-    marked, several = [], not isinstance(names, str) or "," in names
+    marked, several, left_out = [], not isinstance(names, str) or "," in names, 0
     for number, case in enumerate(cases):
         if not hasattr(case, "marks"):
             case = pytest.param(*(case if several else [case]))
-        more = [pytest.mark.full] if number >= keep else []
-        marked.append(pytest.param(*case.values, marks=[*case.marks, *more], id=case.id))
+        is_kept = number < keep if isinstance(keep, int) else case.values[0] in keep
+        marks = [*case.marks] if is_kept else [*case.marks, pytest.mark.full]
+        marked.append(pytest.param(*case.values, marks=marks, id=case.id))
+        left_out += not is_kept
+    assert 0 < left_out < len(marked), f"{names}: {left_out} of {len(marked)} cases are left out"
     return pytest.mark.parametrize(names, marked, **options)

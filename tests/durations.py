@@ -39,8 +39,10 @@ class Durations:
         self.seconds[report.nodeid.partition("::")[0]] += report.duration
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self.config.getoption("--write-durations"):
+            whole = exitstatus == pytest.ExitCode.OK and not self.config.getoption("keyword")
+            assert whole, "a run of all tests that passed has the durations to write"
             TABLE.write_text(as_table(self.seconds))
         elif slow := too_slow(self.seconds, read()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

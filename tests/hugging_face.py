@@ -315,6 +315,8 @@ ODD = dict(
 )
 # Models of the architectures that are read as folders of Hugging Face. The first words are the
 # architecture's.
+# Each unlike the others in its rows, norms, positions or experts
+FEW = ("Llama 3.1", "Gemma", "GPT-2", "Phi 3", "Mixtral", "Qwen 3")
 FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
     name: model.build
     for name, model in MODELS.items()

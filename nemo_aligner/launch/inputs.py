@@ -74,7 +74,7 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
                 raise UserError(f"{key}={value} does not exist; give a file.")
         else:
             check_restore_path(value, key)
-    for file, section in _data_files(cfg, config_name):
+    for file, section, is_first in _data_files(cfg, config_name):
         columns = Columns(section.columns if file.columns is None else file.columns)
         form = (section.get("data_impl") or "jsonl").removeprefix("chunked_")
         reader = _Reader(CHARACTERS, cfg.get("data") or cfg.model.data, _Messages())
@@ -85,14 +85,15 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
                     record = columns(row)
                     others = set(row) - columns.sources
                     _check_record(reader, record, others, before, cfg, section, config_name)
-                    before = None if before else record
+                    # A pair may begin in one file and end in the next.
+                    before = record if is_first and not before else None
                 except UserError as error:
                     where = f"{source.path}, {source.unit} {number}"
                     raise UserError(f"{where}: {error}") from None
 
 
-def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, DictConfig]]:
-    """Each data file, with the section that says how it is read."""
+def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, DictConfig, bool]]:
+    """Each data file, the section that says how it is read, and whether it is its list's first."""
     lists = {
         f"{key}.file_path": OmegaConf.select(cfg, key) for key in SECTIONS.get(config_name, ())
     }
@@ -102,8 +103,8 @@ def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, D
         lists = dict.fromkeys(parts, cfg.model.data)
     for key, section in lists.items():
         files = OmegaConf.select(cfg, key)
-        for file in data_paths(files, key)[0] if files else ():
-            yield file._replace(path=file.path.replace(CHUNK_ID, "0")), section
+        for number, file in enumerate(data_paths(files, key)[0] if files else ()):
+            yield file._replace(path=file.path.replace(CHUNK_ID, "0")), section, number == 0
 
 
 def _check_record(
@@ -151,6 +152,7 @@ def _check_record(
         if config_name == "gpt_kto" and "preference" not in record:
             raise missing("preference", record)
         is_empty = reader.prompt_is_empty(record, *responses)
+        names = names if reader.form_of(record) is None else [""]
     if is_empty and not data.allow_empty_prompt:
         hint = prompt_hint(names[0], record, others.difference(names))
         raise UserError(

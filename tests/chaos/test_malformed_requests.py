@@ -21,7 +21,7 @@ from tests.functional.critic_job import RAISE, VOCAB, CriticJob
 from tests.patience import patience
 
 REQUESTS = int(os.environ.get("CHAOS_REQUESTS", 10_000))  # per endpoint
-FEW = 100  # in `make test`
+FEW = 100  # in `make test-full`
 GROWTH_MB = 64  # of all processes of the server, between a tenth of the requests and their end
 
 ROWS, WIDTH = 3, 8

@@ -3,9 +3,9 @@
 """A training checkpoint saved at one split, loaded at another: the weights are the same bits, the
 next step is that of a job that was never interrupted.
 
-Every split saves after its first step; then every split loads what each of them saved, with as
-many ranks or others, and takes the second step. The job without interruption is that of one rank
-(`matrix.write_expected`).
+Every split saves after its first step; then it loads what others saved (`test_matrix.sources`),
+with as many ranks or others, and takes the second step. The job without interruption is that of
+one rank (`matrix.write_expected`).
 """
 
 from pathlib import Path
@@ -45,7 +45,7 @@ CASES = (
 
 
 def cases(name: str) -> list[tuple[str, str]]:
-    """Those that run at the split; in bf16, where one rank computes a few roles, of these."""
+    """Those that run at the split; in bf16 only those that one rank computes."""
     split = SPLITS[name]
     every = split.precision == 32
     return [c for c in CASES if c in split.cases() or (every and c[0] in split.architectures)]
@@ -86,14 +86,10 @@ def save(tokenizer_dir, folder, name: str) -> None:
 
 
 def load(tokenizer_dir, folder, name: str, sources: list[str]) -> dict[tuple, dict[str, float]]:
-    """The second step at the split `name` from what each source of its precision saved: deviations
-    on rank 0.
-    """
+    """The second step at the split `name` from what each source saved: deviations on rank 0."""
     report, split = {}, SPLITS[name]
     for architecture, role in cases(name):
         for source in (source for source in sources if (architecture, role) in cases(source)):
-            if SPLITS[source].precision != split.precision:
-                continue
             training = build(tokenizer_dir, folder, architecture, role, split.model)
             saved = _callback(folder, source, architecture, role, *training)
             state = saved.load_latest(complete_checkpoints(saved.root)[-1][0])

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.distributed.launcher import progress, run_ranks
 
 TOKENS = torch.randint(0, 300, (2, 150), generator=torch.Generator().manual_seed(1))
@@ -129,7 +129,7 @@ def test_logits_at_each_split_are_those_of_hugging_face(write_folder, names):
 
 
 @pytest.mark.timeout(400)
-@first_of("kind", ["SequenceClassification", "TokenClassification"])
+@some_of("kind", ["SequenceClassification", "TokenClassification"])
 def test_heads_at_each_split_are_those_of_hugging_face(write_folder, kind):
     names = ("Llama 3.2", "GPT-2", "Mixtral")
     models = {name: hugging_face.with_head(kind, name) for name in names}

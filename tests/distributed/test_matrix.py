@@ -29,11 +29,16 @@ RELOAD = {  # by number of ranks: these save
     4: ["TP2xPP2", "TP2xDP2", "TP2+SPxPP2+VPP2"],
 }
 SAVED = [name for names in RELOAD.values() for name in names]
-# One rank loads what each of them saved; each loads that of one rank and of the one before it.
-SOURCES = {
-    name: SAVED if name in RELOAD[1] else ["one rank", SAVED[SAVED.index(name) - 1]]
-    for name in SAVED
-}
+
+
+def sources(name: str) -> list[str]:
+    """What a split loads, of its precision: one rank all, the others that of the first and that of
+    the one before them.
+    """
+    alike = [other for other in SAVED if SPLITS[other].precision == SPLITS[name].precision]
+    return (
+        alike if name in RELOAD[1] else [*dict.fromkeys((alike[0], alike[alike.index(name) - 1]))]
+    )
 
 
 def write_expected(tokenizer_dir, folder, names):
@@ -69,7 +74,7 @@ def full_reloads(tiny_tokenizer_dir, folder_of_models):
     for size, names in RELOAD.items():
         run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, folder_of_models, names)
     for size, names in RELOAD.items():
-        args = (tiny_tokenizer_dir, folder_of_models, {name: SOURCES[name] for name in names})
+        args = (tiny_tokenizer_dir, folder_of_models, {name: sources(name) for name in names})
         reloads |= keep_report(run_ranks(matrix_reload.load_all, size, 180, *args)[0])
     return reloads
 

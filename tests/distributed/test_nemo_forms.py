@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests import megatron_folders, nemo_files
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import tiny_config
 
@@ -71,7 +71,7 @@ def megatron_roots(model, kind: str, folder: Path, tokenizer: str) -> list[Path]
     return [folder / "torch_dist", folder / "torch"]
 
 
-@first_of("kind", ["llama", "gpt2", "moe"])
+@some_of("kind", ["llama", "gpt2", "moe"])
 def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 

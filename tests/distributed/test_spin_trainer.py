@@ -79,11 +79,7 @@ def expected_on_one_rank(tokenizer_dir, folder):
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize(
     "cases",
-    [
-        CASES,
-        # test_sft_rm_scripts.py has two data-parallel ranks that resume in `make test`.
-        pytest.param(OTHERS, marks=pytest.mark.full),
-    ],
+    [CASES, OTHERS],
     ids=["model-parallel", "data-parallel"],
 )
 def test_two_ranks_at_any_split_equal_one(tiny_tokenizer_dir, tmp_path, cases):

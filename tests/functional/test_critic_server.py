@@ -28,7 +28,7 @@ from nemo_aligner.servers import exchange
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
 from tests.patience import patience, wait_until
@@ -492,7 +492,7 @@ def two_rank_client(port, tp):
 
 
 @pytest.mark.full
-@first_of("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
 def test_clients_of_two_ranks(job, mirror, tp):
     """Scores reach every rank, training rows are gathered, a remote error is raised on all with
     its place.
@@ -660,7 +660,7 @@ def test_sigterm_waits_for_a_save(frontend):
 
 
 @asgi_frontend
-@first_of(
+@some_of(
     "grace_s, number, times, why",
     [
         (1.0, signal.SIGTERM, 1, "the running save did not end in 1 s"),

@@ -169,7 +169,7 @@ def assert_scores_are_direct(port: int, model) -> None:
 
 @pytest.fixture(scope="module", params=["asgi", pytest.param("triton", marks=pytest.mark.full)])
 def port(request, rm_file):
-    """Port of a running server with one rank, behind each front."""
+    """Port of a running server with one rank."""
     port, front = find_free_port(), f"server.frontend={request.param}"
     folder = rm_file.parent / request.param
     with reward_server(rm_file, folder, port, 1, "python", front) as job:

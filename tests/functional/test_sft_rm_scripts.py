@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nemo_aligner.checkpoint.folders import complete_checkpoints
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.chat_forms import OTHERS, write_tokenizer
 from tests.functional.jobs import (
     ScriptJob,
@@ -412,7 +412,7 @@ def test_kto_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
-@first_of("victim", [0, 1])
+@some_of("victim", [0, 1])
 def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
     # Minutes, for the case that this test itself is killed.
     long = [

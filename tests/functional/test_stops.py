@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
-from tests.cases import first_of
 from tests.functional.jobs import must_succeed, read_metrics, wait_for_log
 from tests.functional.test_sft_rm_scripts import data, sft  # noqa: F401  (a fixture)
 from tests.patience import wait_until
@@ -113,7 +112,7 @@ def second_rank(job):
 
 
 @pytest.mark.full
-@first_of("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_that_has_not_begun_ends_at_once(
     rank,
     data,  # noqa: F811

@@ -9,6 +9,7 @@ import math
 import re
 import tarfile
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +39,12 @@ LEFT_OUT = {
 
 
 def machine() -> str:
-    """The kind of CPU, and torch: where both are the same, numbers are equal to the bit."""
+    """The kind of CPU, torch, Megatron Core: where these are the same, numbers are, to the bit."""
     about = Path("/proc/cpuinfo").read_text()
     kind = [re.search(rf"^{key}\s*: (.*)", about, re.M) for key in KIND]
     words = [found[1] for found in kind if found]
-    return " ".join([*words, torch.backends.cpu.get_cpu_capability(), torch.__version__])
+    versions = [torch.__version__, version("megatron-core")]
+    return " ".join([*words, torch.backends.cpu.get_cpu_capability(), *versions])
 
 
 def numbers_of(folder: Path, prefix: str = "") -> dict:
@@ -110,11 +112,12 @@ def _values(numbers: dict, name: str) -> list:
 
 
 def _deviation(a, b) -> float:
-    """|a - b| in units of |a|, or of 1 if that is more."""
-    if a == b:
+    """|a - b| in units of |a|, or of 1 if that is more; infinite if one of them is NaN."""
+    if a == b or (a != a and b != b):
         return 0.0
     numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-    return abs(a - b) / max(1.0, abs(a)) if numbers else math.inf
+    deviation = abs(a - b) / max(1.0, abs(a)) if numbers else math.inf
+    return math.inf if math.isnan(deviation) else deviation
 
 
 def stored(job: str) -> dict:

@@ -6,6 +6,7 @@ others to 1e-6. `make golden` makes them anew and shows what has changed.
 """
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -68,6 +69,15 @@ def test_a_job_gives_the_stored_numbers(name, split, folder):
     same = expected.get(MACHINE) == found[MACHINE]
     lines = differences(name, expected, found, SAME_MACHINE if same else ELSEWHERE)
     assert not lines, "\n".join([f"{name}, {split}: stored -> found (deviation)", *lines])
+
+
+def test_what_differs_is_named():
+    expected, found = {"a": [1.0, 2.0], "b": 1.0}, {"a": [math.nan, 2.5], "b": 1.0}
+    assert differences("sft", expected, expected, SAME_MACHINE) == []
+    assert differences("sft", found, found, SAME_MACHINE) == []
+    for one, other, deviation in ((expected, found, "inf"), ({"b": 1.0}, {"b": 1.5}, "5.0e-01")):
+        (line,) = differences("sft", one, other, ELSEWHERE)
+        assert line.endswith(f"({deviation})")
 
 
 def test_all_splits_give_the_numbers_of_one_rank():

@@ -32,7 +32,7 @@ from nemo_aligner.servers.schema import (
     critic_train_endpoint,
 )
 from tests.asgi_front import AsgiFront
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
@@ -171,7 +171,7 @@ class Client:
 UPDATE = {"request_id": np.array([b"an-update"])}
 
 
-@first_of("name", [*reversed(ENDPOINTS)])
+@some_of("name", [*reversed(ENDPOINTS)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_fault_costs_a_repetition(serve, triton, fault, name):
     with (

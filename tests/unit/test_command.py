@@ -19,7 +19,7 @@ from nemo_aligner.config.meanings import explained, meaning
 from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES
 from nemo_aligner.config.values import leaves
 from nemo_aligner.core.endings import ExitCode
-from tests.cases import first_of
+from tests.cases import some_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [*ROOT.glob("examples/nlp/gpt/*.py"), *ROOT.glob("examples/nlp/synthetic_data_gen/*.py")]
@@ -108,7 +108,7 @@ def test_a_job_is_configured_as_by_its_script(arguments, printed, tmp_path):
     assert printed in ended.stdout, ended.stderr
 
 
-@first_of("name", [*CONFIG_NAMES, *COMMAND_NAMES], keep=2)
+@some_of("name", [*CONFIG_NAMES, *COMMAND_NAMES], keep=2)
 def test_every_key_has_its_default_and_a_meaning(name):
     defaults = OmegaConf.to_container(complete_config({}, name))
     text = explained(name)

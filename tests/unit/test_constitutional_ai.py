@@ -28,7 +28,7 @@ from nemo_aligner.synthetic.chat_models import (
 from nemo_aligner.synthetic.constitutional import Generator, read_judgement, split, stream_seed
 from nemo_aligner.synthetic.model_options import text_form
 from nemo_aligner.synthetic.progress import Progress
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import read, run, write
@@ -257,7 +257,7 @@ def test_helpful_conversations_are_mixed_in_and_long_ones_left_out(tmp_path, mon
     assert summary["input_files"][0] == path
 
 
-@first_of(
+@some_of(
     ("reply", "message"),
     [
         ((200, b"<html>"), "replied with something else than a chat completion: <html>"),

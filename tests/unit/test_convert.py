@@ -21,7 +21,7 @@ from nemo_aligner.convert.__main__ import main
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import GPT2_LIKE, tiny_config
 from tests.unit.test_hugging_face_folders import EACH, logits_of
 
@@ -52,7 +52,7 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
     }
 
 
-@first_of("name", hugging_face.FOLDERS, keep=4)
+@some_of("name", hugging_face.FOLDERS, keep=hugging_face.FEW)
 def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     hf = hugging_face.randomized(hugging_face.FOLDERS[name])
     if name == "Qwen 2":
@@ -93,8 +93,8 @@ def test_there_and_back_gives_the_same_bits(write_folder, tmp_path, name):
     assert before | ({} if configs[0].get("eos_token_id") else {"eos_token_id": 299}) == after
 
 
-@first_of("kind", ["SequenceClassification", "TokenClassification"])
-@first_of("name", EACH, keep=4)
+@some_of("kind", ["SequenceClassification", "TokenClassification"])
+@some_of("name", EACH, keep=4)
 def test_heads_go_there_and_back(write_folder, tmp_path, name, kind):
     hf = hugging_face.with_head(kind, name, labels=2)
     folder = write_folder(hf)

@@ -31,7 +31,7 @@ from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.chat_forms import TEMPLATES
 from tests.oracles import trl_dpo
 from tests.tiny_models import tiny_config
@@ -292,7 +292,7 @@ def assert_same_weights(ours, theirs):
         torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
 
 
-@first_of(
+@some_of(
     ("preference_loss", "loss_type", "average", "sft_weight"),
     [("dpo", "sigmoid", False, 0.0), ("ipo", "ipo", True, 0.2)],
 )

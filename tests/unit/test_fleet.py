@@ -20,7 +20,7 @@ from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.reward_client import send_to_fleets
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.patience import patience, wait_until
 from tests.scripted_server import ScriptedServer, answer, closed_port, failure, http, slowly
 
@@ -223,7 +223,7 @@ def test_a_request_that_ends_every_server_is_given_up():
         assert a.requests + b.requests == 5
 
 
-@first_of("how", ["restarted", "continued"])
+@some_of("how", ["restarted", "continued"])
 def test_a_hanging_model_is_given_up_until_it_gives_a_score_or_is_restarted(lines, how):
     hang, limit_s = threading.Event(), patience(0.5)
     hang.set()

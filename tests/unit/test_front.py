@@ -35,7 +35,7 @@ from nemo_aligner.servers.schema import (
 )
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.asgi_front import AsgiFront
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.patience import patience, wait_until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -468,7 +468,7 @@ def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypat
     connection.close()
 
 
-@first_of("make_front", [make_asgi_front, make_triton_front], indirect=True)
+@some_of("make_front", [make_asgi_front, make_triton_front], indirect=True)
 def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
     monkeypatch.setattr(lease_module, "RENEWAL_S", 0.05)
     monkeypatch.setattr(lease_module, "LEASE_S", 3.0)

@@ -18,7 +18,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_backward
 from nemo_aligner.training.update import optimizer_step
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.naive_generation import naive_generate
 from tests.tiny_models import PPO, tiny_config
 
@@ -80,7 +80,7 @@ def check_against_naive(model, prompts, params):
     return output
 
 
-@first_of(
+@pytest.mark.parametrize(
     "options",
     [
         dict(use_greedy=True),
@@ -95,7 +95,6 @@ def check_against_naive(model, prompts, params):
             end_strings=("e", " the"),
         ),
     ],
-    keep=4,
 )
 def test_decoding_equals_full_forward_passes(model, prompts, options):
     check_against_naive(model, prompts, GenerationParams(max_length=16, **options))
@@ -511,7 +510,7 @@ ENDS_OFTEN = GenerationParams(
 )
 
 
-@first_of("slots", [1, 2, 5], keep=2)
+@some_of("slots", [1, 2, 5], keep=[1, 5])
 @pytest.mark.parametrize("piece", [4096, 3])
 def test_slots_and_pieces_of_prompts_change_nothing(model, prompts, slots, piece, monkeypatch):
     """Each prompt comes twice, so that one of them shares the other's pass."""
@@ -657,22 +656,22 @@ def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):
     assert llama.model[0].training
 
 
-@first_of(
+@some_of(
     "overrides",
     [
         dict(window_size=[3, 0], window_attn_skip_freq=2),
-        dict(qk_layernorm=True, add_qkv_bias=True),
-        dict(rotary_percentage=0.5),
-        dict(rotary_interleaved=True),
-        dict(no_rope_freq=2),
-        dict(query_pre_attn_scalar=3),
-        dict(num_query_groups=4, activation="squared-relu", bias=True),
         dict(
             position_embedding_type="yarn",
             yarn_rotary_scaling_factor=4.0,
             yarn_original_max_position_embeddings=12,
         ),
         dict(num_moe_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2),
+        dict(qk_layernorm=True, add_qkv_bias=True),
+        dict(rotary_percentage=0.5),
+        dict(rotary_interleaved=True),
+        dict(no_rope_freq=2),
+        dict(query_pre_attn_scalar=3),
+        dict(num_query_groups=4, activation="squared-relu", bias=True),
         dict(apply_embedding_scaling=True, share_embeddings_and_output_weights=True),
     ],
     ids=lambda overrides: next(iter(overrides)),

@@ -23,7 +23,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def logits_of(model, tokens):
     )
 
 
-@first_of("name", KINDS, keep=5)
+@some_of("name", KINDS, keep=hugging_face.FEW)
 def test_a_folder_loads_directly(write_folder, name):
     hf = hugging_face.randomized(hugging_face.FOLDERS[name])
     model = load(write_folder(hf))
@@ -55,7 +55,7 @@ def test_a_folder_loads_directly(write_folder, name):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@first_of("name", ["Llama, odd sizes", "GPT-2"])
+@some_of("name", ["Llama, odd sizes", "GPT-2"])
 def test_greedy_generation_equals_hugging_face(write_folder, name):
     hf = hugging_face.randomized(hugging_face.FOLDERS[name])
     model = load(write_folder(hf))

@@ -12,7 +12,7 @@ from nemo_aligner.launch.model_loading import load_and_override_model_config, lo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def build(tokenizer_dir, name, **keys):
     return model, hf
 
 
-@first_of("name", hugging_face.MODELS, keep=6)
+@some_of("name", hugging_face.MODELS, keep=hugging_face.FEW)
 def test_logits_equal_hugging_face_at_long_positions(tiny_tokenizer_dir, name):
     model, hf = build(tiny_tokenizer_dir, name)
     for width in (150, 1200):
@@ -47,7 +47,7 @@ def test_logits_equal_hugging_face_at_long_positions(tiny_tokenizer_dir, name):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@first_of("name", hugging_face.MODELS, keep=6)
+@some_of("name", hugging_face.MODELS, keep=hugging_face.FEW)
 def test_greedy_responses_equal_hugging_face(tiny_tokenizer_dir, name):
     """Decoded with a cache, from ragged prompts that are longer than the windows; Hugging Face
     computes every prefix anew.

@@ -24,7 +24,7 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.unit.test_hugging_face_folders import EACH, load
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def through_a_job(folder, tmp_path, cls=GPTSFTModel, **keys):
 OLDER = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
 
 
-@first_of("name", [*EACH, "Llama 3.1", "Qwen 2, YaRN", "older"], keep=3)
+@some_of("name", [*EACH, "Llama 3.1", "Qwen 2, YaRN", "older"], keep=3)
 def test_what_a_job_does_not_change_comes_back(write_folder, tmp_path, name):
     older = name == "older"  # as transformers 4 writes it
     folder = write_folder(
@@ -201,7 +201,7 @@ def rewards_of(model, texts) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("ends", "rows"), [(302, None), ([302, 303], 384)], ids=["no row to spare", "rows to spare"]
 )
-@first_of(
+@some_of(
     "pad",
     [None, "</s>", "<s>", "<unk>", "<pad>", "<|endoftext|>"],
     ids=lambda pad: pad or "absent",

@@ -30,7 +30,7 @@ from nemo_aligner.inspection.jobs import ON_POLICY, open_job
 from nemo_aligner.inspection.samples import Part, pieces, read_samples
 from nemo_aligner.launch.inputs import check_inputs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.chat_forms import FAMILIES, write_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs/data.md"
@@ -471,7 +471,17 @@ def check_early(job, path, settings):
     check_inputs(complete_config(cfg, job), job)
 
 
-@first_of("row", LAYOUTS, ids=lambda row: "-".join(row[0]), keep=2)
+def test_a_pair_may_begin_in_one_file_and_end_in_the_next(tmp_path):
+    texts = [f"{prompt} A: {response}" for prompt in "pqr" for response in "xy"]
+    for name, lines in (("one", texts[:3]), ("two", texts[3:])):
+        records = [json.dumps({"text": text}) + "\n" for text in lines]
+        (tmp_path / f"{name}.jsonl").write_text("".join(records))
+    check_early(
+        "training_rm", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", ["model.data.prompt_end=A:"]
+    )
+
+
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: "-".join(row[0]))
 def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
     """From parquet where its columns have one type, as a hub's files do."""
     (layout, asked), job, settings, records, expected = row
@@ -498,7 +508,7 @@ def test_layouts_with_the_line_of_the_page(row, model, write, tmp_path, capsys):
         assert (item["chosen_reward"], item["rejected_reward"]) == (8.5, 2.0)
 
 
-@first_of("job", ["gpt_sft", "gpt_dpo", "gpt_kto", "gpt_ppo_actor"])
+@some_of("job", ["gpt_sft", "gpt_dpo", "gpt_kto", "gpt_ppo_actor"])
 def test_an_empty_prompt_that_is_allowed_is_counted(job, model, write, capsys):
     """No bos stands before it with this tokenizer: nothing can be sampled then."""
     record = {"prompt": "", "chosen": " a", "rejected": " b", "response": " a"}
@@ -546,7 +556,7 @@ def test_the_page_has_all_formats():
     assert {job for _, job, _ in DOCUMENTED} == set(JOBS.values())
 
 
-@first_of("number", range(len(DOCUMENTED)), keep=3)
+@some_of("number", range(len(DOCUMENTED)), keep=3)
 def test_records_and_settings_of_the_page_make_samples(number, model, write):
     records, job, settings = DOCUMENTED[number]
     path = write(*records)

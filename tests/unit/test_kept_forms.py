@@ -17,7 +17,7 @@ from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.launch.model_loading import complete_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.chat_forms import TEMPLATES
 from tests.tiny_models import tiny_config
 from tests.unit.test_script_steps import job_configuration
@@ -66,8 +66,8 @@ def save(cfg, path):
     return path
 
 
-@first_of("suffix", [".nemo", ""])
-@first_of("name", ["file", "nemo"])
+@some_of("suffix", [".nemo", ""])
+@some_of("name", ["file", "nemo"])
 def test_a_form_is_the_default_of_what_starts_from_its_job(
     tiny_tokenizer_dir, tmp_path, forms, name, suffix, monkeypatch
 ):
@@ -109,7 +109,7 @@ def test_an_export_has_the_template_in_its_tokenizer(tiny_tokenizer_dir, tmp_pat
         assert written.chat_template == (PLAIN if change else cfg.tokenizer.chat_template)
 
 
-@first_of("job", ["gpt_dpo", "gpt_ppo_critic", "gpt_sft"])
+@some_of("job", ["gpt_dpo", "gpt_ppo_critic", "gpt_sft"])
 def test_what_other_checkpoints_say(tiny_tokenizer_dir, tmp_path, forms, job):
     """NeMo-Aligner's models name their format in the section of the data; a file that is no part
     of the checkpoint is not read.

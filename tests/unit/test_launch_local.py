@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.patience import patience, wait_until
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def end(process):
     return process.returncode, said
 
 
-@first_of(
+@some_of(
     "actor, code, count",
     [
         (["0"], 0, 1),

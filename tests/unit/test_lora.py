@@ -28,7 +28,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import train_on_batch
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import PPO, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -340,7 +340,7 @@ def test_adapters_of_adapters_find_their_base_again(tmp_path, tiny_tokenizer_dir
     torch.testing.assert_close(logits_of(merged), logits_of(model), rtol=1e-4, atol=1e-4)
 
 
-@first_of("targets", ["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"], keep=2)
+@some_of("targets", ["attention_qkv", "attention_dense", "mlp_fc1", "mlp_fc2"], keep=2)
 def test_a_base_with_other_adapters_merged_in_is_another_base(bases, tmp_path, targets):
     model = actor_with(bases, target_modules=targets)
     before = model._base.checksum

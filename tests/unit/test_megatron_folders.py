@@ -21,7 +21,6 @@ from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests import megatron_folders
-from tests.cases import first_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -83,7 +82,7 @@ def test_megatron_bridge(kind, source, tiny_tokenizer_dir, tmp_path):
     assert model.tokenizer.vocab_size == megatron_folders.IDS < model.padded_vocab_size
 
 
-@first_of("sizes", [{}, {"tp": 2, "pp": 2}, {"pp": 2, "virtual": 2}], keep=4)
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "pp": 2}, {"pp": 2, "virtual": 2}])
 def test_files_of_each_rank(kind, source, tiny_tokenizer_dir, tmp_path, sizes):
     args = megatron_folders.args_of(kind)
     folder = megatron_folders.save_ranks(source, tmp_path, args, **sizes)

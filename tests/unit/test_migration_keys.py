@@ -40,7 +40,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES, build_tokenizer
 from nemo_aligner.training.optim import build_scheduler
 from tests import ppo_fakes
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check, load
 from tests.unit.test_model_keys import REFUSED
@@ -83,7 +83,7 @@ def odd(section, config_name):
 # --- keys without effect: accepted, with a warning
 
 
-@first_of("name", CONFIG_NAMES, keep=3)
+@some_of("name", CONFIG_NAMES, keep=3)
 def test_every_key_without_effect_is_accepted_with_its_warning(name, tmp_path):
     def below_another(key):
         return any(key.startswith(f"{other}.") for other in INERT[name])
@@ -324,7 +324,7 @@ def test_nothing_reads_a_key_without_effect():
 
 
 @pytest.mark.full
-@first_of("name", ["gpt_sft", "inference_rm"])
+@pytest.mark.parametrize("name", ["gpt_sft", "inference_rm"])
 def test_every_other_value_is_refused_with_its_remedy(name, tmp_path):
     for key, (accepted, remedy) in ONLY.items():
         value = REFUSED[key.split(".")[1]]
@@ -377,7 +377,7 @@ WRITTEN = (
 )
 
 
-@first_of("number", range(len(OLD_FORMS)), keep=2)
+@some_of("number", range(len(OLD_FORMS)), keep=2)
 def test_a_form_gives_its_note_in_its_jobs_alone(number, tmp_path):
     form, written = OLD_FORMS[number], WRITTEN[number]
     assert len(WRITTEN) == len(OLD_FORMS)

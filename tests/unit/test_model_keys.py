@@ -26,7 +26,7 @@ from nemo_aligner.models.nlp.gpt import megatron_config, megatron_layers
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.megatron_steps import forward_collect
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
@@ -292,14 +292,14 @@ def test_every_key_of_nemo_has_one_place():
     assert {key: count for key, count in counts.items() if count != 1} == {}
 
 
-@first_of("key", CHANGES_LOGITS, keep=12)
+@some_of("key", CHANGES_LOGITS, keep=[*CHANGES_LOGITS][::2])
 def test_key_changes_the_logits(build, key):
     base, changed = pair(build, CHANGES_LOGITS[key], key)
     changed.unwrapped()[0].load_state_dict(weights_of(base), strict=False)
     assert (logits_of(base) - logits_of(changed)).abs().max() > 1e-4
 
 
-@first_of("key", CHANGES_SHAPES, keep=8)
+@some_of("key", CHANGES_SHAPES, keep=[*CHANGES_SHAPES][::2])
 def test_key_changes_the_shapes(build, key):
     base, changed = (weights_of(model) for model in pair(build, CHANGES_SHAPES[key], key))
     assert {n: x.shape for n, x in base.items()} != {n: x.shape for n, x in changed.items()}

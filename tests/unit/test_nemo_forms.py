@@ -26,7 +26,7 @@ from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main as plan
 from tests import nemo_files
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def same_model(path, source):
     return torch.equal(logits_of(restored(path)), logits_of(source))
 
 
-@first_of(
+@some_of(
     "tp, stages, wrapper, tar",
     [
         (1, [3], "model.", False),
@@ -144,7 +144,7 @@ def test_zarr(source, tmp_path, tar):
     assert same_model(nemo_files.packed(folder) if tar else folder, source)
 
 
-@first_of("name", ["bfloat16", "<V2"])
+@some_of("name", ["bfloat16", "<V2"])
 def test_zarr_in_bfloat16(source, tmp_path, name):
     folder = nemo_files.write_zarr(source, tmp_path / "zarr", dtype=name)
     rounded = MegatronGPTModel(source.cfg)
@@ -274,7 +274,7 @@ def nemo_of(source, weights, folder):
     return folder
 
 
-@first_of("form", ["folder", "file", "nemo2"], keep=2)
+@some_of("form", ["folder", "file", "nemo2"], keep=2)
 def test_what_megatron_core_itself_saves(
     source, by_megatron_core, tiny_tokenizer_dir, tmp_path, capsys, form
 ):
@@ -318,7 +318,7 @@ def damages(folder, weights):
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)
-@first_of("form", ["folder", "file", "nemo2"])
+@some_of("form", ["folder", "file", "nemo2"])
 def test_each_damage_to_files_without_checksums_is_one_error(
     source, by_megatron_core, tiny_tokenizer_dir, tmp_path, form
 ):
@@ -363,7 +363,7 @@ TWICE = ("ranks", "hugging_face", "hugging_face_bf16")  # names of layers, with 
 
 
 @pytest.mark.parametrize("source", ["llama"], indirect=True)
-@first_of(
+@some_of(
     "form, value",
     [
         ("folder", 1.8e37),

@@ -26,7 +26,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -186,7 +186,7 @@ SPLITS = {"train": ["a.jsonl"], "validation": ["b.jsonl"], "test": ["c.jsonl"]}
 
 
 @pytest.mark.parametrize("in_file", [["1.0", "/data/old"], "/data/old", {"train": ["old"]}])
-@first_of("drop", [True, False])
+@some_of("drop", [True, False])
 def test_the_data_of_a_file_does_not_disturb_the_users(nemo_folder, tmp_path, in_file, drop):
     path = edited(nemo_folder, tmp_path / "m", data={"data_prefix": in_file, "old_key": 1})
     cfg = OmegaConf.create({"model": {"data": {"data_prefix": SPLITS}}})

@@ -34,7 +34,6 @@ from nemo_aligner.servers.schema import ReplyError, RequestError
 from nemo_aligner.servers.teacher_client import TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
 from nemo_aligner.training.timers import ScopedTimer
-from tests.cases import first_of
 from tests.oracles import trl_jsd
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check, load
@@ -96,7 +95,7 @@ def trainer_of(model, fraction=1.0, teacher=None, step=0):
     return trainer
 
 
-@first_of("fraction", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_updates_are_on_policy_with_the_asked_probability(fraction):
     trainer = trainer_of(None, fraction)
     draws = [trainer.is_on_policy(step) for step in range(4000)]

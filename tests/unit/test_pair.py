@@ -14,7 +14,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.pair import load_state_of_pair
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 from tests.unit.test_checksums import Death, die_at, flip
 from tests.unit.test_megatron_gpt_model import train_step
@@ -123,7 +123,6 @@ def test_death_in_any_save_is_healed_by_the_same_command(
         assert sorted(side.callback.saved_at(side.counter)) == [4, 6]
 
 
-@pytest.mark.full
 def test_death_again_and_again_with_another_interval(
     tiny_tokenizer_dir, tmp_path, monkeypatch, whole
 ):
@@ -143,7 +142,7 @@ def test_death_again_and_again_with_another_interval(
     assert sorted(pair.critic.status()["checkpoints"]) == [4, 6]
 
 
-@first_of("side", ["actor", "critic"])
+@some_of("side", ["actor", "critic"])
 def test_a_damaged_checkpoint_takes_the_pair_to_the_one_before(
     tiny_tokenizer_dir, tmp_path, whole, side
 ):
@@ -171,7 +170,7 @@ def test_damage_that_the_critic_finds_when_it_is_asked(
     assert_same_bits(pair.run(6), whole)
 
 
-@first_of("new", ["actor", "critic"])
+@some_of("new", ["actor", "critic"])
 def test_a_job_in_another_folder_takes_nothing_from_the_other(tiny_tokenizer_dir, tmp_path, new):
     """What two saves and more have learned is not given up for a job that starts anew."""
     Pair(tmp_path, tiny_tokenizer_dir).run(6)

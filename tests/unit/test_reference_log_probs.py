@@ -32,7 +32,7 @@ from nemo_aligner.data.nlp.reference_log_probs import (
 from nemo_aligner.launch.supervised_job import build_preference_dataloaders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
 WIDTH, ITEMS = 40, 39
@@ -312,7 +312,7 @@ KINDS = {
 
 
 @pytest.mark.slow
-@first_of("peft", ["none", "lora"])
+@some_of("peft", ["none", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
     tiny_tokenizer_dir, tmp_path, kind, peft

@@ -23,7 +23,6 @@ from nemo_aligner.launch.score_sources import check_names
 from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError
-from tests.cases import first_of
 from tests.patience import Deadline, patience
 from tests.processes import is_alive
 
@@ -373,7 +372,7 @@ with RewardFunction("{tmp_path}/reward.py:score", None, workers=1) as function:
 
 
 @pytest.mark.full
-@first_of("read", [True, False], ids=["read", "stuck"])
+@pytest.mark.parametrize("read", [True, False], ids=["read", "stuck"])
 def test_megabytes_written_past_python_do_not_reach_the_log(tmp_path, read):
     """By the function and by what it starts; also where nobody reads the server's output."""
     text = """

@@ -19,7 +19,7 @@ from nemo_aligner.launch import script_steps
 from nemo_aligner.launch.processes import JobTrainer
 from nemo_aligner.utils import train_script_utils as script_utils
 from nemo_aligner.utils import utils
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -353,7 +353,7 @@ EVERY_CHECK = [("check_config", None), ("check_values", False), ("check_values",
 
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
-@first_of("is_checked", [True, False])
+@some_of("is_checked", [False, True])
 def test_every_job_is_checked_once_where_it_reads_its_checkpoint(
     name, is_checked, nemo_file, calls
 ):
@@ -410,7 +410,7 @@ def test_rejection_sampling_leaves_out_what_ppo_put_into_a_checkpoint(nemo_file,
     assert loaded.ppo.length_params.max_length == 24  # half of the job's length
 
 
-@first_of("name", CONFIG_NAMES, keep=4)
+@some_of("name", CONFIG_NAMES, keep=4)
 def test_a_stored_dropout_is_off_where_it_is_noise(name, nemo_file, tmp_path):
     cfg = utils.load_checkpoint_model_config(nemo_file)
     cfg.hidden_dropout = cfg.attention_dropout = 0.1

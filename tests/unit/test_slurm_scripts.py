@@ -21,7 +21,7 @@ from nemo_aligner.__main__ import job_modules
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import CONF
 from nemo_aligner.core.endings import RUN_AGAIN, ExitCode
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.functional.jobs import ROOT
 
 pytestmark = pytest.mark.slow
@@ -143,7 +143,7 @@ def test_ppo_with_rewards_from_their_own_servers(submit):
     assert remote.reward_model.port == server.inference.port != remote.critic.port
 
 
-@first_of(
+@some_of(
     "job, config_name, section",
     [
         ("rs", "gpt_rs_actor", "remote_rm.reward_model"),
@@ -172,7 +172,7 @@ def test_a_function_is_served_by_one_process(submit):
     assert jobs["serve reward"][2] == 1 and jobs["train rs"][2] == 16
 
 
-@first_of("name", sorted(name for name in job_modules() if "serve" not in name), keep=4)
+@some_of("name", sorted(name for name in job_modules() if "serve" not in name), keep=4)
 def test_a_job_alone(submit, name):
     """Every job that needs no server starts from the one template."""
     jobs = submit([JOB, name.split()[-1], "model.seed=7"], 1, sets=1)
@@ -184,7 +184,7 @@ def test_a_job_alone(submit, name):
     assert len(folders) == (name != "logits")
 
 
-@first_of(
+@some_of(
     "words, jobs, ends",
     [([PAIR, *CRITIC, "--", "ppo", *POLICY], 2, 2), ([JOB, "dpo", *POLICY], 1, 1)],
     ids=["pair", "job"],

@@ -22,7 +22,7 @@ from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from tests import hugging_face
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.oracles import trl_dpo
 from tests.spin_jobs import (
     BETAS,
@@ -244,7 +244,7 @@ def checkpoints_in(folder):
     return partial(CheckpointCallback, folder, name="spin", filename="{step}", save_top_k=-1)
 
 
-@first_of("peft", [None, LORA], ids=["full", "lora"])
+@some_of("peft", [None, LORA], ids=["full", "lora"])
 def test_a_job_resumes_within_an_iteration_and_between_two_as_if_it_had_not_stopped(
     tiny_tokenizer_dir, tiny_tokenizer, tmp_path, peft
 ):

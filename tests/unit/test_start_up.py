@@ -27,7 +27,7 @@ from nemo_aligner.launch import endings, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.patience import wait_until
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def copied(tmp_path_factory):
     return folder
 
 
-@first_of("script", SCRIPTS, ids=lambda path: path.stem)
+@some_of("script", SCRIPTS, ids=lambda path: path.stem)
 def test_help_shows_the_configuration_and_imports_nothing_heavy(script, copied):
     """Also of a script that was copied elsewhere, without what its links point to."""
     ended = run(copied / script.name, "--help")
@@ -84,12 +84,9 @@ def test_what_hydra_refuses_is_an_error_of_the_user(argument, text):
     assert text in ended.stderr
 
 
-@first_of(  # the scripts are alike: every fourth in `make test`
+@some_of(  # the scripts are alike
     "script, form",
-    [
-        pytest.param(path, "+" * (n // 4 % 3), marks=[pytest.mark.full] * (n % 4 > 0))
-        for n, path in enumerate(SCRIPTS)
-    ],
+    [(path, "+" * (n % 3)) for n, path in enumerate(SCRIPTS)],
     ids=lambda path: getattr(path, "stem", None),
 )
 def test_an_unknown_key_is_one_message_and_imports_nothing_heavy(script, form):

@@ -17,7 +17,7 @@ from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import build_dataloader
 from nemo_aligner.training.stop_requests import stop_requests
-from tests.cases import first_of
+from tests.cases import some_of
 from tests.ppo_fakes import fit_until_stopped
 
 GBS = 4
@@ -385,7 +385,7 @@ def test_resume_equals_the_uninterrupted_run(workers):
             break
 
 
-@first_of("workers", [0, 2])
+@some_of("workers", [0, 2])
 @pytest.mark.parametrize(
     ("sizes", "rests"),  # (global batch size, its last step), what is left out of each epoch
     [

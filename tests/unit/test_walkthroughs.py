@@ -38,7 +38,7 @@ import run_kto  # noqa: E402
 import run_rs  # noqa: E402
 import run_spin  # noqa: E402
 
-from tests.cases import first_of  # noqa: E402
+from tests.cases import some_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -253,7 +253,7 @@ def children() -> list[psutil.Process]:
 # -------------------------------------------------------------------------------------- the walk
 
 
-@first_of("name", WALKS)
+@some_of("name", WALKS)
 def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsys, name):
     before = children()
     assert WALKS[name].main(["--run-dir", str(tmp_path / "a run"), "--steps", "2"]) == 0
@@ -524,7 +524,7 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
     return [*first, (server, "gpt_ppo_critic"), (actor, "gpt_ppo_actor")]
 
 
-@first_of("steps", [1, 50, 200])
+@some_of("steps", [1, 50, 200])
 @pytest.mark.parametrize("name", WALKS)
 def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, name, steps):
     from hydra import compose, initialize_config_dir

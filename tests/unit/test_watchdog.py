@@ -17,6 +17,7 @@ import pytest
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
+from tests.cases import some_of
 from tests.patience import patience, wait_until
 from tests.processes import is_alive
 from tests.warm_start import start_python
@@ -131,8 +132,7 @@ def ending(folder):
     return json.loads((folder / "ending.json").read_text())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("what", ["slow", "long"])
+@some_of("what", ["slow", "long"])
 def test_slow_work_goes_on(start, what):
     job = start(what)
     watcher = beside(job)
