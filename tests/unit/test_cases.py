@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The decorators of `tests/cases.py`: a check in a loop fails as a test would, and what `make test`
-leaves out is marked.
+"""The decorators of `tests/cases.py`: a check in a loop fails as a test would, and the cases that
+`make test` leaves out are marked.
 """
 
 import pytest
