@@ -53,7 +53,7 @@ class ScriptJob:
                 f"--nproc_per_node={ranks}",
                 f"--master_port={find_free_port()}",
             ]
-        is_command = script.startswith(("train ", "serve "))
+        is_command = str(script).startswith(("train ", "serve "))
         words = ["-m", "nemo_aligner", *script.split()] if is_command else [str(SCRIPTS / script)]
         command += [*words, f"trainer.devices={ranks}", *overrides]
         environment = {
