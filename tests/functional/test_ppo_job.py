@@ -325,10 +325,7 @@ NOT_COMPARED = re.compile("step_time|sampling_ratio")  # the second: of recomput
 CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps
 
 
-IN_BACKGROUND = "exp_manager.checkpoint_callback_params.async_save=True"
-each_way_to_save = pytest.mark.parametrize(
-    "extra", [(), pytest.param((IN_BACKGROUND,), marks=pytest.mark.full)], ids=["sync", "async"]
-)
+IN_BACKGROUND = ("exp_manager.checkpoint_callback_params.async_save=True",)
 
 
 def run_pair(inputs, folder, max_steps, critic_ranks=1, actor_ranks=1, actor_extra=(), extra=()):
@@ -418,14 +415,13 @@ def run_killed_pair(inputs, folder, monkeypatch, side, save, extra):
 
 
 @pytest.mark.full
-@each_way_to_save
 def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
-    inputs, whole, tmp_path, monkeypatch, extra
+    inputs, whole, tmp_path, monkeypatch
 ):
-    """The actor dies in its first save, then the critic in the one of step 4: no argument is
-    changed, and every metric is the same to the bit.
+    """The actor dies in its first save in the background, then the critic in the one of step 4: no
+    argument is changed, and every metric is the same to the bit. (Other saves: tests/chaos.)
     """
-    folder = tmp_path / "killed"
+    folder, extra = tmp_path / "killed", IN_BACKGROUND
     run_killed_pair(inputs, folder, monkeypatch, "actor", 1, extra)
     assert not list((folder / "actor/checkpoints").glob("*/COMPLETE"))
     # Of the critic's saves the first is that of its first weights.
@@ -475,7 +471,7 @@ def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, t
 
 
 @pytest.mark.full  # test_critic_server.py and tests/unit/test_full_disk.py have each side alone
-@each_way_to_save
+@pytest.mark.parametrize("extra", [(), IN_BACKGROUND], ids=["sync", "async"])
 def test_a_critic_without_space_lives_and_goes_back(inputs, whole, tmp_path, monkeypatch, extra):
     """The disk is full when the critic saves step 2: the actor ends with one message, the critic
     goes on serving. The actor's command again: both start at step 0, to the same bits.
