@@ -172,7 +172,10 @@ class _Spare:
             if os.getppid() != parent:
                 os._exit(0)
             with others.makefile("rb") as file:
-                command, environment, folder, new_session = pickle.load(file)
+                try:
+                    command, environment, folder, new_session = pickle.load(file)
+                except EOFError:  # the job has ended without a rank
+                    os._exit(0)
                 _end_with_parent(0)  # as a process that `Popen` starts
                 if new_session:
                     os.setsid()
