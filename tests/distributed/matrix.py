@@ -77,8 +77,9 @@ class Split:
         ranks: of the job.
         model: keys of the model configuration.
         architectures: that run at it.
-        thorough: with all roles, loss reductions and sizes of micro-batches, not just with
-            `FEW_ROLES` and `FEW_VARIANTS`; so are all with MATRIX=all in the environment.
+        thorough: with all roles, and `FEW_ROLES` with all loss reductions and sizes of
+            micro-batches; otherwise `FEW_ROLES` with `FEW_VARIANTS`. With MATRIX=all in the
+            environment: all with all.
     """
 
     ranks: int
@@ -674,7 +675,8 @@ def variants(role: str, split: Split) -> list[tuple[str, int | str]]:
     group = split.model.get("pipeline_model_parallel_size", 1)
     group = group if split.model.get("virtual_pipeline_model_parallel_size") else 1
     own = ROLES[role].reductions
-    chosen = VARIANTS if split.thorough or EVERYTHING else FEW_VARIANTS
+    every = EVERYTHING or (split.thorough and role in FEW_ROLES)
+    chosen = VARIANTS if every else FEW_VARIANTS
     named = dict.fromkeys((r if r in own else own[0], m) for r, m in chosen)
     return [(r, m) for r, m in named if m == DYNAMIC or SAMPLES // dp % (m * group) == 0]
 
