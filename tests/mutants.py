@@ -851,8 +851,15 @@ MUTANTS = [
     Mutant(
         "a dropout that the checkpoint stores acts in DPO",
         "launch/model_loading.py",
-        "    if job in WITHOUT_DROPOUT and stored:",
-        "    if job in () and stored:",
+        "    merged.update(dict.fromkeys(stored, 0.0))",
+        "    pass",
+        _unit("test_dpo_model.py", "test_a_stored_dropout_is_off_unless_it_is_asked_for"),
+    ),
+    Mutant(
+        "a dropout of 0 that is asked for is not written",
+        "launch/model_loading.py",
+        "        if model_cfg_to_overwrite.get(key) is not None:",
+        "        if False:",
         _unit("test_dpo_model.py", "test_a_stored_dropout_is_off_unless_it_is_asked_for"),
     ),
     Mutant(

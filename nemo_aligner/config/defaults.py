@@ -58,6 +58,13 @@ NULL_IS_DEFAULT = (
 NOT_FROM_JOB = ("precision", "optim")  # of `model`
 # Sections of `model` that belong to a job rather than to a model.
 JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
+# Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
+# dropout of the checkpoint's pretraining would be noise in them.
+WITHOUT_DROPOUT = tuple(
+    """gpt_ppo_actor gpt_ppo_critic gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
+    gpt_knowledge_distillation""".split()
+)
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Sections that null switches off.
 OFF_WHEN_NULL = (
     *(
@@ -160,6 +167,14 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
     result = _copy(tree)
     result._set_parent(model_cfg._get_parent())  # ${trainer.precision} and the like still resolve
     return result
+
+
+def base_dropout(model_cfg: Mapping, base: Mapping, config_name: str | None) -> dict[str, float]:
+    """The dropout of `base`, a checkpoint's configuration, that a job switches off: its keys are
+    not in `model_cfg`.
+    """
+    keys = DROPOUTS if config_name in WITHOUT_DROPOUT else ()
+    return {key: base[key] for key in keys if base.get(key) and key not in model_cfg}
 
 
 def _complete(

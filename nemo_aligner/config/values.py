@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.core.errors import ConfigError
@@ -16,6 +16,19 @@ def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     """`cfg` as nested dicts and lists, with its references as they are or resolved."""
     tree: Any = OmegaConf.to_container(cfg, resolve=resolve)
     return tree
+
+
+def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` over `base`. Unlike OmegaConf's merging it does not fail where one has keys and the
+    other a list: `over` wins.
+    """
+    result = dict(base)
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            result[key] = laid_over(base[key], value)
+        elif key not in base or value != MISSING:
+            result[key] = value
+    return result
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,22 +3,22 @@
 """Models from `.nemo` files, built with the file's configuration and that of the user."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.checkpoint.places import is_nemo2
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.data_rules import KEPT_FORM, asked_form
-from nemo_aligner.config.defaults import complete_model, drop_unset, model_fallback
+from nemo_aligner.config.defaults import base_dropout, complete_model, drop_unset, model_fallback
 from nemo_aligner.config.parallel_rules import default_precision
 from nemo_aligner.config.rules import job_of_model
-from nemo_aligner.config.values import plain_dict, resolved
+from nemo_aligner.config.values import laid_over, plain_dict, resolved
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
@@ -26,7 +26,7 @@ from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 Model = TypeVar("Model", bound=MegatronGPTModel)
 
 # Keys of a file that describe the file, not the model.
-META_KEYS = ("target", "nemo_version")
+META_KEYS = ("target", "nemo_version", "overwrite_base_config")
 TOKENIZER_FILES = ("library", "type", "model", "vocab_file")
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -35,13 +35,6 @@ PARALLEL_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-# Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
-# dropout of the checkpoint's pretraining would be noise in them.
-WITHOUT_DROPOUT = tuple(
-    """gpt_ppo_actor gpt_ppo_critic gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
-    gpt_knowledge_distillation""".split()
-)
-DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Sections of other jobs, which a checkpoint that such a job trained may hold.
 OTHER_POLICIES = {"gpt_rs_actor": ("ppo",), "gpt_reinforce_actor": ("ppo", "rs")}
 
@@ -84,15 +77,17 @@ def load_and_override_model_config(
         if key not in merged:
             merged[key] = model_fallback(key)
     job = job_of_model(model_cfg_to_overwrite) or ""
-    stored = [key for key in DROPOUTS if key not in model_cfg_to_overwrite and merged.get(key)]
-    if job in WITHOUT_DROPOUT and stored:
-        if is_rank_zero():
-            values = ", ".join(f"{key}={merged[key]}" for key in stored)
-            logging.info(
-                f"the dropout of the checkpoint's configuration ({values}) is off in this job; "
-                f"model.{stored[0]}={merged[stored[0]]} would switch it on"
-            )
-        merged.update(dict.fromkeys(stored, 0.0))
+    stored = base_dropout(model_cfg_to_overwrite, merged, job)
+    if stored and is_rank_zero():
+        values = ", ".join(f"{key}={value}" for key, value in stored.items())
+        logging.info(
+            f"the dropout of the checkpoint's configuration ({values}) is off in this job; "
+            f"model.{values.partition(',')[0]} would switch it on"
+        )
+    merged.update(dict.fromkeys(stored, 0.0))
+    for key in base_dropout({}, base, job):  # what is given is written, too
+        if model_cfg_to_overwrite.get(key) is not None:
+            OmegaConf.update(merged, f"overwrite_base_config.{key}", True, force_add=True)
     for section in OTHER_POLICIES.get(job, ()):
         merged.pop(section, None)  # of the job that trained the checkpoint; it has other lengths
     check_loaded(model_cfg_to_overwrite, merged, restore_path)
@@ -133,7 +128,7 @@ def _over(base: DictConfig, model_cfg: DictConfig) -> DictConfig:
     over = plain_dict(drop_unset(model_cfg), resolve=True)
     if "precision" in over and over["precision"] is None:  # of a script that does not set it
         over["precision"] = default_precision()
-    merged = _merged(plain_dict(base), over)
+    merged = laid_over(plain_dict(base), over)
     # The job's own form of conversations, or that of the checkpoint, but no mixture of them.
     data = base.get("data") or {}
     forms = [asked_form(model_cfg.get("data") or {}), given.get(KEPT_FORM), own.get(KEPT_FORM)]
@@ -150,19 +145,6 @@ def _contents(form: DictConfig | dict[str, Any] | None) -> dict[str, Any] | None
         return None
     path = Path(form.get("chat_template") or os.devnull)
     return {**resolved(form), "chat_template": path.read_text("utf-8") if path.exists() else None}
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` over `base`. Unlike OmegaConf's merging it does not fail where one has keys and the
-    other a list: `over` wins.
-    """
-    result = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            result[key] = _merged(base[key], value)
-        elif key not in base or value != MISSING:
-            result[key] = value
-    return result
 
 
 def remove_overwritten_fields(
@@ -228,8 +210,7 @@ def load_from_nemo(
     cfg.pop("target", None)
     launch_processes(trainer)
     model = cls(cfg, trainer=trainer)
-    if cls.CONFIG_NAME in WITHOUT_DROPOUT:
-        model.stored_dropout = {key: file_cfg[key] for key in DROPOUTS if file_cfg.get(key)}
+    model.stored_dropout = base_dropout({}, file_cfg, cls.CONFIG_NAME)
     model.load_nemo_weights(
         restore_path,
         strict=strict,

@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.checks import check_keys
-from nemo_aligner.config.defaults import complete_config, complete_model, drop_unset
+from nemo_aligner.config.defaults import base_dropout, complete_config, complete_model, drop_unset
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
 from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS, check_required
-from nemo_aligner.config.values import Values, plain_dict
+from nemo_aligner.config.values import Values, laid_over, plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.memory import Workload
 from nemo_aligner.plan.parameters import Split
@@ -176,22 +176,12 @@ def job_config(
         cfg.trainer.precision = "bf16"  # of GPUs
     try:
         own = plain_dict(drop_unset(cfg.model), resolve=True)
-        base = {key: value for key, value in checkpoint.items() if key not in ("target", "optim")}
-        cfg.model = complete_model(OmegaConf.create(_over(base, own)), job.config_name)
+        without = ("target", "optim", *base_dropout(cfg.model, checkpoint, job.config_name))
+        base = {key: value for key, value in checkpoint.items() if key not in without}
+        cfg.model = complete_model(OmegaConf.create(laid_over(base, own)), job.config_name)
         return plain_dict(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration of the {job.name} has no value: {error}") from error
-
-
-def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` over `base`, section by section."""
-    result = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            result[key] = _over(base[key], value)
-        else:
-            result[key] = value
-    return result
 
 
 def head_outputs(job: Job, model: Mapping[str, Any]) -> int:

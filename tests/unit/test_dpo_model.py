@@ -121,7 +121,7 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
     ("record", "message"),
     [
         ({"prompt": "a", "chosen": " b", "rejected": " b"}, "line 2.*nothing to prefer"),
-        ({"text": "a b"}, "line 2.*field 'chosen' is missing"),
+        ({"text": "a b"}, "line 2.*'chosen' and 'rejected' are missing"),
         ({"chosen": "a b", "rejected": "a c"}, "line 2.*field 'prompt' is missing"),
         ({"prompt": "a", "chosen": " b"}, "line 2.*field 'rejected' is missing"),
         (
@@ -316,7 +316,7 @@ def test_twenty_steps_end_at_the_weights_of_trl(
     assert_same_weights(ours, dict(hf.named_parameters()))
 
 
-@pytest.mark.parametrize("asked", ["", "dropout", "adapters"])
+@pytest.mark.parametrize("asked", ["", "dropout", "none", "adapters"])
 def test_a_stored_dropout_is_off_unless_it_is_asked_for(
     tiny_tokenizer_dir, tiny_tokenizer, tmp_path, monkeypatch, asked
 ):
@@ -324,12 +324,14 @@ def test_a_stored_dropout_is_off_unless_it_is_asked_for(
     for level in ("info", "warning"):
         monkeypatch.setattr(logging, level, lambda text, *_: said.append(text))
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+    zero = dict.fromkeys(dropout, 0)
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **dropout)).save_to(f"{base}/")
     sizes = {"model.global_batch_size": PAIRS, "model.micro_batch_size": 2}
     tuning = {"adapter_dropout": 0.5, "row_init_method": "normal"}
     changes = {
         "": {},
         "dropout": {"model.hidden_dropout": 0.1},
+        "none": {"model.hidden_dropout": 0, "model.attention_dropout": 0.0},
         "adapters": {"model.peft.peft_scheme": "lora", "model.peft.lora_tuning": tuning},
     }[asked]
     cfg = job_configuration("gpt_dpo", base, **sizes, **changes)
@@ -340,15 +342,15 @@ def test_a_stored_dropout_is_off_unless_it_is_asked_for(
     data = DPOModelDataset([write(tmp_path / "p.jsonl", records(PAIRS))], tiny_tokenizer, LENGTH)
     trainer, log = trainer_of(model, data, max_steps=1)
     trainer.fit()
-    assert (log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)) == (not asked)
+    assert (log[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)) == (asked in ("", "none"))
     off = "(attention_dropout=0.2)" if asked == "dropout" else "(hidden_dropout=0.1, attention"
-    assert sum("is off in this job" in line and off in line for line in said) == 1
+    assert sum("is off in this job" in line and off in line for line in said) == (asked != "none")
     # Of a policy that starts from other weights than its reference, a line says so before.
     assert sum("first_rewards is" in line for line in said) == (asked == "dropout")
     assert sum("DPO at log 2" in line for line in said) == (asked == "adapters")
     model.save_config_to(tmp_path)
     stored = OmegaConf.load(tmp_path / "model_config.yaml")
-    assert {key: stored[key] for key in dropout} == dropout
+    assert {key: stored[key] for key in dropout} == (dropout if asked != "none" else zero)
 
 
 @pytest.mark.full

@@ -32,6 +32,7 @@ from nemo_aligner.plan.jobs import (
     DPO,
     JOBS,
     KTO,
+    REWARD_MODEL,
     STEERLM2,
     STUDENT,
     job_config,
@@ -651,6 +652,22 @@ def test_passes_of_dpo_count_pairs_by_number_and_responses_by_tokens(model_file)
     for job in (DPO, KTO):
         found = workload(job, path, f"model.dynamic_micro_batch_tokens={3 * 4096 + 5}")
         assert (found.forward_samples, found.unit) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "counts"),
+    [
+        (DPO, [], False),
+        (DPO, ["model.attention_dropout=0"], False),
+        (DPO, ["model.hidden_dropout=null"], True),
+        (DPO, ["model.hidden_dropout=0.2"], True),
+        (REWARD_MODEL, [], True),
+    ],
+)
+def test_a_stored_dropout_counts_where_the_job_keeps_it(model_file, job, overrides, counts):
+    path = model_file(hidden_dropout=0.1)
+    cfg = job_config(job, read_model(Path(path))[0], read_overrides(overrides), path)
+    assert read_architecture(cfg["model"], 128256).dropout == counts
 
 
 def test_a_student_generates_only_if_some_responses_are_its_own(model_file):
