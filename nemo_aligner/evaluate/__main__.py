@@ -3,7 +3,6 @@
 """The command line: `nemo-aligner evaluate POLICY [OTHER] --reward REWARD ...`."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -119,12 +118,16 @@ def evaluate(
 ) -> None:
     """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
     from nemo_aligner.evaluate.measures import Bootstrap, Scored, check_pairs, measure
-    from nemo_aligner.evaluate.rewards import is_function
+    from nemo_aligner.evaluate.rewards import function_rewards, is_function
+    from nemo_aligner.generate.responses import Response, read_prompts
     from nemo_aligner.parallel.environment import is_rank_zero
 
     names = distinct_names(sources)
     if len(files) == len(sources) == 2:  # before a model is loaded
         check_pairs(files[sources[0]], files[sources[1]], names)
+    if is_function(args.reward) and args.prompts:
+        samples = [Response("", "", columns=prompt) for prompt in read_prompts(args.prompts)]
+        function_rewards(args.reward, [samples], cfg.inference, check=True)
     needs_models = len(files) < len(sources) or not is_function(args.reward)
     responses, rewards = (
         _with_models(cfg, sources, args, files)
@@ -136,7 +139,7 @@ def evaluate(
     if len(sources) == 2:
         check_pairs(responses[0], responses[1], names)
     if rewards is None:
-        rewards = _by_function(cfg, args.reward, responses)
+        rewards = function_rewards(args.reward, responses, cfg.inference)
     sides = [Scored(*each) for each in zip(names, responses, rewards, strict=True)]
     results = measure(sides, Bootstrap(**cfg.bootstrap))
     facts = (("reward", args.reward), ("prompts", args.prompts or "those of the responses"))
@@ -179,16 +182,6 @@ def _with_models(
     return responses, None if rm_cfg is None else model_rewards(rm_cfg, trainer, responses)
 
 
-def _by_function(
-    cfg: DictConfig, reward: str, responses: "list[list[Response]]"
-) -> list[list[float]]:
-    from nemo_aligner.evaluate.rewards import function_rewards
-
-    everything = [response for side in responses for response in side]
-    rewards = iter(function_rewards(reward, everything, cfg.inference))
-    return [[next(rewards) for _ in side] for side in responses]
-
-
 def _report(
     results: "Results",
     sides: "Sequence[Scored]",
@@ -215,8 +208,9 @@ def _report(
     with replaced(out / "scores.jsonl") as file:
         for side in sides:
             for response, reward in zip(side.responses, side.rewards, strict=True):
-                line = {"source": side.name, "reward": reward} | dataclasses.asdict(response)
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                own = {"source": side.name, "reward": reward}
+                line = own | response.line | own
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
 
 

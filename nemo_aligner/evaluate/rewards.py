@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.generate.responses import Response
@@ -26,32 +27,28 @@ def is_function(reward: str) -> bool:
 
 
 def function_rewards(
-    reward: str, responses: Sequence[Response], options: DictConfig
-) -> list[float]:
-    """The rewards that a function gives, computed in worker processes; one rank calls it.
+    reward: str, sides: Sequence[Sequence[Response]], options: DictConfig, check: bool = False
+) -> list[list[float]]:
+    """The rewards that a function gives to each policy's responses, computed in worker processes;
+    one rank calls it. Where a file of responses has no lengths, the length is 0.
 
-    The function gets prompt, response and length in tokens as a reward server gives them
-    (docs/rewards.md); where a file of responses has no lengths, the length is 0.
+    Args:
+        check: only see whether the function loads and gets the columns that it asks for.
 
     Raises:
-        UserError: the function cannot be loaded, or it failed on a sample and there is no
-            fallback.
+        UserError: it does not, or it failed on a sample and there is no fallback.
     """
-    from nemo_aligner.servers.reward_function import RewardFunction
+    from nemo_aligner.servers.reward_function import RewardFunction, columns_asked
 
-    with RewardFunction(
-        reward,
-        tokenizer=None,  # texts are given
-        workers=options.reward_fn_workers,
-        timeout_s=options.reward_fn_timeout_s,
-        fallback=options.reward_fn_fallback,
-    ) as function:
-        scores = function.score(
-            [response.prompt for response in responses],
-            [response.response for response in responses],
-            [response.length or 0 for response in responses],
-        )
-    return [float(score) for score in scores]
+    given = {key.removeprefix("reward_fn_"): value for key, value in plain_dict(options).items()}
+    rewards = []
+    with RewardFunction(reward, tokenizer=None, gives_columns=True, **given) as function:
+        for side in sides:
+            columns = [columns_asked(r.columns, function.columns) for r in side]
+            texts = [r.prompt for r in side], [r.response for r in side]
+            lengths = [r.length or 0 for r in side]
+            rewards += [] if check else [function.score(*texts, lengths, columns).tolist()]
+    return rewards
 
 
 def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:

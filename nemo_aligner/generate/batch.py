@@ -18,6 +18,7 @@ from tqdm import tqdm
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.generate.policy import Policy
 from nemo_aligner.generate.prompts import ChatForm, prompt_text
@@ -67,11 +68,16 @@ def respond(
         policy = policy.with_end_strings(used.end_strings)
     texts = map(prompt_text, prompts)
     decode = policy.tokenizer.ids_to_text
-    return generate_samples(
+    responses = generate_samples(
         policy,
         [decode(ids) if text is None else text for text, ids in zip(texts, tokens, strict=True)],
         samples_of(tokens, policy.seed, policy.responses_per_prompt),
     )
+    for number, response in enumerate(responses):
+        prompt = prompts[number // policy.responses_per_prompt]
+        of_prompt = ("text", "prompt", *CONVERSATIONS)
+        response.columns.update({k: v for k, v in prompt.items() if k not in of_prompt})
+    return responses
 
 
 def generate_samples(

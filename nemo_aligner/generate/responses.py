@@ -10,7 +10,8 @@ one prompt follow each other:
      "logprob_sum": of its tokens, at the sampling temperature, "prompt_tokens": [...],
      "response_tokens": [...], "tokenizer": fingerprint}
 
-Of lines written by others, "prompt" and "response" are needed.
+and other columns of the prompt's record, for reward functions. Of lines written by others,
+"prompt" and "response" are needed.
 """
 
 import contextlib
@@ -40,6 +41,11 @@ class Response:
     prompt_tokens: list[int] | None = None
     response_tokens: list[int] | None = None
     tokenizer: str | None = None
+    columns: "Record" = dataclasses.field(default_factory=dict)  # others, of the prompt's record
+
+    @property
+    def line(self) -> "Record":
+        return self.columns | {k: v for k, v in vars(self).items() if k != "columns"}
 
 
 def read_prompts(path: str | Path) -> "Sequence[Record]":
@@ -76,25 +82,25 @@ def read_responses(path: str | Path) -> list[Response]:
         "response_tokens": list,
         "tokenizer": str,
     }
-    responses = []
-    records = Records([str(path)], ("prompt", "response"), lambda record: 0, allow_blank=True)
-    for number, record in enumerate(records, start=1):
+
+    def check(record: "Record") -> int:
         for name, kind in kinds.items():
             if record.get(name) is not None and not isinstance(record[name], kind):
                 raise UserError(
-                    f"{path}, response {number}: field '{name}' is {record[name]!r}; "
-                    "nemo-aligner generate writes such files."
+                    f"field '{name}' is {record[name]!r}; nemo-aligner generate writes such files."
                 )
-        fields = {name: record.get(name) for name in kinds}
-        responses.append(Response(record["prompt"], record["response"], **fields))
-    return responses
+        return 0
+
+    records = Records([str(path)], ("prompt", "response"), check, allow_blank=True)
+    names = ("prompt", "response", *kinds)
+    return [Response(**{n: r.pop(n, None) for n in names}, columns=r) for r in records]
 
 
 def write_responses(path: str | Path, responses: Iterable[Response]) -> None:
     """Write a file of responses, whole or not at all; `UserError`: it cannot be written."""
     with replaced(path) as file:
         for response in responses:
-            file.write(json.dumps(dataclasses.asdict(response), ensure_ascii=False) + "\n")
+            file.write(json.dumps(response.line, ensure_ascii=False, default=str) + "\n")
 
 
 def check_writable(path: str | Path) -> None:

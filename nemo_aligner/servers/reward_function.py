@@ -10,10 +10,8 @@ feeds it chunks of samples, reads the scores as they come, and kills and replace
 takes too long or ends it. N is the number of samples of a request, S their padded token length, P
 a prompt's length, R that of prompt and response.
 
-Why not a process pool of a library: concurrent.futures has no time limits and breaks as a whole
-when a worker dies; Pebble 5.2 (measured) lost a sample's score in one of three runs with crashing
-functions, blocks all workers for three seconds behind one that ignores SIGTERM, and starts workers
-by importing the server's script, which takes seconds with torch.
+Why no library's pool: concurrent.futures has no time limits and breaks when a worker dies; Pebble
+5.2 lost scores beside crashing functions, and its workers start by importing the server's script.
 """
 
 import collections
@@ -49,6 +47,8 @@ _Worker = WorkerProcess | UrlWorker
 MAX_CHUNK = 32
 # Characters of a prompt or response in a message.
 SHOWN_CHARACTERS = 200
+# Fields with the prompt, and arguments that a reward function has anyway.
+NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
 
 
 class RewardFunctionError(UserError):
@@ -130,7 +130,7 @@ class RewardFunction:
             self.close()
             raise UserError(
                 f"{setting} asks for columns of the records ({', '.join(asked)}), which come only "
-                "to a function in the job that trains, trainer.<algorithm>.reward_fn. Use it "
+                "in evaluate and in the job that trains (trainer.<algorithm>.reward_fn). Use it "
                 "there, or give these parameters a default."
             )
         logging.info(f"{self.title}: {self.workers} worker(s), {self.timeout_s:g} s per sample")
@@ -243,11 +243,12 @@ class RewardFunction:
             "apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
         )
 
-    def score(self, prompts: list[str], responses: list[str], lengths: list[int]) -> np.ndarray:
+    def score(
+        self, prompts: list[str], responses: list[str], lengths: list[int], columns: Any = None
+    ) -> np.ndarray:
         """The scores float32 [N] of N samples, from any thread; raises `RewardFunctionError`."""
-        samples: list[Sample] = [
-            (*sample, None, {}) for sample in zip(prompts, responses, lengths)
-        ]
+        more = [None] * len(prompts), columns or [{}] * len(prompts)
+        samples: list[Any] = list(zip(prompts, responses, lengths, *more))
         return np.array(self._submit(samples).result(), dtype=np.float32)
 
     def _submit(self, samples: list[Sample]) -> "concurrent.futures.Future[_Scores]":
@@ -336,6 +337,22 @@ class RewardFunction:
         except WorkerEndedError as error:
             return f"it ended its process ({error})"
         return None
+
+
+def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
+    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
+    columns: dict[str, Any] = {}
+    for name in asked:
+        if name == reward_worker.ALL_COLUMNS:
+            columns |= {n: record[n] for n in record if n not in (*asked, *NOT_COLUMNS)}
+        elif name in record:
+            columns[name] = record[name]
+        else:
+            raise UserError(
+                f"there is no column '{name}', which the reward function asks for, but "
+                f"{sorted(record)}: add it, or name another one (of a job in model.data.columns)."
+            )
+    return columns
 
 
 def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad."]
 CPU = "trainer.accelerator=cpu"
 FUNCTION = "def even(prompts, responses, lengths):\n    return [1 - n % 2 for n in lengths]\n"
+FUNCTION += "def asked(prompts, responses, lengths, answer):\n    return answer\n"
 SMALL = Bootstrap(resamples=200, confidence=0.95, seed=0)
 
 
@@ -58,7 +59,7 @@ def folder(tiny_tokenizer_dir, tmp_path_factory) -> Path:
         str(folder / "rm.nemo")
     )
     (folder / "function.py").write_text(FUNCTION)
-    lines = [json.dumps({"text": text}) + "\n" for text in PROMPTS]
+    lines = [json.dumps({"text": t, "answer": n}) + "\n" for n, t in enumerate(PROMPTS)]
     (folder / "prompts.jsonl").write_text("".join(lines))
     for name in "ab":
         generate(
@@ -139,6 +140,16 @@ def test_exact_match_by_a_function(folder, tmp_path, monkeypatch):
     assert found["comparison"] == {}
 
 
+@pytest.mark.parametrize("source", ["a.jsonl", "a.nemo"])
+def test_a_function_gets_the_columns_of_the_prompts(folder, tmp_path, source):
+    words = [str(folder / source), "--reward", f"{folder / 'function.py'}:asked", CPU]
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "responses_per_prompt=2"]
+    main([*words, "--out", str(tmp_path), *(prompts if source == "a.nemo" else [])])
+    scores = list(map(json.loads, (tmp_path / "scores.jsonl").read_text().splitlines()))
+    answers = [n for n, _prompt in enumerate(PROMPTS) for _ in range(2)]
+    assert [score["reward"] for score in scores] == [s["answer"] for s in scores] == answers
+
+
 def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
     a, b, rm = (str(folder / name) for name in ("a.jsonl", "b.jsonl", "rm.nemo"))
     prompts = str(folder / "prompts.jsonl")
@@ -150,6 +161,8 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
     write_responses(empty, [])
     long = str(tmp_path / "long.jsonl")
     write_responses(long, [Response("a" * 30, "b" * 30)])
+    nemo, bare = str(folder / "a.nemo"), str(tmp_path / "bare.jsonl")
+    Path(bare).write_text('{"text": "the film"}')
     raises = tmp_path / "raises.py"
     raises.write_text("def f(prompts, responses, lengths):\n    raise ValueError('no')\n")
     for words, message in (
@@ -162,7 +175,7 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
         ((str(folder / "a.nemo"), "--reward", rm), "--prompts FILE must give the prompts"),
         ((a, "--reward", rm, "--prompts", prompts), "is not used"),
         ((a, empty, "--reward", rm), "empty.jsonl is empty"),
-        ((a, prompts, "--reward", rm), "prompts.jsonl, line 1: field 'prompt' is missing"),
+        ((a, prompts, "--reward", rm), "prompts.jsonl, line 1: fields 'prompt' and 'response' a"),
         ((a, short, "--reward", rm), "has 8 responses and"),
         ((a, other, "--reward", rm), "other.jsonl to 'another prompt'; a win rate needs the same"),
         ((a, "--reward", "no_rm.nemo"), "--reward=no_rm.nemo does not exist"),
@@ -170,6 +183,8 @@ def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
         ((a, "--reward", "no.py:f"), "no.py does not exist"),
         ((a, "--reward", str(folder / "function.py")), "does not name a function"),
         ((a, "--reward", f"{folder / 'function.py'}:odd"), "odd"),
+        ((long, "--reward", f"{folder / 'function.py'}:asked"), "there is no column 'answer'"),
+        ((nemo, "--prompts", bare, "--reward", f"{folder / 'function.py'}:asked"), "but ['text']"),
         ((a, "--reward", f"{raises}:f"), "raises.py:f failed on sample"),
         ((long, "--reward", rm, CPU), "1 of 1 samples do not fit the reward model, which reads"),
         ((a, "--reward", function, "bootstrap.resample=5"), "did you mean bootstrap.resamples"),

@@ -461,14 +461,14 @@ def test_words_of_the_command_line(tmp_path, monkeypatch):
 def test_files_of_responses_keep_everything(tmp_path):
     responses = [
         Response("p", "r 日本\n", 3, True, -1.25, [1, 2], [3, 4, 5], "300 tokens"),
-        Response("p", ""),
+        Response("p", "", columns={"answer": 4, "columns": ["x"]}),
     ]
     write_responses(tmp_path / "r.jsonl", responses)
     assert read_responses(tmp_path / "r.jsonl") == responses
     assert "日本" in (tmp_path / "r.jsonl").read_text()
     with (tmp_path / "r.jsonl").open("a") as file:
         file.write('{"prompt": "p", "response": "r", "length": "3"}\n')
-    with pytest.raises(UserError, match="r.jsonl, response 3: field 'length' is '3'"):
+    with pytest.raises(UserError, match="r.jsonl, line 3: field 'length' is '3'"):
         read_responses(tmp_path / "r.jsonl")
 
 

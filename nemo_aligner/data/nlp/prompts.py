@@ -18,13 +18,9 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.file_dataset import FileDataset
-from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import open_records
-from nemo_aligner.servers.reward_worker import ALL_COLUMNS
-
-# Fields with the prompt, and arguments that a reward function has anyway.
-NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
+from nemo_aligner.servers.reward_function import columns_asked
 
 
 @accepts_nemo_aligner_call(prompt_limit)
@@ -165,31 +161,18 @@ class PromptColumns:
             first += len(dataset.lines)
             for document in dataset.documents[share[0] :: share[1]]:
                 try:
-                    json.dumps(self._of(dataset.lines[document]))
+                    json.dumps(columns_asked(dataset.lines[document], asked))
                 except (UserError, TypeError, ValueError) as error:
                     where = dataset.lines.where(document)
                     raise UserError(f"{where} cannot be given to a reward: {error}") from None
 
     def __call__(self, numbers: torch.Tensor) -> list[dict[str, Any]]:
         """The columns of the records with these numbers, int64 [b]."""
-        return [
-            next(self._of(lines[n - first]) for first, lines in self.records if n >= first)
+        found = (
+            next(lines[n - first] for first, lines in self.records if n >= first)
             for n in numbers.tolist()
-        ]
-
-    def _of(self, record: Record) -> dict[str, Any]:
-        columns: dict[str, Any] = {}
-        for name in self.asked:
-            if name == ALL_COLUMNS:
-                columns |= {n: record[n] for n in record if n not in (*self.asked, *NOT_COLUMNS)}
-            elif name in record:
-                columns[name] = record[name]
-            else:
-                raise UserError(
-                    f"there is no column '{name}', which the reward function asks for, but "
-                    f"{sorted(record)}; model.data.columns can name another one."
-                )
-        return columns
+        )
+        return [columns_asked(record, self.asked) for record in found]
 
 
 def collate_with_batch_max_sequence_length(
