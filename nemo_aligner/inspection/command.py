@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.samples < 0 or args.limit < 0:
         raise UserError("--samples and --limit are numbers of samples, 0 or more.")
     # They take seconds to import.
+    from nemo_aligner.data.nlp.records import first_record
     from nemo_aligner.generate.policy import quiet_logs
     from nemo_aligner.inspection.findings import look
     from nemo_aligner.inspection.jobs import open_job
@@ -75,7 +76,12 @@ def main(argv: list[str] | None = None) -> None:
     from nemo_aligner.inspection.terminal import show
 
     quiet_logs()
-    job = open_job(words[1:], args.model, args.job, settings)
+    try:
+        job = open_job(words[1:], args.model, args.job, settings)
+    except UserError:  # says what is wrong with these
+        for name, value in first_record(words[1]).items():
+            print(f"first record, {name}: {repr(value):.80}")
+        raise
     findings = look(job, args.limit)
     samples = read_samples(job, args.samples)
     colored = args.color == "always" or (

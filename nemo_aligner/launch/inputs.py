@@ -21,6 +21,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_records import (
     PAIR,
+    EqualPairError,
     by_our_names,
     conversation_field,
     conversation_messages,
@@ -34,7 +35,7 @@ from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, open_quickly
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import check_text
+from nemo_aligner.data.nlp.records import Records, check_text
 from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file
@@ -74,11 +75,15 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
                 raise UserError(f"{key}={value} does not exist; give a file.")
         else:
             check_restore_path(value, key)
-    for file, section, is_first in _data_files(cfg, config_name):
+    for key, file, section, is_first in _data_files(cfg, config_name):
         columns = Columns(section.columns if file.columns is None else file.columns)
         form = (section.get("data_impl") or "jsonl").removeprefix("chunked_")
         reader = _Reader(CHARACTERS, cfg.get("data") or cfg.model.data, _Messages())
-        for source in open_quickly(Path(file.path), form, section.index_mapping_dir):
+        try:
+            sources = open_quickly(Path(file.path), form, section.index_mapping_dir)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
+        for source in sources:
             before: Record | None = None  # the first line of a pair
             for number, row in itertools.islice(source.scan(), ROWS):
                 try:
@@ -87,13 +92,19 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
                     _check_record(reader, record, others, before, cfg, section, config_name)
                     # A pair may begin in one file and end in the next.
                     before = record if is_first and not before else None
+                except EqualPairError:  # the error says where all such pairs are
+                    Records([file], (), reader.whole_pair, columns=section.columns)
                 except UserError as error:
                     where = f"{source.path}, {source.unit} {number}"
                     raise UserError(f"{where}: {error}") from None
 
 
-def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, DictConfig, bool]]:
-    """Each data file, the section that says how it is read, and whether it is its list's first."""
+def _data_files(
+    cfg: DictConfig, config_name: str
+) -> Iterator[tuple[str, DataFile, DictConfig, bool]]:
+    """Each data file: its key, the file, the section that says how it is read, and whether it is
+    the first of its list.
+    """
     lists = {
         f"{key}.file_path": OmegaConf.select(cfg, key) for key in SECTIONS.get(config_name, ())
     }
@@ -104,7 +115,7 @@ def _data_files(cfg: DictConfig, config_name: str) -> Iterator[tuple[DataFile, D
     for key, section in lists.items():
         files = OmegaConf.select(cfg, key)
         for number, file in enumerate(data_paths(files, key)[0] if files else ()):
-            yield file._replace(path=file.path.replace(CHUNK_ID, "0")), section, number == 0
+            yield key, file._replace(path=file.path.replace(CHUNK_ID, "0")), section, number == 0
 
 
 def _check_record(
@@ -135,8 +146,7 @@ def _check_record(
             names, is_empty = [""], not speaks_to_assistant(record)
         else:
             names = re.findall(r"{(\w+)}", section.prompt_template)
-            for field in names:
-                check_text(record, field, allow_blank=True)
+            check_text(record, *names, allow_blank=True)
             names = [field for field in names if field != section.label_key]
             is_empty = bool(names) and not any(record[field].strip() for field in names)
     elif config_name == "training_rm":
@@ -144,13 +154,13 @@ def _check_record(
         _check_scored(reader, by_our_names(record), before, has_label)
     elif config_name == DISTILLATION and fraction is None:
         if "topk_logits" not in record:
-            raise missing("topk_logits", record)
+            raise missing(["topk_logits"], record)
     else:
         record = by_our_names(record)
         length, responses = READ.get(config_name, (RecordEncoder.prompt_length, ()))
-        length(reader, record, sys.maxsize)
         if config_name == "gpt_kto" and "preference" not in record:
-            raise missing("preference", record)
+            raise missing(("response", "preference"), record)
+        length(reader, record, sys.maxsize)
         is_empty = reader.prompt_is_empty(record, *responses)
         names = names if reader.form_of(record) is None else [""]
     if is_empty and not data.allow_empty_prompt:
@@ -166,7 +176,7 @@ def _check_scored(
 ) -> None:
     """The same of a record for a reward model."""
     if has_label and "label" not in record:
-        raise missing("label", record)
+        raise missing(["label"], record)
     if holds_pair(record):
         reader.pair_length(record, sys.maxsize)
     elif not has_label or not ("responses" in record or isinstance(record.get("text"), list)):
@@ -186,6 +196,9 @@ class _Reader(RecordEncoder):
 
     def form_of(self, record: Record) -> ConversationForm | None:
         return self.form if self.template or holds_conversation(record) else None
+
+    def whole_pair(self, record: Record) -> int:
+        return self.pair_length(by_our_names(record), sys.maxsize)
 
 
 class _Messages(ConversationForm):

@@ -606,7 +606,9 @@ def test_content_that_a_template_leaves_out_is_refused(tmp_path, write):
 def test_conversations_without_a_form_are_refused(tiny_tokenizer, write):
     remedy = "the tokenizer has no chat template: set model.data.chat_template to the file of one"
     cfg = OmegaConf.create({"file_path": write(GOOD), "max_seq_length": 64})
-    with pytest.raises(UserError, match=f"line 1: field 'input' is missing.*{remedy}"):
+    with pytest.raises(
+        UserError, match=f"line 1: fields 'input' and 'output' are missing.*{remedy}"
+    ):
         build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)
     with pytest.raises(UserError, match=f"line 1: field 'text' is missing.*{remedy}"):
         RLHFDataset([write({"messages": [USER]})], tiny_tokenizer, 64)

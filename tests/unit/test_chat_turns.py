@@ -397,7 +397,9 @@ def test_conversations_get_the_tokenizers_template_and_texts_stay(tokenizers, wr
     ]
     with pytest.raises(UserError, match="line 2: field 'messages' .* is missing"):
         sft(write(talk, {"input": "a", "output": "b"}), tokenizer, chat_template=None)
-    with pytest.raises(UserError, match="line 2: field 'input' is missing.*files of their own"):
+    with pytest.raises(
+        UserError, match="line 2: fields 'input' and 'output' are missing.*files of their own"
+    ):
         sft(write({"input": "a", "output": "b"}, talk), tokenizer, chat_template=None)
 
 

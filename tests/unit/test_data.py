@@ -620,6 +620,18 @@ def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
     read = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"][:-1]) for n in range(3)]
     assert read == ["the film a joy", "the film\n\na plot a joy", "the film a joy"]
     assert warnings == []
+    for others, hints in (
+        ({"instruction": "the film"}, 1),  # none is empty, but the instruction would be lost
+        ({"instruction": "plot"}, 0),
+        ({"question": "the film"}, 0),  # few-shot prompts, for example
+    ):
+        path = write(tmp_path / "said.jsonl", [{"input": "a plot", "output": "a joy"} | others])
+        dataset = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
+        assert len(warnings) == hints and len(dataset.unread_columns()) == 1
+        warnings.clear()
+    path = write(tmp_path / "said.jsonl", [{"text": "a plot", "question": "the film"}])
+    assert RLHFDataset([path], tiny_tokenizer, 9).unread_columns() == [f"{path}: question."]
+    assert warnings == []
 
 
 def test_behind_an_empty_prompt_bos_lets_the_first_token_be_trained(

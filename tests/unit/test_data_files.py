@@ -28,7 +28,7 @@ from nemo_aligner.data.nlp.builders import (
 )
 from nemo_aligner.data.nlp.columns import Columns
 from nemo_aligner.data.nlp.data_files import DataFile
-from nemo_aligner.data.nlp.preference_pairs import RewardModelDataset
+from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from tests.chat_forms import FAMILIES, write_tokenizer
@@ -426,6 +426,14 @@ def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):
         (tmp_path / "p.jsonl").write_text(json.dumps(pair) + "\n" + second)
         with pytest.raises(UserError, match=f"p.jsonl, .*{message}"):
             RewardModelDataset([tmp_path / "p.jsonl"], tiny_tokenizer, 8)
+
+
+def test_equal_pairs_are_counted_before_they_are_refused(tmp_path, tiny_tokenizer):
+    pairs = [{"prompt": "p", "chosen": "a", "rejected": "b" if n % 7 else "a"} for n in range(70)]
+    path = write_parquet(tmp_path / "p.parquet", pairs)
+    for dataset in (RewardModelDataset, DPOModelDataset):
+        with pytest.raises(UserError, match=r"row 1, 8, 15, .* 57 \(10 in all\): 'chosen' and"):
+            dataset([path], tiny_tokenizer, 8)
 
 
 # --- blends ---

@@ -303,6 +303,13 @@ def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
         "written in the tokenizer's chat template, as model.data.chat_temp"
         in capsys.readouterr()[0]
     )
+    alpaca = write({"instruction": "hello", "input": "", "output": "a" * 99})
+    with pytest.raises(SystemExit):
+        main(["inspect", alpaca, "--model", model])
+    out, error = capsys.readouterr()
+    fields = ("instruction: 'hello'", "input: ''", f"output: '{'a' * 79}")
+    assert out == "".join(f"first record, {field}\n" for field in fields)
+    assert "{input: '{instruction}{" in error
     text = write({"text": "hello"})
     assert "add --job gpt_sft" in error_of(capsys, "inspect", text, "--model", model)
     assert "--model is missing" in error_of(capsys, "inspect", text)

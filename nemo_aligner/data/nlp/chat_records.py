@@ -43,6 +43,13 @@ A_SAMPLE = ("text", "prompt", *CONVERSATIONS, *BESIDE)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
+class EqualPairError(UserError):
+    """A pair in which nothing can be preferred."""
+
+    def __init__(self, how: str = "are equal") -> None:
+        super().__init__(f"'chosen' and 'rejected' {how}, so there is nothing to prefer.")
+
+
 def conversation_field(record: Record) -> str | None:
     """`messages` or `conversations`, which of them a record has; None: neither."""
     return next((field for field in CONVERSATIONS if record.get(field) is not None), None)
@@ -118,13 +125,12 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
 
     `chosen` and `rejected` are texts or messages that continue `prompt`, or whole conversations.
     """
-    for field in PAIR:
-        if record.get(field) is None:
-            raise missing(field, record)
+    if any(record.get(field) is None for field in PAIR):
+        raise missing(PAIR, record)
     prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
     chosen, rejected = (_whole(record, field, prompt) for field in PAIR)
     if chosen == rejected:
-        raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
+        raise EqualPairError
     for number, (one, other) in enumerate(zip(chosen, rejected), start=1):
         if one != other:
             if one["role"] != ASSISTANT or other["role"] != ASSISTANT:
@@ -178,9 +184,8 @@ def response_messages(record: Record) -> tuple[list[Message], int]:
     """The conversation of `prompt` and `response`, a text or the messages that follow, and the
     place where the response begins.
     """
-    for field in ("prompt", "response"):
-        if record.get(field) is None:
-            raise missing(field, record)
+    if record.get("prompt") is None or record.get("response") is None:
+        raise missing(("prompt", "response"), record)
     prompt = _with_system(record, _prompt(record))
     return _whole(record, "response", prompt), len(prompt)
 

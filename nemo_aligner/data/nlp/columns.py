@@ -3,7 +3,7 @@
 """`model.data.columns`: which columns of a data file hold the fields that a job reads."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nemo_aligner.config.data_rules import line_ends, plain_columns
@@ -13,6 +13,7 @@ from nemo_aligner.data.nlp.json_lines import Record
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
 _PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
 _RESPONSES = ("completion", "response", "output", "answer", "solution")
+CONTINUE_PROMPT = {"chosen", "rejected", "response", "preference"}
 # field -> usual names of its column in other layouts
 OTHER_NAMES = {
     **dict.fromkeys(("prompt", "input"), _PROMPTS),
@@ -104,24 +105,33 @@ def other_name(field: str, names: Iterable[str]) -> str | None:
     return next((name for name in OTHER_NAMES.get(field, ()) if name in names), None)
 
 
-def prompt_hint(field: str, record: Record, names: Iterable[str]) -> str:
+def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool = True) -> str:
     """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
-    none does.
+    none does, or the record has a prompt, prompts are not `is_empty`, and Alpaca's instruction is
+    not left out.
     """
     like = other_name(field, names)
+    given = map(record.get, (field, "text", "messages", "conversations"))
+    prompt = "".join(str(value) for value in given if value is not None).strip()
+    if prompt and not is_empty and (like != "instruction" or str(record[like]) in prompt):
+        return ""
     form = f"'{{{like}}}{{\\n\\n?{field}}}'" if field in record else like
     column = f'model.data.columns="{{{field}: {form}}}"'
     return f" '{like}' looks like the prompt: {column} reads it." if like else ""
 
 
-def missing(field: str, record: Record, more: str = "") -> UserError:
-    """The error of a record without a field; `more` says what it is for."""
-    name = other_name(field, record)
-    text = f"field '{field}' is missing; the line has {sorted(record)}.{more and ' '}{more}"
-    if name is None:
-        return UserError(text)
-    line = f'model.data.columns="{{{field}: {name}}}"'
-    return UserError(f"{text} {line} reads it from '{name}'.")
+def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
+    """The error of a record without some of `fields`, with the columns that look like them, and
+    like the prompt of a response; `more` says what they are for.
+    """
+    absent = [field for field in fields if record.get(field) is None]
+    what = f"field{'s' * (len(absent) > 1)} {' and '.join(map(repr, absent))}"
+    what += f" {'are' if len(absent) > 1 else 'is'} missing; the line has {sorted(record)}."
+    also = CONTINUE_PROMPT.intersection(absent) and {"prompt"}.difference(record)
+    likely = {field: other_name(field, record) for field in (*also, *absent)}
+    columns = ", ".join(f"{field}: {name}" for field, name in likely.items() if name)
+    line = f'model.data.columns="{{{columns}}}" reads what looks like them.' if columns else ""
+    return UserError(" ".join(filter(None, (what, more, line))))
 
 
 def kind_of(value: Any) -> str:

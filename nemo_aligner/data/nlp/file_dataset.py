@@ -37,6 +37,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     lines_per_document = 1
     prompt_field: str | None = None  # that holds the prompt
     read_fields: Sequence[str] = ()  # of its records; empty: all
+    lacks_prompts = False  # some of them are empty
     others_are = "columns that nothing reads"
 
     def unread_columns(self) -> list[str]:
@@ -46,7 +47,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
         found: list[str] = []
         for path, record, names in self.lines.first_rows():
             names -= set(self.read_fields or names)
-            hint = prompt_hint(self.prompt_field or "", record, names)
+            hint = prompt_hint(self.prompt_field or "", record, names, self.lacks_prompts)
             found += [f"{path}: {', '.join(sorted(names))}.{hint}"] if names else []
         return found
 
@@ -74,6 +75,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 those that are `sampled` from must have.
         """
         empty = np.flatnonzero(self.lines.extra)
+        self.lacks_prompts = len(empty) > 0
         has_token = not len(empty) or begins(self.lines[int(empty[0])])
         is_refused = len(empty) > 0 and (not allowed or sampled and not has_token)
         unread = self.say_unread(is_refused)

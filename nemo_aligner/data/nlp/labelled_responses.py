@@ -133,9 +133,8 @@ def _preference(record: Record) -> bool:
     if isinstance(value, bool):
         return value
     if value is None:
-        raise missing(
-            "preference", record, 'It says whether the response is "chosen" or "rejected".'
-        )
+        more = 'The preference says whether the response is "chosen" or "rejected".'
+        raise missing(("response", "preference"), record, more)
     raise UserError(
         f"field 'preference' is {json.dumps(value, default=str)}; it must be \"chosen\" or "
         '"rejected", or true or false.'

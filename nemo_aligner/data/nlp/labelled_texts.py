@@ -136,7 +136,7 @@ def label_numbers(record: Record) -> list[float]:
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
-        raise missing("label", record)
+        raise missing(["label"], record)
     if not numbers:
         raise UserError("field 'label' has 0 numbers.")
     for number in numbers:

@@ -90,10 +90,10 @@ def common_length(first: Any, second: Any) -> int:
     return bisect.bisect_left(shorter, True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
-def plain_text(record: Record, field: str, allow_blank: bool = False) -> str:
-    """A field that must be a text, as there is no form for conversations."""
-    if isinstance(record.get(field), list):
-        raise UserError(f"field '{field}' holds a conversation. {NO_FORM}")
-    check_text(record, field, allow_blank)
-    text: str = record[field]
-    return text
+def plain_texts(record: Record, *fields: str, allow_blank: bool = False) -> list[str]:
+    """Fields that must be texts, as there is no form for conversations."""
+    for field in fields:
+        if isinstance(record.get(field), list):
+            raise UserError(f"field '{field}' holds a conversation. {NO_FORM}")
+    check_text(record, *fields, allow_blank=allow_blank)
+    return [record[field] for field in fields]

@@ -136,7 +136,8 @@ class RewardModelDataset(FileDataset):
         different = np.flatnonzero(found == DIFFERENT)
         self.unlike = np.flatnonzero((found <= common) & (found < SURE))
         bad = different if len(different) else self.unlike
-        unread = self.say_unread(is_refused=len(bad) > 0)
+        self.lacks_prompts = len(bad) > 0
+        unread = self.say_unread(is_refused=self.lacks_prompts)
         if not len(bad):
             return
         first = int(bad[0]) * self.lines_per_document

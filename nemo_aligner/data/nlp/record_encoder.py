@@ -17,6 +17,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import chat_form, say_default
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_records import (
+    EqualPairError,
     conversation_field,
     holds_conversation,
     other_prompt,
@@ -25,7 +26,7 @@ from nemo_aligner.data.nlp.chat_records import (
 from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.json_lines import Record
-from nemo_aligner.data.nlp.plain_texts import TextEncoder, common_length, plain_text
+from nemo_aligner.data.nlp.plain_texts import TextEncoder, common_length, plain_texts
 from nemo_aligner.data.nlp.records import check_text
 
 Pair = tuple[list[int], list[int]]  # the better one first
@@ -210,15 +211,15 @@ class RecordEncoder:
             whole: without a prompt, and `prompt_end`, the prompt is empty, as it also is where
                 `allow_empty_prompt` says so.
         """
-        texts = [plain_text(record, field) for field in fields]
+        texts = plain_texts(record, *fields)
         if record.get("prompt") is not None:
-            return [plain_text(record, "prompt", allow_blank=True), *texts]
+            return plain_texts(record, "prompt", allow_blank=True) + texts
         if self.prompt_end:
             return self._split(texts, " and ".join(map(repr, fields)))
         if whole or self.allow_empty_prompt:
             return ["", *texts]
         raise missing(
-            "prompt",
+            ["prompt"],
             record,
             "(Where the texts begin with their prompts, model.data.prompt_end says how these end: "
             "'\\n\\nAssistant:'. model.data.allow_empty_prompt=True: there are none.)",
@@ -241,7 +242,7 @@ class RecordEncoder:
         """What both texts of a pair begin with, and how they go on, the better one first."""
         parts = self._parts(record, "chosen", "rejected", whole=True)
         if parts[1] == parts[2]:
-            raise UserError("'chosen' and 'rejected' are equal, so there is nothing to prefer.")
+            raise EqualPairError
         return parts
 
     def _may_be_the_same(self, first: str, second: str) -> bool:
@@ -258,7 +259,7 @@ class RecordEncoder:
         """The text of a prompt that stays as it is; None for a conversation."""
         prompt = record.get("prompt")
         if self.form_of(record) is None and "text" not in record and prompt is not None:
-            return plain_text(record, "prompt", allow_blank=True)
+            return plain_texts(record, "prompt", allow_blank=True)[0]
         text = self._text(record, has_conversation=prompt is not None, allow_blank=True)
         if self.prompt_end and isinstance(text, str):
             if self.prompt_end not in text:
@@ -281,7 +282,7 @@ class RecordEncoder:
                 )
         text = record.get("text")
         if not isinstance(text, np.ndarray):
-            check_text(record, "text", allow_blank)
+            check_text(record, "text", allow_blank=allow_blank)
         return text
 
     def _fixed(self, record: Record) -> Record:
@@ -300,10 +301,9 @@ class RecordEncoder:
 
 def _check_differ(chosen: list[int], rejected: list[int]) -> None:
     if chosen == rejected:
-        raise UserError(
-            "'chosen' and 'rejected' have the same tokens (they differ only in what the tokenizer "
-            "or the chat template leaves out, such as spaces at the end), so there is nothing to "
-            "prefer."
+        raise EqualPairError(
+            "have the same tokens (they differ only in what the tokenizer or the chat template "
+            "leaves out, such as spaces at the end)"
         )
 
 

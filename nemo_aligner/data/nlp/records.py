@@ -10,6 +10,7 @@ import array
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import index_files
+from nemo_aligner.data.nlp.chat_records import EqualPairError
 from nemo_aligner.data.nlp.columns import Columns, kind_of, missing
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
 from nemo_aligner.data.nlp.json_lines import Record, RecordSource
@@ -86,7 +88,8 @@ class Records(Sequence):
         self.columns: list[Columns] = []
         self.counts: list[int] = []
         found: list[index_files.Index] = []
-        check = _Check(fields, inspect, allow_blank, index_dir, settings, expand)
+        once = functools.cache(settings or (lambda: None))
+        check = _Check(fields, inspect, allow_blank, index_dir, once, expand)
         for entry, path in zip(entries, self.paths, strict=True):
             mapping = Columns(columns if entry.columns is None else entry.columns)
             sources = open_sources(path, data_impl, index_dir)
@@ -143,24 +146,16 @@ class Records(Sequence):
                 yield path, self[int(first)], set(row) - self.columns[number].sources
 
 
+@dataclass
 class _Check:
     """The check of all records of a source; arguments as for `Records`."""
 
-    def __init__(
-        self,
-        fields: Sequence[str],
-        inspect: Inspect,
-        allow_blank: bool,
-        index_dir: str | None,
-        settings: Callable[[], str | None] | None,
-        expand: Callable[[Record], list[Record]] | None,
-    ) -> None:
-        self.expand = expand
-        self.fields = fields
-        self.inspect = inspect
-        self.allow_blank = allow_blank
-        self.index_dir = index_dir
-        self.settings = functools.cache(settings or (lambda: None))
+    fields: Sequence[str]
+    inspect: Inspect
+    allow_blank: bool
+    index_dir: str | None
+    settings: Callable[[], str | None]
+    expand: Callable[[Record], list[Record]] | None
 
     def index(self, source: RecordSource, columns: Columns) -> index_files.Index:
         """What the check of a source finds, or has found at an earlier start."""
@@ -194,12 +189,11 @@ class _Check:
     def read(self, source: RecordSource, columns: Columns) -> index_files.Index:
         """Read all records of a source and check them."""
         kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
-        rows = array.array("q")
+        rows, equal = array.array("q"), list[str]()
         for place, (number, row) in enumerate(source.scan()):
             try:
                 record = columns(row)
-                for field in self.fields:
-                    check_text(record, field, self.allow_blank)
+                check_text(record, *self.fields, allow_blank=self.allow_blank)
                 for each in [record] if self.expand is None else self.expand(record):
                     found = self.inspect(each)
                     given = found if isinstance(found, tuple) else (found,)
@@ -207,8 +201,15 @@ class _Check:
                         kept.append(value)
                     if self.expand is not None:
                         rows.append(place)
+            except EqualPairError as error:
+                equal.append(str(number))
+                why = error
             except UserError as error:
                 raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
+        if equal:
+            count = f" ({len(equal)} in all)" * (len(equal) > 1)
+            where = f"{source.path}, {source.unit} {', '.join(equal[:9])}{count}"
+            raise UserError(f"{where}: {why}")
         if not kinds[0]:
             raise UserError(f"data file {source.path} is empty.")
         notes, numbers, extra = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
@@ -225,18 +226,16 @@ def _state(source: RecordSource) -> list[tuple[int, int]]:
     return [(file.stat().st_size, file.stat().st_mtime_ns) for file in source.files]
 
 
-def check_text(record: Record, field: str, allow_blank: bool = False, unit: str = "line") -> None:
-    """Raise `UserError` unless a record has text in `field`, by default one that is not blank;
-    `unit` is what a row is called.
-    """
-    if field not in record:
+def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
+    """Raise `UserError` unless a record has text in `fields`, by default not only blanks."""
+    if any(field not in record for field in fields):
         talks = "messages" in record or "conversations" in record
-        raise missing(field, record, NO_FORM if talks else "")
-    value = record[field]
-    if not isinstance(value, str):
-        raise UserError(f"field '{field}' must be text, not {kind_of(value)}.")
-    if not (allow_blank or value.strip()):
-        raise UserError(f"field '{field}' is empty.")
+        raise missing(fields, record, NO_FORM if talks else "")
+    for field in fields:
+        if not isinstance(record[field], str):
+            raise UserError(f"field '{field}' must be text, not {kind_of(record[field])}.")
+        if not (allow_blank or record[field].strip()):
+            raise UserError(f"field '{field}' is empty.")
 
 
 def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
