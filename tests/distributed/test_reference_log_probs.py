@@ -86,6 +86,7 @@ def two_ranks(tokenizer_dir, folder, names):
     return results, ending
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names",
     [

@@ -212,6 +212,7 @@ def test_save_and_status(job):
     }
 
 
+@pytest.mark.full
 def test_small_requests_are_served_between_the_slices_of_a_large_one(job, mirror):
     """512 long samples in 64 slices, each scored twice (values and rewards), 16 of these 128
     passes of half a second. What changes the model waits for the last slice.
@@ -642,6 +643,7 @@ def test_two_data_parallel_ranks_under_torchrun(frontend):
         job.assert_nothing_left()
 
 
+@pytest.mark.full
 @asgi_frontend
 def test_sigterm_waits_for_a_save(frontend):
     """Longer than for other operations; and the client gets its reply. SIGUSR1 to the server and

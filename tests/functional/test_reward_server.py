@@ -350,6 +350,7 @@ def regression(tiny_tokenizer_dir, tmp_path_factory):
     return model, path
 
 
+@pytest.mark.full
 def test_attributes_are_served_as_their_weighted_sum(regression, tmp_path):
     model, path = regression
     port = find_free_port()

@@ -150,6 +150,7 @@ def test_a_function_gets_the_columns_of_the_prompts(folder, tmp_path, source):
     assert [score["reward"] for score in scores] == [s["answer"] for s in scores] == answers
 
 
+@pytest.mark.full
 def test_mistakes_are_one_message_each(folder, tmp_path, capsys):
     a, b, rm = (str(folder / name) for name in ("a.jsonl", "b.jsonl", "rm.nemo"))
     prompts = str(folder / "prompts.jsonl")

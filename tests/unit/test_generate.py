@@ -179,6 +179,7 @@ CONVERSATIONS = [
 TEXTS = [{"text": "the film"}, {"prompt": "a dull"}]
 
 
+@pytest.mark.full
 def test_prompts_are_read_as_ppo_reads_them(model, nemo, tmp_path, monkeypatch, capsys):
     """`RLHFDataset` is the oracle."""
     path, out, file = tmp_path / "p.jsonl", tmp_path / "out.jsonl", tmp_path / "t.jinja"

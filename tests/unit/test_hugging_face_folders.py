@@ -55,7 +55,8 @@ def test_a_folder_loads_directly(write_folder, name):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@some_of("name", ["Llama, odd sizes", "GPT-2"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Llama, odd sizes", "GPT-2"])
 def test_greedy_generation_equals_hugging_face(write_folder, name):
     hf = hugging_face.randomized(hugging_face.FOLDERS[name])
     model = load(write_folder(hf))
@@ -99,7 +100,7 @@ def test_each_architecture_is_there():
     assert kinds == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize(("name", "labels"), [*((name, 1) for name in EACH), ("Llama 2", 3)])
+@some_of(("name", "labels"), [*((name, 1) for name in EACH), ("Llama 2", 3)], keep=4)
 def test_a_reward_model_gives_the_same_scores(write_folder, name, labels):
     hf = hugging_face.with_head("SequenceClassification", name, labels)
     folder = write_folder(hf)
@@ -116,7 +117,7 @@ def test_a_reward_model_gives_the_same_scores(write_folder, name, labels):
     torch.testing.assert_close(found.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", EACH)
+@some_of("name", EACH, keep=4)
 def test_a_critic_gives_the_same_values(write_folder, name):
     hf = hugging_face.with_head("TokenClassification", name)
     folder = write_folder(hf)

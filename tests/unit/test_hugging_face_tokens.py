@@ -100,7 +100,7 @@ def test_what_a_job_changes_is_written(write_folder, tmp_path):
 # --- ends of responses --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+@some_of("where", ["config.json", "generation_config.json"])
 def test_all_end_tokens_of_a_folder_end_responses(write_folder, tmp_path, where):
     hf = hugging_face.randomized(hugging_face.FOLDERS["Llama, odd sizes"])
     folder = write_folder(hf)

@@ -86,6 +86,7 @@ def test_remarks_of_libraries_are_kept_for_a_crash(job):
     assert "RuntimeError: it broke" in before
 
 
+@pytest.mark.full
 def test_they_go_to_a_file_of_the_run(job, tmp_path):
     printed = job("folder", "crash")
     assert said_by("a library", printed) == [] and f"said before: {FILE}" in printed

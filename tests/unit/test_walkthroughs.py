@@ -395,7 +395,7 @@ def test_exact_responses_are_judged_by_the_data_not_by_the_reward(tmp_path):
 # --------------------------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize(
+@some_of(
     ("name", "script", "num_children", "signum"),
     [
         ("run", "train_gpt_sft.py", 2, signal.SIGINT),

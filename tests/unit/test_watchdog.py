@@ -154,6 +154,7 @@ def test_a_main_thread_that_hangs_ends_the_job(start, what, tmp_path):
     assert ending(tmp_path)["code"] == 77 and "phase 'train'" in ending(tmp_path)["reason"]
 
 
+@pytest.mark.full
 def test_the_rank_that_hangs_is_named_by_the_one_that_waits(start, tmp_path):
     jobs = [start("hangs", rank, 2) for rank in (0, 1)]
     code, err = jobs[0].ended()
@@ -218,6 +219,7 @@ def test_a_process_that_is_stopped_for_a_while_goes_on(start):
     assert code == 0, err
 
 
+@pytest.mark.full
 def test_the_process_beside_a_rank_does_not_take_its_signals_and_is_started_again(start):
     job = start("slow")
     (watcher,) = beside(job)
