@@ -145,18 +145,6 @@ def test_correlation_with_held_out_labels(data_dir, tmp_path):
 
 
 @pytest.mark.full
-def test_a_label_of_wrong_length(data_dir, language_model, tmp_path):
-    path = tmp_path / "labels.jsonl"
-    path.write_text('{"text": "a", "label": [1, 2]}\n{"text": "b", "label": [1]}\n')
-    regression = ["model.reward_model_type=regression", "model.regression.num_attributes=2"]
-    base = [
-        f"pretrained_checkpoint.restore_from_path={language_model}",
-        "model.encoder_seq_length=48",
-    ]
-    job = training(tmp_path / "rm", f"{{train: [{path}]}}", *regression, *base)
-    must_fail_with(job, f"{path}, line 2", "1 number", "model.regression.num_attributes=2")
-
-
 def test_a_language_model_has_no_head_to_load(data_dir, language_model, tmp_path):
     base = [
         f"pretrained_checkpoint.restore_from_path={language_model}",
