@@ -57,7 +57,7 @@ def test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes(inputs, s
         assert last_state(tmp_path / job)["trainer"] == last_state(single / job)["trainer"]
     metrics, expected = (last_state(run / "actor")["metrics"] for run in (tmp_path, single))
     assert {"train_critic_loss", "train_actor_loss", "train_init_policy_kl"} <= {*expected}
-    for name in expected:
+    for name in (name for name in expected if not name.endswith(("_per_s", "_time"))):
         found = pytest.approx(expected[name], rel=1e-4, abs=1e-5, nan_ok=True)
         assert metrics[name] == found, name
 
