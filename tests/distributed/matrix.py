@@ -151,6 +151,7 @@ SPLITS = {
     "TP2+SPxCP2": Split(4, _sizes(tp=2, sp=True, cp=2)),
     "PP2+VPP2xCP2": Split(4, _sizes(pp=2, vpp=2, cp=2)),
     "CP2xDP2": Split(4, _sizes(cp=2)),
+    "CP4": Split(4, _sizes(cp=4)),
     "TP2+SPxEP2": Split(4, _sizes(tp=2, sp=True, expert_model_parallel_size=2), ("moe",)),
     "PP2xEP2": Split(4, _sizes(pp=2, expert_model_parallel_size=2), ("moe",)),
     "TP2+SP bf16": Split(2, _sizes(tp=2, sp=True, precision="bf16")),

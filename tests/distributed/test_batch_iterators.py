@@ -1,12 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The work queue on two ranks: each micro-batch once, and more of them for the rank that is
-faster.
+"""The work queue: each micro-batch once, more of them for the rank that is faster, and the same
+ones for the ranks that share a replica's weights or its sequences.
 """
 
 import time
 
 import torch.distributed as dist
+from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomSampler
@@ -56,3 +57,43 @@ def test_ranks_of_one_model_get_the_same_batches():
     assert first == second
     assert [len(rollout) for rollout in first] == [8, 8]
     assert sorted(sum(first[0] + first[1], [])) == list(range(32))
+
+
+def _replicas(splits):
+    """(rank's source, its batches) at each split; each replica begins with a batch of its own."""
+    taken = []
+    for sizes in splits:
+        parallel_state.initialize(**sizes)
+        replica = parallel_state.get_data_parallel_rank()
+        ranks = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+        assert parallel_state.get_model_parallel_src_rank() == ranks[0]
+        queue = StoreBatchIterator(iter([[f"batch of {replica}"]]), 1, _Words(), list)
+        taken.append((ranks, [batch for (batch,) in queue]))
+        destroy_model_parallel()
+    return taken
+
+
+class _Words:
+    def __getitem__(self, index):
+        return index
+
+
+CP2 = {"context_parallel_size": 2}
+REPLICAS = [
+    (CP2, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+    (CP2 | {"tensor_model_parallel_size": 2}, [[0, 1, 2, 3]] * 4),
+    (CP2 | {"pipeline_model_parallel_size": 2}, [[0, 1, 2, 3]] * 4),
+    ({"tensor_model_parallel_size": 2}, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+    ({"pipeline_model_parallel_size": 2}, [[0, 2], [1, 3], [0, 2], [1, 3]]),
+]
+
+
+def test_ranks_of_a_replica_move_together_at_all_splits():
+    by_rank = run_ranks(_replicas, 4, 100, [sizes for sizes, _ in REPLICAS])
+    for number, (sizes, groups) in enumerate(REPLICAS):
+        taken = [rank[number] for rank in by_rank]
+        assert [ranks for ranks, _ in taken] == groups, sizes
+        by_replica = {ranks[0]: batches for ranks, batches in taken}
+        assert all(batches == by_replica[ranks[0]] for ranks, batches in taken), sizes
+        expected = [f"batch of {replica}" for replica in range(len(by_replica))]
+        assert sorted(sum(by_replica.values(), [])) == expected, sizes
