@@ -22,6 +22,7 @@ computes all padding (`as_padded`), the splits compute as jobs do.
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,8 +79,10 @@ class Split:
         model: keys of the model configuration.
         architectures: that run at it.
         thorough: with all roles, and `FEW_ROLES` with all loss reductions and sizes of
-            micro-batches; otherwise `FEW_ROLES` with `FEW_VARIANTS`. With MATRIX=all in the
-            environment: all with all.
+            micro-batches; otherwise `FEW_ROLES` with `FEW_VARIANTS`.
+
+    The other roles, and at four ranks all of them, meet the architectures in turn, one at each
+    split. With MATRIX=all in the environment: all with all.
     """
 
     ranks: int
@@ -93,12 +96,15 @@ class Split:
 
     def cases(self) -> list[tuple[str, str]]:
         """(architecture, role) that run at it."""
-        return [
-            (architecture, role)
-            for architecture in self.architectures
-            for role in ROLES_OF_ARCHITECTURES.get(architecture, ROLES)
-            if self.thorough or EVERYTHING or role in FEW_ROLES
-        ]
+        roles = ROLES if self.thorough or EVERYTHING else FEW_ROLES
+        with_all = (*FEW_ROLES, "distillation") if self.ranks < 4 else ()
+        found = []
+        for turn, role in enumerate(roles, list(SPLITS.values()).index(self)):
+            able = [a for a in self.architectures if role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
+            if able and role not in with_all and not EVERYTHING:
+                able = [able[turn % len(able)]]
+            found += [(architecture, role) for architecture in able]
+        return found
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -781,13 +787,10 @@ def expected_file(folder, architecture: str, role: str, precision) -> Path:
     return Path(folder) / f"expected-{architecture}-{role.replace(' ', '-')}-{precision}.pt"
 
 
-def write_expected(tokenizer_dir, folder, chosen: dict[str, Split]) -> None:
-    """What one rank computes, of every case that the chosen splits will ask for and that is not in
-    `folder` yet; one process calls it.
+def write_expected(tokenizer_dir, folder, wanted: Iterable[tuple]) -> None:
+    """What one rank computes, of every (architecture, role, precision) that is not in `folder`
+    yet; one process calls it.
     """
-    wanted = {
-        (*case, split.precision): None for split in chosen.values() for case in split.cases()
-    }
     for architecture, role, precision in wanted:
         file = expected_file(folder, architecture, role, precision)
         if file.exists():

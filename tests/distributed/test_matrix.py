@@ -41,9 +41,12 @@ def sources(name: str) -> list[str]:
     )
 
 
-def write_expected(tokenizer_dir, folder, names):
-    """What one rank computes of the splits `names`, in this process."""
-    matrix.write_expected(tokenizer_dir, folder, {name: SPLITS[name] for name in names})
+def write_expected(tokenizer_dir, folder, cases_of):
+    """What one rank computes of the cases of splits, `{name: cases}`, in this process."""
+    wanted = [
+        (*case, SPLITS[name].precision) for name, cases in cases_of.items() for case in cases
+    ]
+    matrix.write_expected(tokenizer_dir, folder, wanted)
     parallel_state.destroy()
 
 
@@ -70,7 +73,8 @@ def folder_of_models(tiny_tokenizer_dir, tmp_path_factory):
 def full_reloads(tiny_tokenizer_dir, folder_of_models):
     """Deviations of all reloads."""
     reloads = {}
-    write_expected(tiny_tokenizer_dir, folder_of_models, SAVED)
+    cases_of = {name: matrix_reload.cases(name) for name in SAVED}
+    write_expected(tiny_tokenizer_dir, folder_of_models, cases_of)
     for size, names in RELOAD.items():
         run_ranks(matrix_reload.save_all, size, 180, tiny_tokenizer_dir, folder_of_models, names)
     for size, names in RELOAD.items():
@@ -118,7 +122,7 @@ def out_of_bounds(name: str, report: dict) -> list[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", SPLITS)
 def test_every_split_gives_the_numbers_of_one_rank(name, tiny_tokenizer_dir, folder_of_models):
-    write_expected(tiny_tokenizer_dir, folder_of_models, [name])
+    write_expected(tiny_tokenizer_dir, folder_of_models, {name: SPLITS[name].cases()})
     args = (tiny_tokenizer_dir, folder_of_models, [name])
     report = keep_report(run_ranks(matrix.run_splits, SPLITS[name].ranks, 180, *args)[0])
     wrong = out_of_bounds(name, report)
@@ -154,7 +158,7 @@ def test_what_one_rank_computes(architecture, role, tiny_tokenizer_dir, folder_o
     """Micro-batches change nothing but the reduction that is named after them; no counting slot,
     no loss.
     """
-    write_expected(tiny_tokenizer_dir, folder_of_models, ["DP2"])
+    write_expected(tiny_tokenizer_dir, folder_of_models, {"DP2": [(architecture, role)]})
     numbers = torch.load(matrix.expected_file(folder_of_models, architecture, role, 32))
     for kind in ("loss", "gradient"):
         dynamic = matrix.apart(
