@@ -236,7 +236,7 @@ def port(data, teacher):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [[], pytest.param(LORA, marks=pytest.mark.full)],
+    [[], LORA],
     ids=["weights", "adapters"],
 )
 def test_a_student_learns_from_its_own_responses_and_resumes_exactly(

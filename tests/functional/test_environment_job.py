@@ -130,19 +130,14 @@ def test_a_run_without_any_server_learns_from_its_environment(whole):
     "ranks, launcher, extra",
     [
         (2, "torchrun", []),  # DP2
-        pytest.param(
-            2, "python", ["++model.tensor_model_parallel_size=2"], marks=pytest.mark.full
-        ),
-        pytest.param(
+        (2, "python", ["++model.tensor_model_parallel_size=2"]),
+        (
             2,
             "python",
             ["++model.pipeline_model_parallel_size=2", "model.ppo.generation.reshard=auto"],
-            marks=pytest.mark.full,
         ),
-        pytest.param(
-            1, "python", ["model.ppo.rollout_micro_batch_size=1"], marks=pytest.mark.full
-        ),
-        pytest.param(1, "python", ["model.ppo.rollout_logprobs=sampler"], marks=pytest.mark.full),
+        (1, "python", ["model.ppo.rollout_micro_batch_size=1"]),
+        (1, "python", ["model.ppo.rollout_logprobs=sampler"]),
     ],
     ids=["dp2", "tp2", "pp2-resharded", "one-slot", "sampler"],
 )

@@ -200,7 +200,7 @@ def test_over_the_other_front_and_encrypted_it_is_the_same_run(inputs, single):
 @pytest.mark.parametrize(
     "critic_split, actor_split",
     [
-        pytest.param(("python", 2, 1), ("torchrun", 2, 2), marks=pytest.mark.full),
+        (("python", 2, 1), ("torchrun", 2, 2)),
         (("torchrun", 2, 2), ("python", 2, 1)),  # critic TP2, actor DP2
     ],
     ids=["critic-dp2-actor-tp2", "critic-tp2-actor-dp2"],
@@ -436,9 +436,7 @@ def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, tmp_path, number):
     """With the same command, beside the same critic, to the same bits."""
     limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]

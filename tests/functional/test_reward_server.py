@@ -302,10 +302,10 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
 @pytest.mark.parametrize(
     "launcher, tp, strip",
     [
-        pytest.param("python", 1, 4, marks=pytest.mark.full),
+        ("python", 1, 4),
         ("torchrun", 1, "null"),
-        pytest.param("python", 2, "null", marks=pytest.mark.full),
-        pytest.param("torchrun", 2, 16, marks=pytest.mark.full),
+        ("python", 2, "null"),
+        ("torchrun", 2, 16),
     ],
     ids=["python-dp2", "torchrun-dp2", "python-tp2", "torchrun-tp2"],
 )

@@ -304,8 +304,8 @@ LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[a
     "options",
     [
         LORA,
-        pytest.param([], marks=pytest.mark.full),
-        pytest.param(["model.dpo.preference_loss=rpo_bwd_kl"], marks=pytest.mark.full),
+        [],
+        ["model.dpo.preference_loss=rpo_bwd_kl"],
     ],
     ids=["lora", "full", "rpo"],
 )
@@ -371,9 +371,7 @@ def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
-)
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
 def test_kto_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path, options
 ):
@@ -431,9 +429,7 @@ def test_a_killed_rank_ends_the_job(data, tiny_tokenizer_dir, tmp_path, victim):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
-)
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
 def test_spin_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     data, sft_run, tmp_path, options
 ):

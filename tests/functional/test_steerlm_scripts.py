@@ -161,9 +161,7 @@ def scored(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "options", [pytest.param([], marks=pytest.mark.full), LORA], ids=["full", "lora"]
-)
+@pytest.mark.parametrize("options", [[], LORA], ids=["full", "lora"])
 def test_steerlm2_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     base, scored, tmp_path, options
 ):
