@@ -463,7 +463,9 @@ class CriticServerTrainer:
         metrics["step_time"] = time.monotonic() - start
         self.step += 1
         self.logger.log_metrics(metrics, step=self.step, prefix="train/")
-        log_token_counts(self.logger, self.step, {FORWARD: "scoring", TRAIN: "train"})
+        seconds = {"train": metrics["step_time"]}
+        names = {FORWARD: "scoring", TRAIN: "train"}
+        log_token_counts(self.logger, self.step, names, seconds)
         self.alarms.check_replicas(self.model, self.step)
         return float(metrics["loss"])
 

@@ -40,6 +40,7 @@ SHOWN = (  # metrics beside the bar, those of them that a job has
     "val_global_rewards",
     "val_loss",
     "train_tokens_per_s",
+    "train_mfu",
 )
 
 

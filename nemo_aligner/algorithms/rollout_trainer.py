@@ -66,6 +66,7 @@ from nemo_aligner.training.token_counts import (
     FORWARD,
     TRAIN,
     forget_token_counts,
+    in_short,
     log_token_counts,
 )
 from nemo_aligner.training.update import train_on_batch
@@ -274,9 +275,8 @@ class RolloutTrainer(ABC):
                 data, rollout_metrics, timings = self.generate_rollouts()
             rollout_metrics = self.log_rollouts(rollout_metrics)
             train_metrics = self.learn(data, rollout_metrics)
-            self.log_timings(timings)
-        speed = {key: timings[key] for key in ("generated_tokens_per_s",) if key in timings}
-        return rollout_metrics | train_metrics | speed
+            speeds = self.log_timings(timings)
+        return rollout_metrics | train_metrics | speeds
 
     @abstractmethod
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
@@ -490,19 +490,35 @@ class RolloutTrainer(ABC):
         return metrics
 
     def generation_timings(self, rollout: Rollout) -> dict[str, float]:
-        """Seconds of the phases since the last call, and tokens generated per second."""
+        """Seconds of the phases since the last call, and tokens generated per second, by all ranks
+        and by one.
+        """
         timings = rollout_log.consume_timings(self.timer)
-        generated = float(generated_tokens(rollout).double().sum())
-        timings["generated_tokens_per_s"] = generated / max(timings["generate"], 1e-9)
+        generated, seconds = generated_tokens(rollout).double(), max(timings["generate"], 1e-9)
+        timings["generated_tokens_per_s"] = float(generated.sum()) / seconds
+        per_rank = {
+            "generate_tokens_per_s": timings["generated_tokens_per_s"],
+            "generate_samples_per_s": len(generated) / seconds,
+        }
+        ranks = parallel_state.get_world_size()
+        speeds = {name: speed / ranks for name, speed in per_rank.items()}
+        self.logger.log_metrics(speeds, step=self.step, prefix="speed/")
         return timings
 
-    def log_timings(self, timings: dict[str, float]) -> None:
+    def log_timings(self, timings: dict[str, float]) -> dict[str, float]:
         """Log the seconds of this step's phases, `timings` and those measured since, and how many
-        tokens they computed.
+        tokens they computed; returns the speeds for the progress bar.
         """
         timings = timings | rollout_log.consume_timings(self.timer, self.update_timer)
         self.logger.log_metrics(timings, step=self.step, prefix="timers/")
-        log_token_counts(self.logger, self.step, {FORWARD: "logprobs", TRAIN: "train"})
+        seconds = {
+            "logprobs": timings.get("logprobs", 0.0) + timings.get("init_logprobs", 0.0),
+            "train": timings["train_time"],
+        }
+        names = {FORWARD: "logprobs", TRAIN: "train"}
+        speeds = log_token_counts(self.logger, self.step, names, seconds)
+        shown = {name: timings[name] for name in ("generated_tokens_per_s",) if name in timings}
+        return shown | in_short(speeds)
 
     # ---------------------------------------------------------------------- checkpoint and resume
 

@@ -38,7 +38,12 @@ from nemo_aligner.training.schedule import (
 )
 from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timers import ScopedTimer
-from nemo_aligner.training.token_counts import TRAIN, forget_token_counts, log_token_counts
+from nemo_aligner.training.token_counts import (
+    TRAIN,
+    forget_token_counts,
+    in_short,
+    log_token_counts,
+)
 from nemo_aligner.training.update import train_on_batch
 
 
@@ -189,7 +194,8 @@ class SupervisedTrainer:
             while self.step < self.max_steps and stop is None:
                 train_metrics = self.train_single_step(next(batches))
                 self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
-                tokens = log_token_counts(self.logger, self.step, {TRAIN: "train"})
+                seconds = {"train": train_metrics["step_time"]}
+                speeds = log_token_counts(self.logger, self.step, {TRAIN: "train"}, seconds)
                 self.alarms.check_replicas(self.model, self.step)
                 self.step += 1
                 self.ckpt_callback.check_save()
@@ -206,9 +212,7 @@ class SupervisedTrainer:
                 )
                 if run_val:
                     val_metrics = self.run_validation()
-                if tokens:
-                    speed = tokens["train_computed"] / max(train_metrics["step_time"], 1e-9)
-                    train_metrics = train_metrics | {"tokens_per_s": speed}
+                train_metrics = train_metrics | in_short(speeds)
                 candidates = show_progress(progress, train_metrics, val_metrics)
                 if save_model:  # a validation of an earlier step would not be of these weights
                     self.save(

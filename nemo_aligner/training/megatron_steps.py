@@ -43,6 +43,7 @@ from nemo_aligner.training.expert_losses import (
     take_balance_losses,
 )
 from nemo_aligner.training.finite import check_finite
+from nemo_aligner.training.model_flops import attended_pairs, pass_flops
 from nemo_aligner.training.rank_plans import Plan, plan_of_rank
 from nemo_aligner.training.token_counts import FORWARD, TRAIN, count_tokens
 
@@ -277,7 +278,7 @@ def forward_backward(
         keep_order=keep_order or balanced,
         together=together,
     )
-    _count(FORWARD if forward_only else TRAIN, plan, lengths, batch)
+    _count(FORWARD if forward_only else TRAIN, model_chunks[0], plan, lengths, batch)
     scale = len(plan) * parallel_state.get_data_parallel_world_size()
     totals: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
@@ -363,7 +364,7 @@ def forward_collect(
         micro_batch_tokens,
         training=False,
     )
-    _count(FORWARD, plan, lengths, batch)
+    _count(FORWARD, model_chunks[0], plan, lengths, batch)
     outputs = _run_schedule(model_chunks, batch, plan, output_fn, model_inputs, forward_only=True)
     is_last = parallel_state.is_pipeline_last_stage()
     collected = torch.empty(0)
@@ -383,9 +384,18 @@ def forward_collect(
     return collected
 
 
-def _count(phase: str, plan: Plan, lengths: torch.Tensor | None, batch: Batch) -> None:
-    real = batch["tokens"].numel() if lengths is None else int(lengths.sum())
-    count_tokens(phase, real, sum(part.tokens for part in plan))
+def _count(
+    phase: str, model: torch.nn.Module, plan: Plan, lengths: torch.Tensor | None, batch: Batch
+) -> None:
+    rows, width = batch["tokens"].shape
+    lengths = torch.full((rows,), width) if lengths is None else lengths
+    real = int(lengths.sum())
+    if "packed_position_ids" in batch:
+        pairs = int((batch["packed_position_ids"] + 1).sum())
+    else:
+        pairs = attended_pairs(lengths)
+    flops = pass_flops(model, real, pairs, training=phase == TRAIN)
+    count_tokens(phase, rows, real, sum(part.tokens for part in plan), flops)
 
 
 def _in_order(

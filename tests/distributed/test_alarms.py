@@ -160,7 +160,7 @@ def jobs(tokenizer_dir):
     found["job"] = error_of(trainer.fit)
     progress("a healthy job")
     found["metrics"] = [
-        entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+        entry for entry in trainer.logger.metrics if not entry[0].startswith(("timers/", "speed/"))
     ]
 
     trainer = at_work.make_job(at_work.make_actor(tokenizer_dir, temperature=0.7))

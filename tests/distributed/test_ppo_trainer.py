@@ -44,7 +44,9 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
         ],
         "weight": trainer.model.weight,
         "metrics": [
-            entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+            entry
+            for entry in trainer.logger.metrics
+            if not entry[0].startswith(("timers/", "speed/"))
         ],
         "tables": trainer.logger.tables,
         "state": trainer.state_dict(),
@@ -61,7 +63,9 @@ def run_reinforce():
         "sent_to_critic": [],
         "weight": trainer.model.weight,
         "metrics": [
-            entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+            entry
+            for entry in trainer.logger.metrics
+            if not entry[0].startswith(("timers/", "speed/"))
         ],
         "tables": trainer.logger.tables,
         "state": trainer.state_dict(),

@@ -25,7 +25,9 @@ def run_trainer(micro_batch_size=2):
         "batches": trainer.model.batches,
         "weight": trainer.model.weight,
         "metrics": [
-            entry for entry in trainer.logger.metrics if not entry[0].startswith("timers/")
+            entry
+            for entry in trainer.logger.metrics
+            if not entry[0].startswith(("timers/", "speed/"))
         ],
         "tables": trainer.logger.tables,
         "state": trainer.state_dict(),

@@ -171,7 +171,7 @@ def metric_names(folder: Path) -> list[str]:
         name for name in names if not _explained().fullmatch(name.rpartition("/")[2])
     )
     assert not unexplained, f"docs/metrics.md does not explain {unexplained}"
-    return sorted(name for name in names if not name.startswith(("timers/", "tokens/")))
+    return sorted(name for name in names if not name.startswith(("timers/", "tokens/", "speed/")))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 FOLDER = Path(__file__).parent / "numbers"
 MACHINE, KIND = "machine", ("vendor_id", "cpu family", "model")
-TIMED = re.compile(r"step|time|timers/.*|.*_time|train/generate")
+TIMED = re.compile(r"step|time|(timers|speed)/.*|.*_time|train/generate")
 # Bounds of deviations. Beyond the first, checksums do not count, nor which of two rewards is the
 # larger where a policy is its own reference, so that both are 0 but for rounding.
 SAME_MACHINE, ELSEWHERE, BETWEEN_SPLITS = 0.0, 1e-6, 1e-5

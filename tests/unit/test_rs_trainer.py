@@ -45,7 +45,7 @@ def logged(trainer, first_step=0, updates_per_step=4):
     return [
         (name, step, value)
         for name, step, value in trainer.logger.metrics
-        if not name.startswith("timers/")
+        if not name.startswith(("timers/", "speed/"))
         and step
         >= (updates_per_step * first_step + 1 if name.startswith("train_optim/") else first_step)
     ]

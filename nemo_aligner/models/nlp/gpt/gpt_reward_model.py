@@ -238,6 +238,7 @@ class GPTRewardModel(GPTModel):
             **kwargs,
         )
         self._lengths: Tensor | None = None
+        self.outputs_per_token = num_attributes
         if not self.post_process:
             return
         del self.output_layer
