@@ -49,7 +49,7 @@ class Durations:
         else:
             wrong = ["durations.txt stays as it is: only a run of all tests that passed writes it"]
         if wrong:
-            session.exitstatus = exitstatus if not passed else pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = exitstatus or pytest.ExitCode.TESTS_FAILED
             self.config.get_terminal_writer().line("\n".join(["", *wrong]), red=True)
 
 

@@ -1782,11 +1782,11 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "the report has a speed among the seconds",
-        "report/charts.py",
-        ' and not key.endswith("_per_s")',
-        "",
-        _unit("test_report.py", "test_page_opens_with_what_the_policy_learned"),
+        "frozen layers count as if their weights had gradients",
+        "training/model_flops.py",
+        "(2 if frozen else 3)",
+        "3",
+        _unit("test_model_flops.py", "test_frozen_layers_have_no_gradient_of_weights"),
     ),
     Mutant(
         "what a reward function has started outlives its worker",

@@ -490,19 +490,14 @@ class RolloutTrainer(ABC):
         return metrics
 
     def generation_timings(self, rollout: Rollout) -> dict[str, float]:
-        """Seconds of the phases since the last call, and tokens generated per second, by all ranks
-        and by one.
+        """Seconds of the phases since the last call, and tokens and samples that one rank has
+        generated per second.
         """
         timings = rollout_log.consume_timings(self.timer)
-        generated, seconds = generated_tokens(rollout).double(), max(timings["generate"], 1e-9)
-        timings["generated_tokens_per_s"] = float(generated.sum()) / seconds
-        per_rank = {
-            "generate_tokens_per_s": timings["generated_tokens_per_s"],
-            "generate_samples_per_s": len(generated) / seconds,
-        }
-        ranks = parallel_state.get_world_size()
-        speeds = {name: speed / ranks for name, speed in per_rank.items()}
-        self.logger.log_metrics(speeds, step=self.step, prefix="speed/")
+        generated = generated_tokens(rollout).double()
+        rank_seconds = max(timings["generate"], 1e-9) * parallel_state.get_world_size()
+        timings["generate_tokens_per_s"] = float(generated.sum()) / rank_seconds
+        timings["generate_samples_per_s"] = len(generated) / rank_seconds
         return timings
 
     def log_timings(self, timings: dict[str, float]) -> dict[str, float]:
@@ -510,15 +505,14 @@ class RolloutTrainer(ABC):
         tokens they computed; returns the speeds for the progress bar.
         """
         timings = timings | rollout_log.consume_timings(self.timer, self.update_timer)
+        speeds = {key: timings.pop(key) for key in list(timings) if key.endswith("_per_s")}
         self.logger.log_metrics(timings, step=self.step, prefix="timers/")
         seconds = {
             "logprobs": timings.get("logprobs", 0.0) + timings.get("init_logprobs", 0.0),
             "train": timings["train_time"],
         }
         names = {FORWARD: "logprobs", TRAIN: "train"}
-        speeds = log_token_counts(self.logger, self.step, names, seconds)
-        shown = {name: timings[name] for name in ("generated_tokens_per_s",) if name in timings}
-        return shown | in_short(speeds)
+        return in_short(log_token_counts(self.logger, self.step, names, seconds, speeds))
 
     # ---------------------------------------------------------------------- checkpoint and resume
 

@@ -45,8 +45,8 @@ def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
 
 
 def is_time(key: str) -> bool:
-    """Whether a metric is in seconds that a phase took: timers hold speeds too."""
-    return key.startswith(f"{TIMERS}/") and not key.endswith("_per_s")
+    """Whether a metric is in seconds that a phase took."""
+    return key.startswith(f"{TIMERS}/")
 
 
 def chart_grid(charts: list[Chart], labels: bool = True) -> str:

@@ -19,18 +19,15 @@ from nemo_aligner.training.expert_losses import expert_layers
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
+    "H200 NVL": 835.0,
     "H200": 989.4,
-    "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
     "H100": 989.4,
     "H800": 989.4,
     "A100": 312.0,
     "A800": 312.0,
     "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "A40": 149.7,
-    "A10": 125.0,
 }
 
 

@@ -7,6 +7,7 @@ fast.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -18,7 +19,6 @@ from nemo_aligner.training.model_flops import peak_of_this_card
 
 FORWARD = "forward"  # without gradient: log-probs, scores, validation
 TRAIN = "train"
-
 
 # Of each phase: samples, their tokens, tokens that were computed, and FLOPs of the former.
 _counts = {FORWARD: [0, 0, 0, 0], TRAIN: [0, 0, 0, 0]}
@@ -48,9 +48,10 @@ def take_token_counts(
         seconds: that those took, by name; without them a phase has no speed.
 
     Returns:
-        Equal on every rank, of each phase that computed something: `<name>_computed`, tokens, and
-        `<name>_real_fraction`; and its speed per rank of the job, `<name>_tokens_per_s` (no
-        padding), `<name>_samples_per_s`, `<name>_tflops` and, on a known GPU, `<name>_mfu`.
+        Of each phase that computed something: `<name>_computed`, tokens, and
+        `<name>_real_fraction`, equal on every rank; and its speed per rank of the job, by this
+        rank's `seconds`: `<name>_tokens_per_s` (no padding), `<name>_samples_per_s`,
+        `<name>_tflops` and, on a known GPU, `<name>_mfu`.
     """
     counts = torch.tensor([_counts[phase] for phase in names], dtype=torch.float64)
     forget_token_counts()
@@ -77,12 +78,18 @@ def take_token_counts(
 
 
 def log_token_counts(
-    logger: Logger, step: int, names: Mapping[str, str], seconds: Mapping[str, float]
+    logger: Logger,
+    step: int,
+    names: Mapping[str, str],
+    seconds: Mapping[str, float],
+    speeds: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Log `take_token_counts` as the families `tokens/` and `speed/`; returns the latter, on a GPU
-    with `memory_peak_gb`, of the rank that took most since the last call; all ranks call it.
+    """Log `take_token_counts` as the families `tokens/` and `speed/`; returns the latter, with
+    other `speeds` and on a GPU with `memory_peak_gb`, of the rank that took most since the last
+    call; all ranks call it.
     """
-    tokens, speeds = take_token_counts(names, seconds)
+    tokens, counted = take_token_counts(names, seconds)
+    speeds = {**speeds, **counted}
     if torch.cuda.is_available():
         peak = {"memory_peak_gb": torch.cuda.max_memory_allocated() / 1e9}
         speeds |= all_reduce_dict(peak, op=torch.distributed.ReduceOp.MAX)
@@ -95,5 +102,9 @@ def log_token_counts(
 
 def in_short(speeds: Mapping[str, float]) -> dict[str, float]:
     """Those of `log_token_counts` that a progress bar shows."""
-    shown = {"train_tokens_per_s": "tokens_per_s", "train_mfu": "mfu"}
+    shown = {
+        "generate_tokens_per_s": "generated_tokens_per_s",
+        "train_tokens_per_s": "tokens_per_s",
+        "train_mfu": "mfu",
+    }
     return {shown[name]: speed for name, speed in speeds.items() if name in shown}

@@ -3,7 +3,7 @@
 """Context parallelism: the shares of the ranks, and that ranks which share each sequence compute
 what one does.
 
-One launch of two ranks serves all tests. More ranks are in the matrix.
+One launch of two ranks serves all tests. More ranks, and checkpoints, are in the matrix.
 """
 
 import inspect
@@ -13,7 +13,6 @@ import torch
 from megatron.core.parallel_state import destroy_model_parallel, get_context_parallel_group
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
@@ -191,29 +190,6 @@ def evaluate(tokenizer_dir, role, **split):
     )
 
 
-def train_from_checkpoint(tokenizer_dir, folder, steps, save=False, **split):
-    """Numbers of some steps of the actor, after those of the checkpoint in `folder` if there is
-    one.
-    """
-    model = build(tokenizer_dir, "actor, Llama", **split)
-    optimizer, scheduler = model.setup_megatron_optimization(10)
-    callback = CheckpointCallback(
-        folder, model, optimizer, scheduler, name="x", save_nemo_on_train_end=False
-    )
-    assert (callback.load_latest() is None) == save
-    numbers = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model.prepare_for_training_step()
-        loss, metrics = model.get_loss_and_metrics(batches()["actor"], forward_only=False)
-        numbers.append(
-            {"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics}
-        )
-    if save:
-        callback.custom_save({}, trainer_state={"step": steps})
-    return numbers
-
-
 def ragged_prompts(rows=5):
     generator = torch.Generator().manual_seed(5)
     return {
@@ -278,7 +254,7 @@ def dropout_masks(tokenizer_dir):
         return outside, torch.nn.functional.dropout(ones, 0.5)
 
 
-def on_two_ranks(tokenizer_dir, folder):
+def on_two_ranks(tokenizer_dir):
     parallel_state.initialize(**CP2)
     assert parallel_state.get_data_parallel_world_size() == 1
     assert torch.distributed.get_process_group_ranks(
@@ -291,21 +267,13 @@ def on_two_ranks(tokenizer_dir, folder):
     check_prompt_that_breaks_one_rank(tokenizer_dir)
     progress("updates and texts")
     results["dropout"] = dropout_masks(tokenizer_dir)
-    train_from_checkpoint(tokenizer_dir, folder / "of two ranks", 2, save=True, **CP2)
-    results["resumed"] = train_from_checkpoint(tokenizer_dir, folder / "of one rank", 1, **CP2)
     destroy_model_parallel()
     return results
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("two_ranks")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tiny_tokenizer_dir, folder):
-    train_from_checkpoint(tiny_tokenizer_dir, folder / "of one rank", 2, save=True)
-    return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir, folder)
+def two_ranks(tiny_tokenizer_dir):
+    return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir)
 
 
 def assert_equal_numbers(ours, expected):
@@ -342,17 +310,6 @@ def test_two_ranks_that_share_sequences_compute_what_one_does(tiny_tokenizer_dir
     for one, other in zip(two_ranks[0][role][0], two_ranks[1][role][0], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one)
-
-
-def test_checkpoints_of_one_number_of_ranks_resume_with_the_other(
-    tiny_tokenizer_dir, two_ranks, folder
-):
-    expected = evaluate(tiny_tokenizer_dir, "actor, Llama")[0][
-        2:3
-    ]  # the third of three steps without a stop
-    resumed = train_from_checkpoint(tiny_tokenizer_dir, folder / "of two ranks", 1)
-    for numbers in (resumed, two_ranks[0]["resumed"], two_ranks[1]["resumed"]):
-        assert numbers == [pytest.approx(wanted, rel=1e-5, abs=1e-7) for wanted in expected]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

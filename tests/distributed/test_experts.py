@@ -3,8 +3,7 @@
 """A mixture of experts gives the same on one rank and on two, with the experts on both or spread
 over them.
 
-One rank leaves weights and checkpoints in files; one launch of two ranks serves all splits and
-leaves files of its own, which one rank reads afterwards.
+One launch of two ranks serves all splits. Checkpoints are in the matrix.
 """
 
 import json
@@ -16,7 +15,6 @@ from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -241,67 +239,6 @@ def supervised(folder, role):
     return numbers, model.infer((tokens[unequal()], LENGTHS[unequal()]))
 
 
-# --- checkpoints
-
-
-def trained(folder, name, log_dir):
-    """An actor with its optimizer, over all ranks' experts, and the checkpoints in `log_dir`."""
-    nemo = str(folder / "llama.nemo")
-    own = {
-        "ppo": PPO,
-        "expert_model_parallel_size": torch.distributed.get_world_size(),
-        "optim": {"name": name},
-    }
-    actor = MegatronGPTActorModel.restore_from(
-        nemo, override_config_path=OmegaConf.merge(nemo_archive.read_config(nemo), own)
-    )
-    optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
-    callback = CheckpointCallback(
-        log_dir,
-        actor,
-        optimizer,
-        scheduler,
-        name="policy",
-        save_nemo_on_train_end=True,
-        save_top_k=-1,
-    )
-    return actor, optimizer, scheduler, callback
-
-
-def save_and_go_on(folder, name, log_dir):
-    """Two updates, a checkpoint (and a `.nemo`), and loss, gradient norm and weights of the third
-    update.
-    """
-    actor, optimizer, scheduler, callback = trained(folder, name, log_dir)
-    batch = {key: mine(value) for key, value in rollouts().items()}
-    for _ in range(2):
-        step(actor, optimizer, scheduler, batch)
-    callback.custom_save({}, is_train_end=True, trainer_state={"step": 2})
-    saved = named(actor)
-    return saved, step(actor, optimizer, scheduler, batch), named(actor)
-
-
-def resume(folder, name, log_dir):
-    """Loss, gradient norm and weights of the update after the checkpoint in `log_dir`, and weights
-    of its `.nemo`.
-    """
-    actor, optimizer, scheduler, callback = trained(folder, name, log_dir)
-    assert callback.load_latest() == {"step": 2}
-    numbers = step(
-        actor, optimizer, scheduler, {key: mine(value) for key, value in rollouts().items()}
-    )
-    nemo = str(log_dir / "checkpoints" / "policy.nemo")
-    cfg = OmegaConf.merge(
-        nemo_archive.read_config(nemo),
-        {"expert_model_parallel_size": torch.distributed.get_world_size()},
-    )
-    return (
-        named(MegatronGPTModel.restore_from(nemo, override_config_path=cfg)),
-        numbers,
-        named(actor),
-    )
-
-
 # --- two ranks
 
 
@@ -323,9 +260,6 @@ def on_two_ranks(folder):
     run("responses", responses, **EP2)
     for role in ("sft", "reward model", "critic"):
         run(role, supervised, role, **EP2)
-    for name in ("distributed_fused_adam", "adamw"):
-        run(f"resume {name}", resume, name, folder / f"one {name}", **EP2)
-        run(f"save {name}", save_and_go_on, name, folder / f"two {name}", **EP2)
     parallel_state.initialize(seed=7, **EP2)
     with pytest.raises(ConfigError, match="use_flask"):
         StoreBatchIterator([], 0, None, None)
@@ -344,12 +278,10 @@ def folder(tiny_tokenizer_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(folder):
-    """What one rank computes, and its checkpoints in `folder`."""
+    """What one rank computes."""
     results = {"fresh": fresh(folder), "responses": responses(folder)}
     for role in ("sft", "reward model", "critic"):
         results[role] = supervised(folder, role)
-    for name in ("distributed_fused_adam", "adamw"):
-        results[f"save {name}"] = save_and_go_on(folder, name, folder / f"one {name}")
     return results
 
 
@@ -429,22 +361,3 @@ def test_other_roles_equal_one_rank(one_rank, two_ranks, role):
         share, (rank_numbers, rank_inferred) = results[role]
         assert rank_numbers == pytest.approx(numbers, rel=1e-5)
         torch.testing.assert_close(rank_inferred, inferred[share], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["distributed_fused_adam", "adamw"])
-def test_checkpoints_load_where_the_experts_are_spread_otherwise(
-    folder, one_rank, two_ranks, name
-):
-    saved, numbers, weights = one_rank[f"save {name}"]
-    back = resume(folder, name, folder / f"two {name}")
-    assert back[1] == pytest.approx(numbers, rel=1e-5)
-    assert_weights(back[0], saved)
-    assert_weights(back[2], weights)
-    for results in two_ranks:
-        for _, (rank_saved, rank_numbers, rank_weights) in (
-            results[f"resume {name}"],
-            results[f"save {name}"],
-        ):
-            assert rank_numbers == pytest.approx(numbers, rel=1e-5)
-            assert_weights(rank_saved, saved)
-            assert_weights(rank_weights, weights)

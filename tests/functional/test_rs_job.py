@@ -135,7 +135,7 @@ def test_a_run_trains_saves_and_counts_prompts(single):
         read_metrics(metrics, f"train_rollouts/{name}_rewards") for name in ("global", "selected")
     )
     assert all(best > mean for best, mean in zip(kept, means, strict=True))
-    assert all(seconds > 0 for seconds in read_metrics(metrics, "timers/generated_tokens_per_s"))
+    assert all(seconds > 0 for seconds in read_metrics(metrics, "speed/generate_tokens_per_s"))
     names = sorted(path.name for path in (metrics / "checkpoints").iterdir())
     assert any(
         name.startswith(

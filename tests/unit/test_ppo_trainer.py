@@ -110,7 +110,7 @@ def test_run_counts_steps_and_logs_by_family():
         "critic_train_wait",
     ):
         assert len(logger.series(f"timers/{name}")) == 3, name
-    assert all(value > 0 for _, value in logger.series("timers/generated_tokens_per_s"))
+    assert all(value > 0 for _, value in logger.series("speed/generate_tokens_per_s"))
     assert logger.finalized == 1 and trainer.run_timer.started == 1
     assert [(key, step) for key, step, _ in logger.tables] == [
         ("table/train_rollouts", i) for i in range(3)

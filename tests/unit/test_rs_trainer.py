@@ -87,7 +87,7 @@ def test_run_counts_prompts_and_logs_by_family():
     assert [step for step, _ in logger.series("train_optim/loss")] == list(range(1, 13))
     for name in ("rollout_time", "generate", "rm_wait", "train_time", "train_step_time"):
         assert len(logger.series(f"timers/{name}")) == 3, name
-    assert all(value > 0 for _, value in logger.series("timers/generated_tokens_per_s"))
+    assert all(value > 0 for _, value in logger.series("speed/generate_tokens_per_s"))
     assert logger.finalized == 1 and trainer.run_timer.started == 1
     assert [row["step"] for row in logger.tables[-1][2]] == [0, 1, 2]
 
