@@ -52,7 +52,7 @@ def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
         ConfigError: a key has a value that would change the model and is not supported.
     """
     read = {key.split(".")[1] for key in (*ONLY, *INERT_ARCHITECTURE)}
-    section = {name: _plain(cfg[name]) for name in cfg if name in read}
+    section = {name: to_plain(cfg[name]) for name in cfg if name in read}
     values = Values({"model": section})
     refuse_model_values(values)
     notes = []
@@ -66,5 +66,6 @@ def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """`value` of a `DictConfig` as plain dicts and lists."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

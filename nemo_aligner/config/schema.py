@@ -105,7 +105,8 @@ _MODEL = dotted(
 )
 _OPTIM = dotted(
     "model.optim",
-    "name lr weight_decay betas eps momentum overlap_grad_sync bucket_cap_mb sched.name",
+    """name lr weight_decay betas eps momentum overlap_grad_sync bucket_cap_mb sched.name
+    mcore_customization_config""",
 ) | {f"model.optim.sched.{key}" for key in SCHEDULE_KEYS}
 _PEFT = dotted(
     "model.peft",
@@ -396,6 +397,7 @@ FREE = (
     "model.overwrite_base_config",
     "model.tokenizer.special_tokens",
     "model.mcore_customization_config",
+    "model.optim.mcore_customization_config",
     "model.hugging_face",
     "model.ppo.generation.reshard",
     "model.rs.generation.reshard",

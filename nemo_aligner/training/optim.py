@@ -10,6 +10,7 @@ rollout. Annealing schedules other than the cosine are classes of NeMo's registr
 (`NemoSchedule`). Names and rules are in `config/optim_rules.py`.
 """
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 from omegaconf import DictConfig
 
+from nemo_aligner.config.megatron_fields import OPTIM_REFUSED, core_errors, passed_fields
+from nemo_aligner.config.model_keys import to_plain
 from nemo_aligner.config.optim_rules import (
     CONSTANT_SCHEDULES,
     OPTIMIZERS,
@@ -74,7 +77,9 @@ def wrap_with_ddp(
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     overlap = bool(optim_cfg.overlap_grad_sync) and several
     bucket_mb = optim_cfg.bucket_cap_mb
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = _with_given_fields(
+        DistributedDataParallelConfig,
+        optim_cfg,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         use_distributed_optimizer=OPTIMIZERS[optim_cfg.name].distributed,
@@ -101,6 +106,28 @@ def wrap_with_ddp(
             [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
         )
     return wrapped
+
+
+def _with_given_fields(config_class: type, optim_cfg: DictConfig, **settings: Any) -> Any:
+    """Megatron Core's configuration of `settings` and of the fields among
+    `model.optim.mcore_customization_config` that are its own.
+
+    Raises:
+        ConfigError: a field is of neither configuration, or cannot be given.
+    """
+    section = to_plain(optim_cfg.get("mcore_customization_config")) or {}
+    classes = (DistributedDataParallelConfig, OptimizerConfig)
+    names = {each: {field.name for field in dataclasses.fields(each)} for each in classes}
+    given = {
+        f"model.optim.mcore_customization_config.{name}": value
+        for name, value in section.items()
+        if name in names[config_class] or not any(name in known for known in names.values())
+    }
+    own_keys = {f"model.optim.{name}" for name in optim_cfg}
+    built = config_class(**settings)
+    passed = passed_fields(given, built, settings, own_keys, OPTIM_REFUSED)
+    with core_errors(passed):
+        return config_class(**settings, **passed)
 
 
 def chained_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -198,7 +225,9 @@ def build_optimizer(
     """
     check_optim(optim_cfg)
     kind = OPTIMIZERS[optim_cfg.name]
-    config = OptimizerConfig(
+    config = _with_given_fields(
+        OptimizerConfig,
+        optim_cfg,
         optimizer=kind.kind,
         lr=optim_cfg.lr,
         min_lr=optim_cfg.sched.min_lr,
@@ -321,6 +350,11 @@ def build_scheduler(
         )
     if sched.name in OWN_SCHEDULES:
         return _own_schedule(optimizer, optim_cfg, max_steps)
+    if (optim_cfg.get("mcore_customization_config") or {}).get("decoupled_lr") is not None:
+        raise ConfigError(
+            "model.optim.mcore_customization_config.decoupled_lr is not read by model.optim.sched."
+            f"name={sched.name}, which has one rate; use one of {', '.join(OWN_SCHEDULES)}."
+        )
     options = {
         # Steps of 0 and a share stand for each other: NeMo refuses two numbers.
         key: sched[key]

@@ -4,13 +4,17 @@
 the constructor says so, whoever calls it.
 """
 
+import dataclasses
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
@@ -23,6 +27,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt import megatron_config, megatron_layers
+from nemo_aligner.models.nlp.gpt.megatron_config import KERNELS, TRANSFORMER_ENGINE_KERNELS
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.training.megatron_steps import forward_collect
@@ -373,6 +378,43 @@ def test_every_key_without_effect_has_none(build):
     assert {vars(m.transformer_config)["ffn_hidden_size"] for m in (base, changed)} == {48}
 
 
+# Fields that Megatron Core refuses alone, or without Transformer Engine or a GPU.
+NEED_OTHERS = set(
+    """overlap_p2p_comm_warmup_flush moe_router_padding_for_quantization moe_router_padding_for_fp8
+    moe_enable_deepep batch_invariant_mode symmetric_ar_type cpu_offloading
+    fine_grained_activation_offloading flash_attention_version""".split()
+)
+
+
+def test_every_field_of_megatron_core_is_passed_or_refused_with_a_reason(tiny_tokenizer_dir):
+    selective = {"activations_checkpoint_granularity": "selective"}
+    cfg = complete_model(tiny_config(tiny_tokenizer_dir, "llama", **selective), None)
+    plain = megatron_config.build_transformer_config(cfg)
+    ignored = {*KERNELS, *TRANSFORMER_ENGINE_KERNELS, "bias_activation_fusion"}
+    ignored |= {key.split(".")[1] for key in INERT_ARCHITECTURE}
+    passed, refused = set(), set()
+    for field in dataclasses.fields(TransformerConfig):
+        default = getattr(plain, field.name)
+        number = default + 1 if type(default) in (int, float) else 1
+        odd = {bool: not default, str: "odd", list: ["mlp"], AttnBackend: "flash"}
+        value = odd.get(type(default), number)
+        cfg.mcore_customization_config = {field.name: value}
+        try:
+            built = getattr(megatron_config.build_transformer_config(cfg), field.name)
+        except ConfigError as error:
+            reasons = "break a promise: |does not act there; set |is always |Megatron Core refuses"
+            assert re.search(reasons, str(error)), error
+            if "Megatron Core refuses" in str(error):
+                refused.add(field.name)
+        else:
+            if built in (value, AttnBackend.flash):
+                passed.add(field.name)
+            else:
+                assert field.name in ignored, field.name
+    assert refused <= NEED_OTHERS
+    assert len(passed) >= 30 and "recompute_modules" in passed
+
+
 def test_keys_of_splits_and_kernels_keep_the_numbers(build):
     base, changed = build(), build(**SAME_NUMBERS)
     assert torch.equal(logits_of(base), logits_of(changed))
@@ -443,6 +485,25 @@ def test_only_rotary_positions_are_scaled(build):
         ({"no_rope_freq": [2, 0]}, "no_rope_freq=.2, 0. must be"),
         ({"no_rope_freq": 2, "position_embedding_type": "none"}, "leaves out rotary embeddings"),
         ({"transformer_block_type": "normformer"}, "norms behind .*Gemma 2 and 3.*side by side"),
+        (
+            {"mcore_customization_config": {"moe_expert_capacity_factor": 1.0}},
+            "moe_expert_capacity_factor=1.0 .*break a promise: .* the same numbers.* at any split",
+        ),
+        (
+            {"mcore_customization_config": {"fp32_residual_connection": True}},
+            "does not act there; set model.fp32_residual_connection",
+        ),
+        (
+            {"mcore_customization_config": {"recompute_modules": ["mlp"]}},
+            "recompute_modules=.* needs model.activations_checkpoint_granularity=selective",
+        ),
+        (
+            {
+                "mcore_customization_config": {"recompute_modules": ["attention"]},
+                "activations_checkpoint_granularity": "selective",
+            },
+            "gives recompute_modules, and Megatron Core refuses: Invalid choices",
+        ),
         (
             {"mcore_customization_config": {"query_pre_attn_scalar": 224}},
             "query_pre_attn_scalar=224 does not act there; set model.query_pre_attn_scalar",

@@ -4,6 +4,7 @@
 optimizers and NeMo's registry.
 """
 
+import contextlib
 import inspect
 import math
 
@@ -240,7 +241,54 @@ def test_three_updates_equal_pytorchs_optimizer(
         )
 
 
+@pytest.mark.slow
+def test_fields_of_megatron_core_reach_the_optimizer(tiny_tokenizer_dir):
+    """The tied embedding gets a rate of its own, and padded buckets change no number."""
+
+    def updated(**fields):
+        optim = {"lr": 0.05, "sched": {"name": "constant"}, "mcore_customization_config": fields}
+        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", optim=optim))
+        optimizer, scheduler = model.setup_megatron_optimization(3)
+        optimizer.zero_grad()
+        model.prepare_for_training_step()
+        for tensor in model.unwrapped()[0].parameters():
+            tensor.main_grad.fill_(0.01)
+        scheduler.step(increment=1)
+        optimizer.step()
+        return dict(model.unwrapped()[0].named_parameters()), model
+
+    plain, _ = updated()
+    padded, model = updated(pad_buckets_for_high_nccl_busbw=True)
+    assert model.model[0].ddp_config.pad_buckets_for_high_nccl_busbw
+    slow, _ = updated(decoupled_lr=0.005)
+    embedding = "embedding.word_embeddings.weight"
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, padded[name]), name
+        assert torch.equal(tensor, slow[name]) == (name != embedding), name
+
+
 # --- refusals ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"overlap_param_gather": True}, "would break a promise: weights are whole after an upd"),
+        ({"overlap_grad_reduce": True}, "does not act there; set model.optim.overlap_grad_sync"),
+        ({"lr": 1.0}, "lr=1.0 does not act there; set model.optim.lr"),
+        ({"decoupled_weight_decay": False}, "is always True here"),
+        ({"decoupled_learning_rate": 1.0}, "is no field of Megatron Core's that is known"),
+        ({"apply_wd_to_qk_layernorm": 1, "sched": "StepLR"}, None),
+        ({"decoupled_lr": 0.1, "sched": "StepLR"}, "decoupled_lr.*StepLR.*CosineAnnealing"),
+    ],
+)
+def test_fields_of_megatron_core_that_cannot_be_given(tiny_tokenizer_dir, fields, message):
+    sched = {"name": fields.pop("sched", "constant"), "step_size": 2}
+    optim = {"sched": sched, "mcore_customization_config": fields}
+    model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2", num_layers=1, optim=optim))
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        model.setup_megatron_optimization(3)
 
 
 @pytest.mark.parametrize(

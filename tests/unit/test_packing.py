@@ -145,7 +145,9 @@ def test_a_resumed_loader_goes_on_with_the_next_packs(build):
 
 
 @some_of("reduction", ["token", "sequence"], keep=["sequence"])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "window", "recomputed", "selective"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "llama", "window", "recomputed", "selective", "modules"]
+)
 def test_loss_and_gradient_are_those_of_the_examples_alone(
     tiny_tokenizer_dir, tiny_tokenizer, build, architecture, reduction
 ):
@@ -160,6 +162,10 @@ def test_loss_and_gradient_are_those_of_the_examples_alone(
         "window": {"window_size": [3, 0]},
         "recomputed": recomputation,
         "selective": {"activations_checkpoint_granularity": "selective"},
+        "modules": {
+            "activations_checkpoint_granularity": "selective",
+            "mcore_customization_config": {"recompute_modules": ["core_attn", "mlp"]},
+        },
     }.get(architecture, {})
     cfg = tiny_config(
         tiny_tokenizer_dir,

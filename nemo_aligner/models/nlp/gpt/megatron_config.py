@@ -17,9 +17,11 @@ from megatron.core.utils import init_method_normal
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.config.model_keys import has_no_effect, known_model_keys
+from nemo_aligner.config.inert_keys import INERT_ARCHITECTURE, ONLY
+from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, passed_fields
+from nemo_aligner.config.model_keys import has_no_effect, known_model_keys, to_plain
 from nemo_aligner.config.parallel_rules import dtype_name
-from nemo_aligner.config.schema import ARCHITECTURE_KEYS
+from nemo_aligner.config.schema import LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.models.nlp.gpt.layer_patterns import layer_pattern
 from nemo_aligner.models.nlp.gpt.megatron_experts import check_expert_stages, expert_settings
@@ -68,7 +70,7 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     optional = {"kv_channels": cfg.kv_channels} if cfg.kv_channels else {}
     yarn = yarn_settings(cfg)
     config_class = YarnTransformerConfig if yarn else TransformerConfig
-    config = config_class(
+    settings: dict[str, Any] = dict(
         num_layers=cfg.num_layers,
         hidden_size=cfg.hidden_size,
         ffn_hidden_size=cfg.ffn_hidden_size,
@@ -101,6 +103,18 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
         **_fusion_settings(cfg),
         **expert_settings(cfg),
     )
+    config = config_class(**settings)
+    given = _given_fields(cfg, config)
+    own_keys = set(ONLY).union(*LIVE.values())
+    passed = passed_fields(given, config, settings, own_keys, MODEL_REFUSED)
+    if "recompute_modules" in passed and config.recompute_granularity != "selective":
+        raise ConfigError(
+            f"recompute_modules={passed['recompute_modules']} needs "
+            "model.activations_checkpoint_granularity=selective."
+        )
+    if passed:
+        with core_errors(passed):
+            config = config_class(**settings, **passed)
     check_expert_stages(config)
     return config
 
@@ -260,38 +274,28 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
     }
 
 
-# They choose kernels that compute the same.
+# They choose kernels that compute the same: these by keys of their own, ...
 KERNELS = (
     "apply_rope_fusion",
     "bias_dropout_fusion",
     "masked_softmax_fusion",
     "persist_layer_norm",
 )
+# ... and these where Transformer Engine has them.
+TRANSFORMER_ENGINE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 
 
-def check_megatron_fields(cfg: DictConfig, config: TransformerConfig) -> None:
-    """Refuse settings of Megatron Core that `cfg` gives by their own names and that were not
-    passed on: NeMo set them on the `TransformerConfig`, one by one and as
-    `mcore_customization_config`.
-
-    Raises:
-        ConfigError: a setting has another value in `config`.
+def _given_fields(cfg: DictConfig, config: TransformerConfig) -> dict[str, Any]:
+    """Dotted key -> value of the settings of Megatron Core that `cfg` gives by their own names:
+    NeMo set them on the `TransformerConfig`, one by one and as `mcore_customization_config`.
     """
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)} - known_model_keys()
-    given = {f"model.{name}": (name, cfg[name]) for name in cfg if name in fields}
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    acting = {name for name in fields if f"model.{name}" not in INERT_ARCHITECTURE}
+    given = {f"model.{name}": cfg[name] for name in cfg if name in fields - known_model_keys()}
     for name, value in (cfg.get("mcore_customization_config") or {}).items():
         is_swiglu = name == "bias_activation_fusion" and config.activation_func is F.silu
-        if not has_no_effect(name) and name not in KERNELS and not is_swiglu:
-            given[f"model.mcore_customization_config.{name}"] = (name, value)
-    for key, (name, value) in given.items():
-        built = getattr(config, name, None)
-        if isinstance(built, tuple):
-            built = list(built)
-        if value is not None and value != built and (value or built):
-            if name in ARCHITECTURE_KEYS:
-                raise ConfigError(f"{key}={value!r} does not act there; set model.{name}.")
-            raise ConfigError(
-                f"{key}={value!r} is a setting of Megatron Core that is not supported here (the "
-                f"model has {built!r}); a model that needs it cannot be computed, else set it to "
-                "null."
-            )
+        without_effect = has_no_effect(name) and name not in acting
+        absent = name in TRANSFORMER_ENGINE_KERNELS and not use_transformer_engine()
+        if not (is_swiglu or without_effect or absent or name in KERNELS):
+            given[f"model.mcore_customization_config.{name}"] = value
+    return {key: to_plain(value) for key, value in given.items()}

@@ -35,7 +35,6 @@ from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_voca
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
-    check_megatron_fields,
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
@@ -118,7 +117,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         super().__init__(cfg, trainer=trainer)
         self.tokenizer = build_tokenizer(self.cfg.tokenizer)
         self.transformer_config = build_transformer_config(self.cfg)
-        check_megatron_fields(self.cfg, self.transformer_config)
         self.padded_vocab_size = count_vocab_rows(self.cfg, self.tokenizer.vocab_size)
         # Initial weights must not depend on earlier draws, and must differ between stages.
         torch.manual_seed(self.cfg.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
