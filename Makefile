@@ -19,6 +19,7 @@
 # make golden       run three steps of every job, show which numbers of tests/golden have changed, and
 #                   store them there; make test compares
 # make test-gpu     the tests that need a GPU
+# make gpu-check    a GPU's numbers, speed, profile and memory, in at most eight minutes
 # make lint         ruff (check and format) and mypy
 # make docs         build the documentation into site/, without a warning
 # make test-versions PYTHONS="python3.10 python3.12"
@@ -58,7 +59,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo kto spin distill arithmetic guessing test-fast test test-full chaos golden test-gpu bench \
+.PHONY: help install quickstart rs dpo kto spin distill arithmetic guessing test-fast test test-full chaos golden test-gpu gpu-check bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -171,6 +172,9 @@ upgrade: $(VENV)/.installed-test
 
 test-gpu: $(VENV)/.installed-test
 	$(RUN) -m pytest tests/gpu $(ARGS)
+
+gpu-check: $(VENV)/.installed-test
+	$(RUN) benchmarks/gpu_check.py $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

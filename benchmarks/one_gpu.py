@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """One GPU, bf16: generation, log-probs and updates against Hugging Face's model with PyTorch's
-fused AdamW, on the same weights and the same samples.
+fused AdamW, and generation against vLLM where it is installed, on the same weights and the same
+samples. vLLM gives the log-prob of each chosen token, as a rollout needs it.
 
     python benchmarks/one_gpu.py
 
@@ -11,6 +12,10 @@ responses of the same lengths (`benchmarks/countdown.py`). The cases are those o
 operations for each weight and token, six in updates, and no padding.
 """
 
+import contextlib
+import functools
+import importlib.util
+import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +49,32 @@ def build_peer(at: countdown.Folders) -> Functions:
     return generate.build_peer(at, PRECISION, CASES) | updates.build_peer(at, PRECISION, SIZES)
 
 
+def build_vllm(at: countdown.Folders) -> Functions:
+    """vLLM's generation of each case, in this process."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    model = LLM(
+        model=str(at.hugging_face),
+        dtype="bfloat16",
+        max_model_len=countdown.POSITIONS,
+        gpu_memory_utilization=0.3,  # the other sides have their models there too
+        enable_prefix_caching=False,  # the same prompts come again
+    )
+
+    def run(case: generate.Case) -> None:
+        prompts = [{"prompt_token_ids": row} for row in case.prompts.tolist()]
+        params = [
+            SamplingParams(n=case.copies, max_tokens=int(case.lengths.max()), logprobs=0, seed=row)
+            for row in range(len(prompts))
+        ]
+        outputs = model.generate(prompts, params, use_tqdm=False)
+        found = [len(each.token_ids) for output in outputs for each in output.outputs]
+        assert found == case.expected.tolist(), found
+
+    return {name: functools.partial(run, case) for name, case in CASES.items()}
+
+
 def warm_turns(
     sides: dict[str, measure.Side], case: str, repeats: int
 ) -> dict[str, measure.Figures]:
@@ -60,11 +91,17 @@ def row(name: str, figures: dict[str, measure.Figures], **more: Any) -> measure.
         (max(figures[side].wall) - min(figures[side].wall)) / statistics.median(figures[side].wall)
         for side in ("ours", "peer")
     ]
+    if "vLLM" in figures:
+        vllm = statistics.median(figures["vLLM"].wall)
+        texts = {"vLLM, s": round(vllm, 3), "ratio to vLLM": round(vllm / ours, 2)}
+    else:
+        texts = {}
     found = {
         "case": name,
         "ours, s": round(ours, 3),
         "peer, s": round(peer, 3),
         "ratio": round(peer / ours, 2),
+        **texts,
         "spread": ", ".join(f"{spread:.0%}" for spread in spreads),
         **{key: round(value / ours) for key, value in more.items()},
     }
@@ -78,10 +115,17 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA device")
     rows, tables = [], []
     with countdown.folders(SHAPE) as at:
-        with measure.Side(build_ours, at) as ours, measure.Side(build_peer, at) as peer:
-            sides = {"ours": ours, "peer": peer}
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
+            sides = {
+                "ours": enter(measure.Side(build_ours, at)),
+                "peer": enter(measure.Side(build_peer, at)),
+            }
+            generating = dict(sides)
+            if importlib.util.find_spec("vllm"):
+                generating["vLLM"] = enter(measure.Side(build_vllm, at))
             for name, case in CASES.items():
-                figures = warm_turns(sides, name, args.repeats)
+                figures = warm_turns(generating, name, args.repeats)
                 rows.append(row(name, figures, **{"tokens/s": int(case.expected.sum())}))
             weights = SHAPE.weights
             for kind, operations in OPERATIONS.items():

@@ -108,3 +108,30 @@ def test_every_benchmark_of_make_bench_has_its_place_on_the_page(module):
     for name in run.BENCHMARKS:
         assert f"<!-- {name} -->" in text and f"<!-- end of {name} -->" in text
         assert (BENCHMARKS / f"{name}.py").is_file()
+
+
+def test_a_gpu_check_keeps_what_each_part_found(module, tmp_path, monkeypatch, capsys):
+    """One part writes figures, one fails, one is cut off with what it has started."""
+    gpu_check = module("gpu_check")
+    figures = {"benchmark": "x", "title": "Speed of x", "rows": [{"case": "x", "s": 1.5}]}
+    write = f"import sys; open(sys.argv[2], 'w').write({json.dumps(figures)!r})"
+    sleeps = "import subprocess; print('began', flush=True); subprocess.run(['sleep', '600'])"
+    parts = {
+        "speed": gpu_check.Part("Speed", ("-c", write), 60),
+        "numbers": gpu_check.Part("Numbers", ("-c", "print('1 failed'); exit(3)"), 60, False),
+        "profile": gpu_check.Part("Profile", ("-c", sleeps), 3),
+    }
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main() == 0 and "speed, at most 60 s: python -c" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert gpu_check.main() == 1
+    found = json.loads((tmp_path / "out/gpu_check.json").read_text())
+    assert found["machine"]["gpu"] == "a GPU"
+    codes = [part["exit_code"] for part in found["parts"].values()]
+    assert codes == [0, 3, None]
+    page = (tmp_path / "out/gpu_check.md").read_text()
+    assert "| x | 1.5 |" in page and "1 failed" in page and "began" in page and "cut off" in page
