@@ -90,8 +90,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["nemo_aligner", "nemo_aligner.*"]),
-    # A link to conf/: the defaults of every key, and links to the pages that say what it means.
-    package_data={"nemo_aligner": ["conf/*.yaml", "conf/*.md"]},
+    package_data={"nemo_aligner": ["conf/*.yaml"]},  # a link to conf/
     entry_points={"console_scripts": ["nemo-aligner = nemo_aligner.__main__:main"]},
     python_requires=">=3.10,<3.13",
     install_requires=INSTALL_REQUIRES,

@@ -433,7 +433,7 @@ TESTS = {
     "YAML keys": {
         "its files are accepted, missing keys have defaults": (
             "unit/test_documented_commands.py:test_a_yaml_file_of_nemo_aligner_is_accepted_unchanged",
-            "unit/test_config_defaults.py:test_a_missing_key_has_the_value_of_the_yaml_file",
+            "unit/test_config_defaults.py:test_a_missing_key_has_its_default",
         ),
         "unknown keys": (
             "unit/test_config_checks.py:test_unknown_key_is_refused_with_the_nearest_one",

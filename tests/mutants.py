@@ -1048,9 +1048,9 @@ MUTANTS = [
     ),
     Mutant(
         "the KL in the reward is the absolute log-ratio by default",
-        "conf/gpt_ppo_actor.yaml",
-        "use_absolute_kl: False",
-        "use_absolute_kl: True",
+        "config/keys/ppo.py",
+        "use_absolute_kl: bool = key(False)\n    discount_factor",
+        "use_absolute_kl: bool = key(True)\n    discount_factor",
         _unit("test_kl_optimum.py", "test_the_default_reaches_the_optimum[gae-one token]"),
     ),
     Mutant(

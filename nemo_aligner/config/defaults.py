@@ -1,18 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Completes a partial or older configuration from the YAML files, where every default stands.
+"""Completes a partial or older configuration with the defaults of its keys.
 
 Called at the edge, by scripts and constructors; code behind it reads plain values (`cfg.key`).
 
 * `complete_config`: a whole configuration of a job, by its script.
 * `complete`: one section, by the constructor that receives it.
 * `complete_model`: a `model` section, by the constructor of a model. Keys whose null means "as in
-  the checkpoint" and keys that no job's YAML has come from `conf/model_fallbacks.yaml`.
+  the checkpoint" and keys that no job gives a default have their `fallback`.
 
 A value that is given wins, null included, with two exceptions. A null section reads as
 one without keys, except `alarms` and `exp_manager` (null switches them off); `complete_config`
 leaves it null where a key below needs a value, so that the checks can say so. In `complete` and
-`complete_model`, a null key of `model_fallbacks.yaml` or of `NULL_IS_DEFAULT` takes its default.
+`complete_model`, a null key with a fallback, or of `NULL_IS_DEFAULT`, takes its default.
 """
 
 import copy
@@ -21,29 +21,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_aligner.config.fields import ABSENT, Job, tree_of
+from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.keys.model import RewardHead, TrainedModel
+from nemo_aligner.config.keys.supervised import RMModel
 from nemo_aligner.config.resolvers import register_resolvers
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
 from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
-FALLBACKS = "model_fallbacks"
-LANGUAGE_MODEL_JOBS = (
-    "gpt_ppo_actor",
-    "gpt_rs_actor",
-    "gpt_reinforce_actor",
-    "gpt_sft",
-    "gpt_dpo",
-    "gpt_knowledge_distillation",
-    "gpt_kto",
-    "gpt_spin",
-    "generate",
-    "compute_topk_logits",
-    "inference_teacher",
-)
 
 # Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = (
@@ -61,31 +52,32 @@ JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 # Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
 # dropout of the checkpoint's pretraining would be noise in them.
 WITHOUT_DROPOUT = tuple(
-    """gpt_ppo_actor gpt_ppo_critic gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
-    gpt_knowledge_distillation""".split()
+    name
+    for name, job in JOBS.items()
+    if job.algo and job.keys["model.hidden_dropout"].default is ABSENT
 )
 DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Sections that null switches off.
 OFF_WHEN_NULL = (
-    *(
-        f"trainer.{kind}.alarms"
-        for kind in "ppo rs reinforce rm sft dpo kto spin knowledge_distillation".split()
-    ),
+    *(f"trainer.{job.algo}.alarms" for job in JOBS.values() if job.algo),
     "exp_manager",
 )
 
 register_resolvers()
+# The YAML files take the keys that they do not show from there (their `defaults`).
+for _job in JOBS.values():
+    ConfigStore.instance().store(group="all_keys", name=_job.name, node=_job.tree)
 
 
 def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
-    """Copy of a job's configuration in which each missing key has the value of
-    `conf/<config_name>.yaml`; references stay references.
+    """Copy of a job's configuration in which each missing key has its default; references stay
+    references.
 
-    An optimizer that is given is left as it is: its learning rate and the schedule of the YAML
-    file belong together (see `conf/model_fallbacks.yaml`).
+    An optimizer that is given is left as it is: a learning rate and the schedule of a job's
+    defaults belong together.
     """
     result = _copy(cfg)
-    defaults = _job_tree(config_name)
+    defaults = JOBS[config_name].tree
     if OmegaConf.select(result, "model.optim", throw_on_missing=False) is not None:
         defaults = defaults | {"model": {**defaults["model"], "optim": {}}}
 
@@ -99,10 +91,10 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
 
 def complete(cfg: DictConfig | dict | None, config_name: str | None, section: str) -> DictConfig:
     """Copy of `cfg`, the section called `section` (`trainer.ppo`, `remote_rm`, ...), in which each
-    missing key has its default in the YAML file of the job; None: in `conf/model_fallbacks.yaml`.
+    missing key has its default in the job; None: its fallback.
 
     A default that refers to another key gets that key's value: of the completed section, of the
-    configuration that `cfg` is a part of, or of the YAML file, in this order. The copy keeps the
+    configuration that `cfg` is a part of, or of the job, in this order. The copy keeps the
     parent of `cfg`, so that references in `cfg` resolve as before.
 
     Raises:
@@ -123,7 +115,7 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
 
 def model_fallback(key: str) -> Any:
     """The value of `model.<key>` where neither a job nor a checkpoint gives one."""
-    return _tree(FALLBACKS)["model"][key]
+    return _fallbacks(TrainedModel)[key]
 
 
 def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, bool]]:
@@ -131,7 +123,7 @@ def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, 
     and whether its YAML file leaves the key to the checkpoint; a default that refers to other keys
     counts with their values in `cfg`.
     """
-    of_job = {key: value for key, value in leaves(_job_tree(config_name)) if value is not None}
+    of_job = {key: value for key, value in leaves(JOBS[config_name].tree) if value is not None}
     defaults = dict(leaves(_section_tree(config_name))) | of_job
     sections = tuple(f"{key}." for key, value in of_job.items() if "${" in str(value))
     found = []
@@ -270,36 +262,26 @@ def _copy(cfg: DictConfig | dict) -> DictConfig:
 
 @functools.cache
 def _fallback_keys() -> frozenset[str]:
-    tables = _tree(FALLBACKS)
-    return frozenset(dict(leaves(tables["model"] | tables["reward_model"], "model.")))
+    return frozenset(dict(leaves(_fallbacks(TrainedModel, RewardHead, RMModel), "model.")))
 
 
 @functools.cache
-def _tree(name: str) -> dict[str, Any]:
-    """`conf/<name>.yaml` as a plain dict with its references; not to be changed."""
-    cfg = OmegaConf.load(CONF / f"{name}.yaml")
-    assert isinstance(cfg, DictConfig)
-    return plain_dict(cfg)
-
-
-@functools.cache
-def _job_tree(config_name: str) -> dict[str, Any]:
-    """The defaults of a job, without Hydra's own list; not to be changed."""
-    return {key: value for key, value in _tree(config_name).items() if key != "defaults"}
+def _fallbacks(*sections: type) -> dict[str, Any]:
+    """What models with these sections are built with where neither their configuration nor their
+    checkpoint gives a value; not to be changed.
+    """
+    keys = Job("", {"": sections}).keys
+    return tree_of({name: key.fallback for name, key in keys.items()})
 
 
 @functools.cache
 def _section_tree(config_name: str | None) -> dict[str, Any]:
-    """The defaults of a job's sections, its YAML file over the fallbacks of the model; not to be
-    changed.
-    """
-    tree = {} if config_name is None else copy.deepcopy(_job_tree(config_name))
+    """The defaults of a job's sections, over the fallbacks of the model; not to be changed."""
+    tree = {} if config_name is None else copy.deepcopy(JOBS[config_name].tree)
     for key in NOT_FROM_JOB:
         tree.get("model", {}).pop(key, None)
-    tables = _tree(FALLBACKS)
-    fallbacks = tables["model"]
-    if config_name not in LANGUAGE_MODEL_JOBS:
-        fallbacks = fallbacks | tables["reward_model"]
+    of_language_model = config_name and "model.reward_model_type" not in JOBS[config_name].keys
+    fallbacks = _fallbacks(TrainedModel, *(() if of_language_model else (RewardHead, RMModel)))
     result = OmegaConf.create(tree)
     _fill(result, {"model": fallbacks}, lambda key, default: True)
     return plain_dict(result)

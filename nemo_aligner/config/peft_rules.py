@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_aligner.config.fields import Job
+from nemo_aligner.config.keys.model import PolicyPeft
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
@@ -28,23 +30,9 @@ TARGET_GROUPS = {
     "mlp": ("mlp_fc1", "mlp_fc2"),
     "all": tuple(TARGETS),
 }
-INIT_METHODS = ("xavier", "normal", "kaiming", "zero")
-DROPOUT_POSITIONS = ("pre", "post")
-VARIANTS = ("nemo", "canonical")
 # Keys of `lora_tuning` that the weights of adapters do not depend on: a job that goes on with
 # adapters may change them.
 FREE_KEYS = ("adapter_dropout", "dropout_position", "column_init_method", "row_init_method")
-# Keys of `lora_tuning` that must not be null.
-NEEDED = (
-    "target_modules",
-    "adapter_dim",
-    "adapter_dropout",
-    "dropout_position",
-    "column_init_method",
-    "row_init_method",
-    "weight_tying",
-    "variant",
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ class LoRASettings:
     dropout: float  # probability that a number is dropped in training
     # "pre": of the input of the adapter, as in PEFT; "post": of its output, as in NeMo
     dropout_position: str
-    # column_init_method, row_init_method: initial values of A and B, of `INIT_METHODS`
+    # column_init_method, row_init_method: initial values of A and B
     column_init_method: str
     row_init_method: str
     layers: tuple[int, ...] | None  # numbers from 1 of the layers with adapters; None: all
@@ -192,21 +180,10 @@ def _check_sources(v: Values, scheme: str) -> None:
 
 
 def _check_tuning(v: Values) -> None:
-    for key in NEEDED:
-        if v.is_null(TUNING + key):
-            raise ConfigError(f"{TUNING}{key} is null; give it a value (docs/lora.md).")
-    for key in (TUNING + "weight_tying", PEFT + "merge_for_generation"):
-        if not isinstance(v.get(key, False), bool):
-            raise ConfigError(f"{key}={v.get(key)!r} must be True or False.")
-    v.whole(TUNING + "adapter_dim", 1)
-    v.number(TUNING + "alpha", 0, above=True)
-    v.number(TUNING + "adapter_dropout", 0, 1)
+    for key in Job("", {PEFT.rstrip("."): PolicyPeft}).keys.values():
+        key.check(v)
     if v.get(TUNING + "adapter_dropout") == 1:
         raise ConfigError(f"{TUNING}adapter_dropout=1 drops everything; use less.")
-    v.choice(TUNING + "dropout_position", DROPOUT_POSITIONS)
-    v.choice(TUNING + "column_init_method", INIT_METHODS)
-    v.choice(TUNING + "row_init_method", INIT_METHODS)
-    v.choice(TUNING + "variant", VARIANTS)
     if v.get(TUNING + "column_init_method") == v.get(TUNING + "row_init_method") == "zero":
         raise ConfigError(
             f"{TUNING}column_init_method and row_init_method are both zero: such adapters have no "

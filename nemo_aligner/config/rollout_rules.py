@@ -11,10 +11,9 @@ from typing import Any
 from nemo_aligner.config.access import client_tls, read_token, shown_url
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.reward_models import read_reward_models, read_reward_servers, read_teacher
-from nemo_aligner.config.server_rules import check_kind_of_rewards, check_workers
+from nemo_aligner.config.server_rules import check_kind_of_rewards
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 RESHARD = ("none", "auto")
 CUDA_GRAPHS = ("auto", True, False)
@@ -31,21 +30,12 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v, section, model = values, f"trainer.{kind}.", f"model.{kind}."
     v.same(section + "model_gbs", "model.global_batch_size")
     v.same(section + "model_mbs", "model.micro_batch_size")
-    v.whole(model + "forward_micro_batch_size", 1)
-    for key, minimum in (("max_epochs", 1), ("max_steps", -1), ("val_check_interval", 0)):
-        v.whole(section + key, minimum)
     v.multiple(model + "num_rollout_samples", model + "rollout_micro_batch_size", times=dp)
     v.multiple(model + "num_val_samples", model + "val_rollout_micro_batch_size", times=dp)
-    v.whole(section + "rollout_batch_seq_length", 2)
-    v.number(section + "alarms.truncated_fraction", 0, 1)
-    v.choice(model + "loss_reduction", LOSS_REDUCTIONS)
     check_generation(v, model)
     _check_reshard(v, section, model + "generation.reshard", dp)
-    v.number(model + "generation.kv_cache_gb", 0, above=True)
-    v.choice(model + "generation.cuda_graphs", CUDA_GRAPHS)
     _check_environment(v, kind, remote)
     _check_reward_fn(v, kind, remote)
-    v.whole(f"{remote}.pad_to_length", 1)
     check_shared_queue(
         section,
         v.get(f"{section}batch_iterator.use_flask"),
@@ -60,8 +50,6 @@ def check_on_policy(v: Values) -> None:
     and its served teacher.
     """
     section, remote = "model.knowledge_distillation.on_policy.", "remote_teacher"
-    v.number(section + "fraction", 0, 1)
-    v.whole(section + "rollout_micro_batch_size", 1)
     check_generation(v, section)
     if v.get(section + "fraction") is None:
         return
@@ -95,8 +83,6 @@ def _check_loss_of_own_responses(v: Values, loss: str, section: str) -> None:
 
 def _check_remote(v: Values, remote: str) -> None:
     """Check what all sections of servers that a job talks to have."""
-    v.number(f"{remote}.init_timeout_s", 0, above=True)
-    v.number(f"{remote}.inference_timeout_s", 0, above=True)
     read_token(v.get(f"{remote}.token_file"), remote)
     client_tls(v.get(f"{remote}.tls_ca_file"), remote)
 
@@ -104,8 +90,6 @@ def _check_remote(v: Values, remote: str) -> None:
 def _check_environment(v: Values, kind: str, remote: str) -> None:
     """Check `model.<kind>.environment`, if there is one."""
     section = f"model.{kind}.environment"
-    v.whole(f"{section}.max_turns", 1)
-    check_workers(v, f"{section}.")
     path = v.get(f"{section}.path")
     if path is None:
         return
@@ -132,7 +116,6 @@ def _check_alone(v: Values, remote: str, gives: str) -> None:
 def _check_reward_fn(v: Values, kind: str, remote: str) -> None:
     """Check `trainer.<kind>.reward_fn` and what belongs to it."""
     section = f"trainer.{kind}"
-    check_workers(v, f"{section}.reward_fn_")
     check_kind_of_rewards(v, section)
     reward_fn = v.get(f"{section}.reward_fn")
     read_reward_servers(v.get(section), section)
@@ -276,19 +259,9 @@ def check_spin(v: Values, dp: dict[str, int]) -> None:
     """Check the settings of SPIN; `dp` as for `check_policy`."""
     section, model = "trainer.spin.", "model.spin."
     iterations = v.size(section + "max_iterations")
-    for key, minimum in (("max_epochs", 1), ("max_steps", -1)):
-        v.whole(section + key, minimum)
     _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
-    for key in ("log_prob_forward_micro_batch_size", "rollout_micro_batch_size"):
-        v.whole(model + key, 1)
-    for key in ("truncated_fraction", "identical_fraction", "accuracy"):
-        v.number(f"{section}alarms.{key}", 0, 1)
-    v.number(f"{section}alarms.likelihood_fall", 0, above=True)
-    v.number(f"{section}alarms.margin")
     check_generation(v, model)
     _check_reshard(v, section, model + "generation.reshard", dp)
-    v.number(model + "generation.kv_cache_gb", 0, above=True)
-    v.choice(model + "generation.cuda_graphs", CUDA_GRAPHS)
 
 
 def _check_penalties(given: Any, iterations: int) -> None:
@@ -314,9 +287,9 @@ def check_generation(v: Values, model: str = "") -> None:
     Args:
         model: "model.ppo.", "model.rs." or "".
     """
-    longest = v.whole(model + "length_params.max_length", 1)
-    shortest = v.whole(model + "length_params.min_length", 0)
-    context = v.whole("model.encoder_seq_length", 2)
+    longest = v.get(model + "length_params.max_length")
+    shortest = v.get(model + "length_params.min_length")
+    context = v.get("model.encoder_seq_length")
     if longest and context and longest >= context:
         raise ConfigError(
             f"{model}length_params.max_length={longest} leaves no room for a prompt in "
@@ -327,11 +300,6 @@ def check_generation(v: Values, model: str = "") -> None:
             f"{model}length_params.min_length={shortest} is above max_length={longest}; lower "
             "min_length."
         )
-    sampling = model + "sampling_params."
-    v.number(sampling + "temperature", 0, above=True)
-    v.number(sampling + "top_p", 0, 1, above=True)
-    v.number(sampling + "repetition_penalty", 0, above=True)
-    v.whole(sampling + "top_k", 0)
 
 
 def check_responses_differ(v: Values, model: str, responses: int, key: str | None = None) -> None:
@@ -369,8 +337,6 @@ def check_reinforce_actor(values: Values, dp: dict[str, int]) -> None:
     """Check the configuration of a REINFORCE actor; `dp` as in `check_policy`."""
     v, key = values, "trainer.reinforce.num_rollouts_per_prompt"
     check_policy(v, "reinforce", "remote_rm", dp)
-    v.number("trainer.reinforce.initial_policy_kl_penalty", 0)
-    v.number("trainer.reinforce.alarms.sampling_mismatch", 0, above=True)
     responses = v.size(key)
     check_compares_responses("REINFORCE", key, responses)
     check_responses_differ(v, "model.reinforce.", responses, key)

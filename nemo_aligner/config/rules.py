@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from omegaconf import DictConfig
 
 from nemo_aligner.config.command_rules import (
-    check_evaluation,
     check_generation_command,
     check_topk_logits,
 )
@@ -30,6 +29,7 @@ from nemo_aligner.config.data_rules import (
     plain_columns,
 )
 from nemo_aligner.config.defaults import complete_config, model_fallback
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.model_keys import refuse_model_values
 from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.optim_rules import check_optim
@@ -51,14 +51,7 @@ from nemo_aligner.config.rollout_rules import (
     check_rs_actor,
     check_spin,
 )
-from nemo_aligner.config.schema import (
-    ARCHITECTURE_KEYS,
-    COMMAND_NAMES,
-    FLAGS,
-    LIVE,
-    NULLABLE_FLAGS,
-    REQUIRED,
-)
+from nemo_aligner.config.schema import COMMAND_NAMES
 from nemo_aligner.config.server_rules import (
     check_critic_server,
     check_reward_server,
@@ -66,12 +59,6 @@ from nemo_aligner.config.server_rules import (
 )
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import (
-    DIRECT_PREFERENCE_LOSSES,
-    DISTILLATION_LOSSES,
-    LOSS_REDUCTIONS,
-    OUTSIDE_TOP_K,
-)
 
 EVERY_CHECKPOINT = "every_checkpoint"  # a value of `model.save_hf`
 
@@ -81,27 +68,10 @@ LOGGERS = {
     for package in ("wandb", "mlflow", "dllogger", "clearml", "neptune")
 }
 # Section of `trainer` that holds a job's own settings.
-SECTIONS = {
-    "gpt_ppo_actor": "ppo",
-    "gpt_ppo_critic": "ppo",
-    "gpt_rs_actor": "rs",
-    "gpt_reinforce_actor": "reinforce",
-    "training_rm": "rm",
-    "gpt_sft": "sft",
-    "gpt_dpo": "dpo",
-    "gpt_knowledge_distillation": "knowledge_distillation",
-    "gpt_kto": "kto",
-    "gpt_spin": "spin",
-}
+SECTIONS = {name: job.algo for name, job in JOBS.items() if job.algo}
 # Jobs that read `model.data.data_prefix`.
-PREFIX_DATA_JOBS = (
-    "gpt_ppo_actor",
-    "gpt_rs_actor",
-    "gpt_reinforce_actor",
-    "training_rm",
-    "gpt_dpo",
-    "gpt_kto",
-    "gpt_knowledge_distillation",
+PREFIX_DATA_JOBS = tuple(
+    name for name, job in JOBS.items() if "model.data.data_prefix" in job.keys
 )
 # Key that names the weights a job starts from.
 RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
@@ -154,8 +124,7 @@ def check_values(
         ConfigError: with the value and the remedy.
     """
     values = Values(resolved(complete_config(cfg, config_name)))
-    check_required(values, config_name)
-    check_flags(values, config_name)
+    check_keys_alone(values, config_name)
     ranks = _check_devices(values, visible_devices, env)
     trains_from_scratch = _check_start(values, config_name)
     refuse_model_values(values)
@@ -176,10 +145,6 @@ def check_values(
                 f"{key}=True needs the package {package}, which is not installed; install it, or "
                 "set the key to False (metrics.jsonl and report.html need no package)."
             )
-    values.whole("model.forward_micro_batch_size", 1)
-    values.whole("model.seed", 0)
-    values.number("trainer.hang_timeout_s", 0, above=True)
-    values.whole("model.dynamic_micro_batch_tokens", 1)
     if config_name == "inference_rm":
         check_reward_server(values, ranks)
         return
@@ -191,8 +156,6 @@ def check_values(
         return
     if config_name in COMMAND_NAMES:
         check_generation_command(values)
-        if config_name == "evaluate":
-            check_evaluation(values)
         return
     check_save_hf(values.get("model.save_hf"))
     check_peft(values)
@@ -274,30 +237,10 @@ def check_dynamic_micro_batches(values: Values) -> None:
             )
 
 
-def check_flags(values: Values, config_name: str) -> None:
-    """Raise `ConfigError` unless each switch is True or False; null only where it means "as in the
-    checkpoint".
-    """
-    for key in sorted(FLAGS & LIVE[config_name]):
-        value = values.get(key)
-        may_be_null = (
-            key.removeprefix("model.") in ARCHITECTURE_KEYS
-            or key in NULLABLE_FLAGS
-            or values.is_null(key.rpartition(".")[0])
-        )
-        if isinstance(value, bool) or (value is None and (may_be_null or not values.is_null(key))):
-            continue
-        shown = "null" if value is None else repr(value)
-        raise ConfigError(f"{key}={shown} must be True or False.")
-
-
-def check_required(values: Values, config_name: str) -> None:
-    """Raise `ConfigError` where a key that needs a value is null."""
-    for key in sorted(REQUIRED[config_name]):
-        if values.is_null(key):
-            raise ConfigError(
-                f"{key} is not set; give it a value (docs/config.md names its default)."
-            )
+def check_keys_alone(values: Values, config_name: str) -> None:
+    """Raise `ConfigError` where a key has a value that it cannot have, whatever the others are."""
+    for key in JOBS[config_name].keys.values():
+        key.check(values)
 
 
 def _check_devices(
@@ -372,9 +315,7 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
         times=dp | virtual_pipeline_group(values),
     )
     check_dynamic_micro_batches(values)
-    values.number("model.optim.lr", 0, above=True)
     check_optim(values.get("model.optim", {}))
-    values.choice("exp_manager.checkpoint_callback_params.mode", ("min", "max"))
     if values.get("exp_manager") is not None:
         params = "exp_manager.checkpoint_callback_params"
         check_async_save(
@@ -382,16 +323,6 @@ def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> Non
             values.get(f"{params}.always_save_nemo"),
             values.get("model.save_hf"),
         )
-    section = f"trainer.{SECTIONS[config_name]}"
-    values.number(f"{section}.gradient_clip_val", 0)
-    if config_name != "gpt_ppo_critic":  # which ends when the actor does
-        values.whole(f"{section}.max_epochs", 1)
-        values.whole(f"{section}.max_steps", -1)
-        for key in ("val_check_interval", "save_interval"):
-            values.number(f"{section}.{key}")
-    values.whole(f"{section}.alarms.replica_check_interval", 0)
-    for key in ("limit_train_batches", "limit_val_batches"):
-        values.number(f"{section}.{key}", 0)
     if config_name in PREFIX_DATA_JOBS:
         _check_prefix_data(values)
 
@@ -468,10 +399,6 @@ def check_steerlm2(cfg: DictConfig | dict) -> None:
 
 
 def _check_sft(values: Values, dp: dict[str, int]) -> None:
-    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
-    for name in ("micro_batch_size", "forward_micro_batch_size"):
-        values.whole(f"model.steerlm2.{name}", 1)
-    values.number("trainer.sft.alarms.effective_responses", 1)
     _check_sft_data(values, dp, ("train_ds", "validation_ds"))
 
 
@@ -487,13 +414,12 @@ def _check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, .
                 f"{name}.micro_batch_size",
                 times=dp | virtual_pipeline_group(values),
             )
-        limit = values.whole(f"{name}.max_seq_length", 2)
+        limit = values.get(f"{name}.max_seq_length")
         if limit and length and limit > length:
             raise ConfigError(
                 f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower "
                 "it."
             )
-        values.choice(f"{name}.truncation_method", ("left", "right"))
         plain_columns(values.get(f"{name}.columns"), f"{name}.columns")
         check_packed(
             values.get(f"{name}.packed_sequence"),
@@ -506,10 +432,6 @@ def _check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, .
 def _check_preferences(values: Values, kind: str) -> None:
     """What DPO and KTO, `kind`, have in common."""
     section = f"model.{kind}."
-    values.number(f"{section}ref_policy_kl_penalty", 0, above=True)
-    values.whole(f"{section}log_prob_forward_micro_batch_size", 1)
-    values.number(f"trainer.{kind}.alarms.likelihood_fall", 0, above=True)
-    values.number(f"trainer.{kind}.alarms.margin")
     folder = values.get(f"{section}ref_log_probs_dir")
     if folder is not None and not isinstance(folder, str):
         raise ConfigError(
@@ -521,8 +443,6 @@ def _check_preferences(values: Values, kind: str) -> None:
 
 
 def _check_not_both_0(values: Values, weights: list[str]) -> None:
-    for key in weights:
-        values.number(key, 0)
     if not any(values.get(key) for key in weights):
         raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
 
@@ -537,12 +457,6 @@ def _check_kto(values: Values) -> None:
 def _check_dpo(values: Values) -> None:
     dpo = "model.dpo."
     _check_preferences(values, "dpo")
-    values.choice(f"{dpo}preference_loss", DIRECT_PREFERENCE_LOSSES)
-    values.number(f"{dpo}label_smoothing", 0, 0.5)
-    values.number("trainer.dpo.alarms.accuracy", 0, 1)
-    for key in (f"{dpo}gt_reward_scale", "model.data.default_chosen_reward"):
-        values.number(key)
-    values.number("model.data.default_rejected_reward")
     loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
     if smoothing and loss != "dpo":
         raise ConfigError(
@@ -564,13 +478,7 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
 
 def _check_distillation(values: Values) -> None:
     own = "model.knowledge_distillation."
-    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
-    values.choice(f"{own}kd_loss", DISTILLATION_LOSSES)
-    values.choice(f"{own}outside_top_k", OUTSIDE_TOP_K)
-    for key in ("logits_scale", "target_logits_scale"):
-        values.number(f"{own}{key}", 0, above=True)
     _check_not_both_0(values, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
-    values.number(f"{own}jsd_beta")
     beta = values.get(f"{own}jsd_beta")
     if not 0 < beta < 1:
         raise ConfigError(
@@ -584,13 +492,11 @@ def _check_distillation(values: Values) -> None:
             "teacher gives other tokens is known at this scale only; set renormalize or 1."
         )
     check_on_policy(values)
-    top_k = values.whole("model.data.top_k", 1)
+    top_k = values.get("model.data.top_k")
     if top_k is not None:
         check_candidates(
             top_k, values.get(f"{own}outside_top_k"), values.get(f"{own}sft_loss_weight")
         )
-    for key in ("teacher_mass", "truncated_fraction"):
-        values.number(f"trainer.knowledge_distillation.alarms.{key}", 0, 1)
     data_impl = str(values.get("model.data.data_impl"))
     if holds_tokens(data_impl):
         raise ConfigError(

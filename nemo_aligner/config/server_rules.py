@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from nemo_aligner.config.access import server_tls, server_token
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 FRONTENDS = ("triton", "asgi")
 REWARDS_PER = ("response", "step", "token")
@@ -20,8 +19,6 @@ def check_critic_server(values: Values) -> None:
     """Check the configuration of a critic server."""
     _check_serving(values, "trainer.ppo")
     check_reward_standardization(values.get("model"))
-    values.choice("model.loss_reduction", LOSS_REDUCTIONS)
-    values.number("model.loss_clip_val", 0)
     if values.get("model.save_hf") is True:
         raise ConfigError(
             "model.save_hf=True writes at the end of training, which a server does not have; use "
@@ -34,7 +31,6 @@ def check_reward_server(values: Values, ranks: int) -> None:
     v = values
     _check_serving(v, "inference")
     check_reward_standardization(v.get("model"))
-    check_workers(v, "inference.reward_fn_")
     check_kind_of_rewards(v, "inference")
     function = v.get("inference.reward_fn")
     if function is None:
@@ -54,7 +50,6 @@ def check_reward_server(values: Values, ranks: int) -> None:
 def check_teacher_server(values: Values) -> None:
     """Check the configuration of a server of a teacher."""
     _check_serving(values, "inference")
-    values.whole("inference.top_k", 1)
 
 
 def read_frontend(
@@ -85,16 +80,8 @@ def read_frontend(
     return server_tls(certificate, key)
 
 
-def check_workers(v: Values, prefix: str) -> None:
-    """Check how the workers that run a user's code do so: keys that begin with `prefix`."""
-    v.whole(f"{prefix}workers", 1)
-    v.number(f"{prefix}timeout_s", 0, above=True)
-    v.number(f"{prefix}fallback")
-
-
 def check_kind_of_rewards(v: Values, section: str) -> None:
     """Check whether rewards are given per response, step or token."""
-    v.choice(f"{section}.rewards_per", REWARDS_PER)
     per, step_end = v.get(f"{section}.rewards_per"), v.get(f"{section}.step_end")
     if (per == "step") != bool(step_end):
         raise ConfigError(
@@ -206,12 +193,8 @@ def check_scores_of_tokens(model: Mapping) -> None:
 
 def _check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
-    values.port(f"{section}.port")
-    values.number(f"{section}.max_request_mb", 64, 2047)
     server_token(values.get(f"{section}.host"), values.get(f"{section}.token_file"), section)
     read_frontend(*(values.get(f"server.{key}") for key in SERVER_KEYS))
-    values.number(f"{section}.max_queue_delay_microseconds", 0)
-    values.whole(f"{section}.strip_sequence_length_to_multiple", 1)
     sizes = values.get(f"{section}.inference_micro_batch_size")
     for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:

@@ -15,10 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.defaults import base_dropout, complete_config, complete_model, drop_unset
+from nemo_aligner.config.jobs import JOBS as CONFIGURATIONS
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
-from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS, check_required
+from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS
 from nemo_aligner.config.values import Values, laid_over, plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.memory import Workload
@@ -170,7 +171,8 @@ def job_config(
         if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
             parent[name] = value
     check_keys(plain_dict(cfg), job.config_name)
-    check_required(Values(plain_dict(cfg)), job.config_name)
+    for known in CONFIGURATIONS[job.config_name].keys.values():
+        known.check_null(Values(plain_dict(cfg)))
     OmegaConf.set_struct(cfg, False)
     if cfg.trainer.precision is None:
         cfg.trainer.precision = "bf16"  # of GPUs

@@ -128,7 +128,6 @@ def test_every_key_has_its_default_and_a_meaning(name):
         ("remote_teacher.port", "gpt_knowledge_distillation", "of `on_policy`: where the teacher"),
         ("exp_manager.name", "gpt_kto", "as in NeMo; the final model is"),
         ("name", "gpt_sft", "name of the experiment"),
-        ("model.mcore_gpt", "gpt_sft", "without effect: "),
     ],
 )
 def test_the_meaning_is_that_of_the_right_row(key, name, means):

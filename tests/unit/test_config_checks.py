@@ -17,7 +17,7 @@ from nemo_aligner.config.checks import (
     nearest_key,
     unknown_keys,
 )
-from nemo_aligner.config.defaults import drop_unset
+from nemo_aligner.config.defaults import complete_config, drop_unset
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
@@ -37,8 +37,7 @@ NO_LAUNCHER = {}
 
 def load(name, tmp_path, *overrides):
     """The configuration `name` with what it requires filled in, and dot-list overrides on top."""
-    cfg = OmegaConf.load(CONF / f"{name}.yaml")
-    cfg.pop("defaults", None)
+    cfg = complete_config({}, name)
     model = tmp_path / "model.nemo"
     model.touch()
     required = [f"{restore_key(name)}={model}"]
@@ -94,7 +93,7 @@ def test_a_logger_whose_package_is_missing_is_refused(name, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [
-        ("trainer.ppo.gae_lamda", "trainer.ppo.gae_lambda"),
+        ("trainer.ppo.initial_policy_kl_penality", "trainer.ppo.initial_policy_kl_penalty"),
         ("model.ppo.num_rollout_sample", "model.ppo.num_rollout_samples"),
         ("model.rollout_micro_batch_size", "model.ppo.rollout_micro_batch_size"),
         ("remote_critic_rm.critic.prot", "remote_critic_rm.critic.port"),
@@ -108,6 +107,11 @@ def test_unknown_key_is_refused_with_the_nearest_one(key, nearest, tmp_path):
     found = re.search(r"\(did you mean ([\w.]+), (\S+):(\d+)\?\)", str(caught.value))
     line = Path(found[2]).read_text().splitlines()[int(found[3]) - 1]
     assert found[1] == nearest and line.strip().startswith(nearest.rpartition(".")[2] + ":")
+
+
+def test_a_near_key_that_the_yaml_file_does_not_show_is_named_alone(tmp_path):
+    with pytest.raises(ConfigError, match=r"\(did you mean trainer.ppo.gae_lambda\?\)"):
+        check("gpt_ppo_actor", tmp_path, "trainer.ppo.gae_lamda=1")
 
 
 def test_all_unknown_keys_come_in_one_error():

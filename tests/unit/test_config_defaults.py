@@ -1,14 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Partial and older configurations are completed from the YAML files (config/defaults.py)."""
+"""Partial and older configurations are completed with the defaults of their keys."""
 
+import dataclasses
 import subprocess
 import sys
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import CONF, complete, complete_config, complete_model
+from nemo_aligner.config.fields import ABSENT, meaning_of, meanings
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import leaves
 from nemo_aligner.core.errors import ConfigError
@@ -17,10 +21,10 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_s
 
 
 def load(name):
-    return OmegaConf.load(CONF / f"{name}.yaml")
+    return complete_config({}, name)
 
 
-def test_a_missing_key_has_the_value_of_the_yaml_file():
+def test_a_missing_key_has_its_default():
     ppo = complete({"gae_lambda": 0.5}, "gpt_ppo_actor", "trainer.ppo")
 
     assert ppo.gae_lambda == 0.5
@@ -109,11 +113,29 @@ def test_a_complete_configuration_stays_as_it_is(name):
     assert complete_config(cfg, name) == OmegaConf.merge(cfg)
 
 
-@pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_an_empty_configuration_becomes_that_of_the_yaml_file(name):
-    cfg = load(name)
-    cfg.pop("defaults", None)
-    assert complete_config({}, name) == cfg
+@pytest.mark.parametrize("name", JOBS)
+def test_a_yaml_file_shows_a_page_of_the_defaults(name):
+    """Composed by Hydra it has all of them."""
+    assert len((CONF / f"{name}.yaml").read_text().splitlines()) <= 62
+    shown = OmegaConf.load(CONF / f"{name}.yaml")
+    del shown.defaults
+    defaults = complete_config({}, name)
+    assert OmegaConf.merge(defaults, shown) == defaults
+    with initialize_config_dir(str(CONF.resolve()), version_base=None):
+        assert compose(name) == defaults
+
+
+def test_a_section_explains_its_keys():
+    """Each key with a default has a meaning, and nothing is explained that is not there."""
+    for job in JOBS.values():
+        for key in job.keys.values():
+            field = key.name.rpartition(".")[2]
+            if key.acts and key.default is not ABSENT:
+                assert meaning_of(key.section, field), key.name
+            for each in key.section.__mro__:
+                explained = {name for names in meanings(each) for name in names}
+                fields = {each.name for each in dataclasses.fields(key.section)}
+                assert explained <= fields, each
 
 
 def test_what_stands_in_the_place_of_a_section_is_left_to_the_checks():

@@ -11,9 +11,7 @@ from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
     check_reward_standardization,
     check_source_of_rewards,
-    check_workers,
 )
-from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
@@ -48,23 +46,6 @@ def test_top_n():
         check_top_n(0, 4)
     with pytest.raises(ConfigError, match="top_n_rollouts=5 is above .*=4: no more responses"):
         check_top_n(5, 4)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("workers", 0),
-        ("workers", True),
-        ("workers", 1.5),
-        ("timeout_s", 0.0),
-        ("timeout_s", "soon"),
-        ("fallback", float("nan")),
-    ],
-)
-def test_options_of_workers(key, value):
-    check_workers(Values({"a": {"b_workers": 2, "b_timeout_s": 0.5, "b_fallback": -1}}), "a.b_")
-    with pytest.raises(ConfigError, match=f"a.b_{key}={value!r} must be"):
-        check_workers(Values({"a": {f"b_{key}": value}}), "a.b_")
 
 
 def test_source_of_rewards():

@@ -2,49 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of values: switches, sections, values that must be given, and the keys of a model."""
 
+import math
+import re
+
 import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.parallel_rules import check_architecture
-from nemo_aligner.config.rules import check_flags, check_required, check_values
+from nemo_aligner.config.rules import check_keys_alone, check_values
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import NO_LAUNCHER, check, load
-
-
-def shipped(name, tmp_path):
-    """Dotted key -> resolved default of every live key in the YAML file."""
-
-    def walk(tree, prefix=""):
-        for key, value in tree.items():
-            key = prefix + key
-            if isinstance(value, dict) and key not in config_schema.FREE:
-                yield from walk(value, f"{key}.")
-            elif key in config_schema.LIVE[name]:
-                yield key, value
-
-    return dict(walk(OmegaConf.to_container(load(name, tmp_path), resolve=True)))
-
-
-@pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_every_switch_of_the_yaml_files_is_a_flag(name, tmp_path):
-    defaults = shipped(name, tmp_path)
-    switches = {key for key, value in defaults.items() if isinstance(value, bool)}
-    assert switches and not switches - config_schema.FLAGS
-    for key in config_schema.FLAGS & set(defaults):
-        assert defaults[key] is None or isinstance(defaults[key], bool), key
-
-
-def test_tables_name_live_keys_only():
-    every = set().union(*config_schema.LIVE.values())
-    assert not config_schema.FLAGS - every
-    for name in CONFIG_NAMES:
-        assert not config_schema.REQUIRED[name] - config_schema.LIVE[name]
 
 
 def with_value(tree, key, value):
@@ -57,11 +31,34 @@ def with_value(tree, key, value):
 def test_a_switch_takes_no_text(name, tmp_path):
     """Every switch of every configuration: Hydra reads these as texts, and 0 as a number."""
     tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
-    check_flags(Values(tree), name)
+    check_keys_alone(Values(tree), name)
     for key in config_schema.FLAGS & config_schema.LIVE[name]:
         for value in ("off", "no", "None", 0):
             with pytest.raises(ConfigError, match=rf"^{key}={value!r} must be True or False"):
-                check_flags(Values(with_value(tree, key, value)), name)
+                check_keys_alone(Values(with_value(tree, key, value)), name)
+
+
+def refused_values(key):
+    """Values that a key cannot have, by its type and bounds."""
+    if key.choices:
+        return ["odd"]
+    if key.kind is int:
+        below = [] if key.at_least == -math.inf else [int(key.at_least) - 1]
+        return ["1", 1.5, True, *below] + [key.at_most + 1] * (key.at_most < math.inf)
+    if key.kind is float:
+        edges = [(key.at_least, -1), (key.above, 0), (key.at_most, 1)]
+        beyond = [edge + step for edge, step in edges if edge is not None and abs(edge) < math.inf]
+        return ["1", math.nan, True, *beyond]
+    return []
+
+
+@pytest.mark.parametrize("name", CONFIG_NAMES)
+def test_a_key_is_refused_beyond_its_bounds(name, tmp_path):
+    tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
+    for key in JOBS[name].keys.values():
+        for value in refused_values(key):
+            with pytest.raises(ConfigError, match=rf"^{key.name}={re.escape(repr(value))} "):
+                check_keys_alone(Values(with_value(tree, key.name, value)), name)
 
 
 def test_a_job_refuses_a_text_as_switch(tmp_path):
@@ -85,13 +82,13 @@ def test_a_switch_is_null_only_where_the_checkpoint_decides(tmp_path):
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_null_is_refused_where_a_value_is_needed(name, tmp_path):
     tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
-    check_required(Values(tree), name)
+    check_keys_alone(Values(tree), name)
     for key in config_schema.REQUIRED[name]:
         with pytest.raises(ConfigError, match=f"^{key} is not set; give"):
-            check_required(Values(with_value(tree, key, None)), name)
+            check_keys_alone(Values(with_value(tree, key, None)), name)
         section = key.rpartition(".")[0]
         with pytest.raises(ConfigError, match=rf"^{section}\..* is not set; give"):
-            check_required(Values(with_value(tree, section, None)), name)
+            check_keys_alone(Values(with_value(tree, section, None)), name)
 
 
 def test_null_is_refused_by_a_job(tmp_path):

@@ -4,12 +4,11 @@
 against a loop over tokens.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel, StateDictState
@@ -252,7 +251,7 @@ def test_a_critic_starts_a_critic_but_its_values_are_no_rewards(
 def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     tiny_tokenizer_dir, tmp_path
 ):
-    """With the script's YAML file, which gives neither the number nor the weights of the
+    """With the script's defaults, which give neither the number nor the weights of the
     attributes, nor where a reward stands.
     """
     weights = [2.0, -1.0, 0.5]
@@ -265,7 +264,7 @@ def test_a_regression_reward_model_starts_a_critic_that_merges_its_attributes(
     )
     reward_model = MegatronGPTRegressionRewardModel(cfg)
     reward_model.save_to(str(tmp_path / "rm.nemo"))
-    yaml = OmegaConf.load(Path(__file__).resolve().parents[2] / "conf" / "gpt_ppo_critic.yaml")
+    yaml = complete_config({}, "gpt_ppo_critic")
     yaml.trainer.precision = 32
     yaml.model.encoder_seq_length = 48
 

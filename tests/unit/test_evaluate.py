@@ -13,9 +13,7 @@ from nemo.collections.common.tokenizers import AutoTokenizer
 from nemo.utils import logging
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.defaults import CONF
-from nemo_aligner.config.schema import LIVE
-from nemo_aligner.config.values import leaves
+from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.evaluate import table
 from nemo_aligner.evaluate.__main__ import main
@@ -311,23 +309,9 @@ def test_samples_and_shares():
     assert share_below([2.0, 1.0, 2.0, 5.0]) == {1.0: 0.25, 2.0: 0.75, 5.0: 1.0}
 
 
-# ---- the documentation
-
-
-def test_the_page_explains_every_key():
-    text = (ROOT / "docs/generate_evaluate.md").read_text()
-    documented = set(re.findall(r"`([\w.]+)`", text))
-    for name in ("generate", "evaluate"):
-        cfg = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
-        cfg.pop("defaults", None)
-        keys = {key for key, _ in leaves(cfg)}
-        assert keys <= documented, keys - documented
-        assert keys <= LIVE[name], keys - LIVE[name]
-
-
 def test_sampling_has_the_defaults_of_ppo():
     ours = OmegaConf.to_container(compose_settings("evaluate", []).sampling_params)
-    ppo = OmegaConf.load(CONF / "gpt_ppo_actor.yaml").model.ppo
+    ppo = complete_config({}, "gpt_ppo_actor").model.ppo
     theirs = OmegaConf.to_container(ppo.sampling_params, resolve=False)
     assert ours == {key: theirs[key] for key in ours}
     assert set(theirs) - set(ours) == {"all_probs", "compute_logprob"}  # without effect

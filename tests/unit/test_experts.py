@@ -342,7 +342,6 @@ def test_auxiliary_loss_balances_the_experts(tiny_tokenizer_dir):
             "moe_aux_loss_coeff=0.1 has no effect",
         ),
         ({"moe_token_dispatcher_type": "allgather"}, "'allgather'.*only alltoall"),
-        ({"moe_grouped_gemm": True}, "moe_grouped_gemm=True"),
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 must be a whole number from 1 on"),
         ({"moe_layer_freq": [1, 0, 1]}, "list with 1 .experts. or 0 .*num_layers=2"),
         ({"moe_layer_freq": [0, 0]}, "no layer of pipeline stage 0 has experts"),

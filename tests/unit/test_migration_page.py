@@ -1,11 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/migration.md is what scripts/migration_page.py writes from the lists of the code."""
+"""docs/migration.md and docs/config.md are what their scripts write from the lists of the code."""
 
 import ast
 import functools
 import importlib.util
 from pathlib import Path
+
+import pytest
 
 from nemo_aligner.config.inert_keys import INERT, ONLY
 from nemo_aligner.core.retired import RETIRED
@@ -15,20 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
-def generator():
-    spec = importlib.util.spec_from_file_location(
-        "migration_page", ROOT / "scripts" / "migration_page.py"
-    )
+def generator(name="migration_page"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_committed_page_is_the_generated_one():
-    module = generator()
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(), (
-        "run python scripts/migration_page.py"
-    )
+@pytest.mark.parametrize("name", ["migration_page", "config_page"])
+def test_the_committed_page_is_the_generated_one(name):
+    module = generator(name)
+    assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run scripts/{name}.py"
 
 
 def test_every_entry_of_the_lists_is_on_the_page():

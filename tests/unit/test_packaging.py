@@ -17,7 +17,6 @@ from nemo_aligner.config import schema as config_schema
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.inert_keys import INERT
 from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES
-from nemo_aligner.config.values import leaves
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -257,21 +256,6 @@ def test_keys_of_nemo_aligner_stand_in_the_yaml_file(name, configs):
 @pytest.mark.parametrize("name", CONFIG_NAMES)
 def test_schema_knows_every_key_of_the_yaml_file(name, configs):
     check_keys(OmegaConf.to_container(configs[name], resolve=False), name)
-
-
-@pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_documentation_names_every_key_of_the_yaml_file(name, configs):
-    code = re.findall(r"`([^`]+)`", (ROOT / "docs/config.md").read_text())
-    documented = {word.strip(".") for span in code for word in re.findall(r"[\w.]+", span)}
-    for key, _ in leaves(OmegaConf.to_container(configs[name], resolve=False)):
-        parts = key.split(".")
-        # The key itself, its last parts, or a section above it that is explained as a whole.
-        tails = {".".join(parts[n:]) for n in range(len(parts))}
-        sections = {
-            ".".join(parts[m:n]) for m in range(1, len(parts)) for n in range(m + 1, len(parts))
-        }
-        sections -= {"ppo", "rm", "sft", "dpo", "data", "optim", "name", "critic"}
-        assert (tails | sections) & documented, f"docs/config.md does not explain {key}"
 
 
 def test_defaults_of_nemo_aligner_are_kept(configs):

@@ -380,7 +380,7 @@ def test_a_script_without_checks_is_told_of_old_forms_and_unknown_keys(nemo_file
     cfg = job_configuration("gpt_ppo_actor", nemo_file, **changes)
     utils.load_and_override_model_config(nemo_file, cfg.model)
     unknown, inert, old = warnings
-    assert "my_own" in unknown and "ratio_epz (did you mean model.ppo.ratio_eps, " in unknown
+    assert "my_own" in unknown and "ratio_epz (did you mean model.ppo.ratio_eps?)" in unknown
     assert "trainer.strategy=ddp: Lightning only launches" in inert
     assert "exp_manager=null: the job writes no logs" in old
 

@@ -124,8 +124,6 @@ def _check_experts(cfg: DictConfig) -> None:
             "only alltoall lets ranks have samples of different number and length, as generation "
             "needs."
         )
-    if cfg.moe_grouped_gemm:
-        raise ConfigError("model.moe_grouped_gemm=True is not supported; set it to False.")
     if tp > 1 and not cfg.sequence_parallel:
         raise ConfigError(
             f"model.num_moe_experts={experts} with model.tensor_model_parallel_size={tp} needs "

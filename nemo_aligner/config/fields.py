@@ -1,0 +1,258 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration keys as fields of dataclasses: a key stands once, with its type, default, bounds
+and meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the
+tables of docs/config.md.
+
+A *section* is a dataclass, and `Job` says where its sections stand. The type of a field is
+`bool`, `int`, `float`, `str`, `Any`, a `Literal` of its choices, or a section, with `| None` where
+null has a meaning; `key` gives its default and bounds. What it means stands in the docstring of
+its class, below `Attributes`.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+LARGEST_PORT = 65535
+ABSENT: Any = _Absent()  # a default: the key is not there until somebody sets it
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What is known of a key.
+
+    Attributes:
+        name: dotted.
+        section: class that it is a field of.
+        kind: `bool`, `int`, `float`, `str` or `Any`.
+        nullable: whether null has a meaning.
+        choices: the values that it can have; empty: see the bounds.
+        default: of the job; may refer to other keys.
+        fallback: of a key of a model, where neither the job nor a checkpoint gives a value.
+        at_least, above, at_most: bounds of a number.
+        free: any key goes below it: names that the user chooses, arguments of another library.
+        of_checkpoint: it says how the weights look, and null means "as in the checkpoint".
+        acts: False: it is NeMo-Aligner's, and has no effect here (`inert_keys.py` says why).
+    """
+
+    name: str
+    section: type
+    kind: Any
+    nullable: bool
+    choices: tuple[Any, ...]
+    default: Any
+    fallback: Any = ABSENT
+    at_least: float = -math.inf
+    above: float | None = None
+    at_most: float = math.inf
+    free: bool = False
+    of_checkpoint: bool = False
+    acts: bool = True
+
+    def check_null(self, values: Values) -> None:
+        """Raise `ConfigError` if null stands where it has no meaning."""
+        if self.nullable or not self.acts or not values.is_null(self.name):
+            return
+        if self.kind is not bool:
+            raise ConfigError(
+                f"{self.name} is not set; give it a value (docs/config.md names its default)."
+            )
+        if not values.is_null(self.name.rpartition(".")[0]):
+            raise ConfigError(f"{self.name}=null must be True or False.")
+
+    def check(self, values: Values) -> None:
+        """Raise `ConfigError` unless the value is one that the key can have."""
+        if not self.acts:
+            return
+        self.check_null(values)
+        value = values.get(self.name)
+        if value is None or (self.free and isinstance(value, Mapping)):
+            return
+        if self.choices:
+            values.choice(self.name, self.choices)
+        elif self.kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"{self.name}={value!r} must be True or False.")
+        elif self.kind is int and self.at_most == LARGEST_PORT:
+            values.port(self.name)
+        elif self.kind is int:
+            values.whole(self.name, None if self.at_least == -math.inf else int(self.at_least))
+        elif self.kind is float:
+            low = self.at_least if self.above is None else self.above
+            values.number(self.name, low, self.at_most, above=self.above is not None)
+
+
+def key(default: Any, required: bool = False, **more: Any) -> Any:
+    """A field; `more` are attributes of its `Key`. `required`: of the type `Any`, null is
+    refused.
+    """
+    metadata = {"default": default, "required": required} | more
+    return dataclasses.field(default=None, metadata=metadata)
+
+
+def of_checkpoint(fallback: Any = ABSENT, **more: Any) -> Any:
+    """A field that says how the weights look."""
+    return key(ABSENT, fallback=fallback, of_checkpoint=True, **more)
+
+
+def inert(default: Any) -> Any:
+    """A field of NeMo-Aligner's YAML files that has no effect here."""
+    return key(default, acts=False)
+
+
+def section() -> Any:
+    """A field that is a section; with the type `SECTION | None` null switches it off."""
+    return dataclasses.field(default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The configuration of a job, or of a command.
+
+    Attributes:
+        name: of its file in conf/, without its ending.
+        sections: dotted name of a section -> its classes; "": keys that are in none.
+        defaults: dotted key -> its default, where it is not that of the section.
+        required: keys whose null is refused although the section takes it.
+        without: keys of its sections that it does not have.
+        inert: keys of its sections that have no effect in it.
+        bare: sections whose keys are not there until somebody sets them.
+    """
+
+    name: str
+    sections: Mapping[str, type | tuple[type, ...]]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    inert: frozenset[str] = frozenset()
+    bare: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def keys(self) -> dict[str, Key]:
+        """The keys by their dotted names."""
+        found: dict[str, Key] = {}
+        for name, classes in self.sections.items():
+            for each in classes if isinstance(classes, tuple) else (classes,):
+                found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
+        assert {*self.without, *self.required, *self.inert, *self.defaults} <= set(found)
+        for name in self.inert:
+            found[name] = dataclasses.replace(found[name], acts=False)
+        for name in self.required:
+            found[name] = dataclasses.replace(found[name], nullable=False)
+        bare = {name for name in found if name.startswith(tuple(f"{each}." for each in self.bare))}
+        for name, default in (dict.fromkeys(bare, ABSENT) | dict(self.defaults)).items():
+            found[name] = dataclasses.replace(found[name], default=default)
+        return {
+            name: dataclasses.replace(key, default=self._own(key.default))
+            for name, key in found.items()
+            if name not in self.without
+        }
+
+    @functools.cached_property
+    def section_classes(self) -> dict[str, type]:
+        """The sections by their dotted names, also those that are in others."""
+        found: dict[str, type] = {}
+        for name, classes in self.sections.items():
+            for each in classes if isinstance(classes, tuple) else (classes,):
+                found |= dict(_sections(each, name))
+        return found
+
+    @functools.cached_property
+    def algo(self) -> str | None:
+        """The job's own section below `trainer`, "ppo" of `trainer.ppo`; None: it has none."""
+        names = (name.split(".") for name in self.sections)
+        return next((parts[1] for parts in names if parts[0] == "trainer" and parts[1:]), None)
+
+    def _own(self, default: Any) -> Any:
+        """`default` with the names of this job."""
+        if not isinstance(default, str):
+            return default
+        return default.replace("<job>", self.name).replace("<algo>", self.algo or "")
+
+    @functools.cached_property
+    def tree(self) -> dict[str, Any]:
+        """The defaults as nested dicts; not to be changed."""
+        return tree_of({name: key.default for name, key in self.keys.items()})
+
+
+def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys and their values as nested dicts, without `ABSENT` ones."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        if value is not ABSENT:
+            *parents, leaf = name.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = value
+    return tree
+
+
+@functools.cache
+def meanings(section_class: type) -> dict[tuple[str, ...], str]:
+    """What fields of a section mean, of each group of names that its own docstring explains."""
+    text = inspect.cleandoc(section_class.__doc__ or "").partition("\nAttributes:\n")[2]
+    found = {}
+    for entry in re.split(r"\n    (?! )", "\n" + text)[1:]:
+        names, _, meaning = re.sub(r"\s+", " ", entry).partition(": ")
+        found[tuple(names.split(", "))] = meaning
+    return found
+
+
+def meaning_of(section_class: type, field: str) -> str | None:
+    """What a field means: as its section says, or one that it is made from."""
+    for each in section_class.__mro__:
+        for names, text in meanings(each).items():
+            if field in names:
+                return text
+    return None
+
+
+@functools.cache
+def _hints(section_class: type) -> dict[str, Any]:
+    return typing.get_type_hints(section_class)
+
+
+def _kinds(section_class: type, field: str) -> tuple[Any, ...]:
+    """The type of a field, or those of which it is one."""
+    hint = _hints(section_class)[field]
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _sections(section_class: type, name: str) -> Iterator[tuple[str, type]]:
+    yield name, section_class
+    for field in dataclasses.fields(section_class):
+        kind = _kinds(section_class, field.name)[0]
+        if dataclasses.is_dataclass(kind):
+            yield from _sections(typing.cast(type, kind), f"{name}.{field.name}".lstrip("."))
+
+
+def _keys(section_class: type, prefix: str) -> Iterator[Key]:
+    for field in dataclasses.fields(section_class):
+        kinds, name = _kinds(section_class, field.name), f"{prefix}{field.name}"
+        kind = kinds[0]
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(typing.cast(type, kind), f"{name}.")
+            continue
+        more = dict(field.metadata)
+        nullable = type(None) in kinds or (kind is Any and not more["required"])
+        del more["required"]
+        is_literal = typing.get_origin(kind) is Literal
+        choices = more.pop("choices", typing.get_args(kind) if is_literal else ())
+        yield Key(name, section_class, kind, nullable, choices, **more)

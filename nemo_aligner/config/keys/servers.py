@@ -1,0 +1,102 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of servers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.fields import LARGEST_PORT, key, section
+from nemo_aligner.config.keys.common import Alarms
+from nemo_aligner.config.keys.rollouts import RewardFunction
+
+
+@dataclass
+class Server:
+    """What takes requests.
+
+    Attributes:
+        frontend: **new**: what takes the requests. `triton`: Triton, behind a front of this
+            package. `asgi`: uvicorn, without PyTriton; needs `pip install
+            'nemo-aligner-mcore[asgi]'` ([jobs.md](jobs.md#servers-without-triton))
+        tls_certificate, tls_key: **new**: with `asgi`, PEM files of the certificate and the key
+            with which the server encrypts; the key may be readable by you alone, and has no
+            password. null: plain HTTP
+    """
+
+    frontend: str | None = key("triton")
+    tls_certificate: Any = key(None)
+    tls_key: Any = key(None)
+
+
+@dataclass
+class Listening:
+    """Where a server listens, and for whom.
+
+    Attributes:
+        host: **new**: address to listen on. `127.0.0.1` serves this machine alone; any other
+            address needs a token. NeMo-Aligner: all addresses
+        port: port to listen on
+        token_file: **new**: file with the token that every request must bring, readable by you
+            alone; null: the environment variable `NEMO_ALIGNER_TOKEN`, and without it no token
+            ([jobs.md](jobs.md))
+        max_request_mb: **new**: largest body of a request, in MiB, 64 to 2047. Our clients send
+            larger batches in several requests; NeMo-Aligner's do not
+        max_queue_delay_microseconds: how long Triton holds a request back for others that it
+            hands over with it; each is scored by itself, so waiting brings nothing (NeMo-Aligner:
+            2000)
+        inference_micro_batch_size: samples per data-parallel rank that end the wait, an int or a
+            list
+        strip_sequence_length_to_multiple: cut padding that no sample uses, down to a multiple of
+            this
+    """
+
+    host: str = key("127.0.0.1")
+    port: int = key(5556, at_least=1, at_most=LARGEST_PORT)
+    token_file: Any = key(None)
+    max_request_mb: float | None = key(64, at_least=64, at_most=2047)
+    max_queue_delay_microseconds: float = key(0, at_least=0)
+    inference_micro_batch_size: Any = key("${model.forward_micro_batch_size}", required=True)
+    strip_sequence_length_to_multiple: int | None = key(None, at_least=1)
+
+
+@dataclass
+class Inference(Listening):
+    """A server of one endpoint.
+
+    Attributes:
+        model_name: name of the endpoint
+    """
+
+    model_name: str = key("reward_model")
+
+
+@dataclass
+class RewardInference(Inference, RewardFunction):
+    """A server of rewards.
+
+    Attributes:
+        micro_batch_size: as for the critic; `inference.micro_batch_size` is the former name of
+            the second
+    """
+
+    micro_batch_size: Any = key("${model.forward_micro_batch_size}")
+
+
+@dataclass
+class CriticServer(Listening):
+    """The critic's loop.
+
+    Attributes:
+        require_lease: **new**: only the actor that holds the lease may train and save. False: so
+            may a client that knows no lease, such as NeMo-Aligner's, while no actor holds it
+        combine_rm_and_critic_server: score rewards too, by swapping weights
+        max_steps: whichever comes first; -1: no limit. `max_steps` of the critic (10000) is the
+            horizon of its learning rate, in updates
+        gradient_clip_val: largest norm of the whole gradient; 0: no clipping
+    """
+
+    require_lease: bool = key(True)
+    combine_rm_and_critic_server: bool = key(True)
+    max_steps: int = key(10000, at_least=-1)
+    gradient_clip_val: float | None = key(1.0, at_least=0)
+    alarms: Alarms | None = section()

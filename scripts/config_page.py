@@ -1,0 +1,133 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/config.md from the keys themselves (`nemo_aligner/config/keys/`):
+
+    python scripts/config_page.py
+
+A test compares the page with what this script writes.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_aligner.config.fields import ABSENT, Key, meanings
+from nemo_aligner.config.jobs import JOBS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+MODULES = {
+    "common": "Every job",
+    "model": "Model",
+    "data": "Data",
+    "rollouts": "Jobs that generate",
+    "ppo": "PPO, rejection sampling, REINFORCE",
+    "supervised": "Jobs that learn from data",
+    "servers": "Servers",
+    "commands": "Commands and their servers",
+}
+INTRODUCTION = """# Configuration keys
+
+<!-- Written by scripts/config_page.py from the keys themselves; do not edit. -->
+
+A script composes a YAML file of `conf/` with Hydra, and any key can be set in a copy of it or on
+the command line:
+
+    python examples/nlp/gpt/train_gpt_ppo_actor.py trainer.ppo.max_steps=100 \\
+        model.tensor_model_parallel_size=2
+
+A YAML file shows the keys that are set most often. `nemo-aligner config ppo` prints all keys of a
+job with their defaults and meaning. `key=`, `+key=` and `++key=` mean the same. The configuration
+is checked before anything is built:
+
+* An **unknown key** is an error that names the nearest known key, if one is near, and where the
+  YAML file has it.
+* A key of NeMo or NeMo-Aligner **without effect here** is accepted; one warning lists all such
+  keys that ask for something. A second one lists what NeMo-Aligner's commands and YAML files say
+  that means something else here. [From NeMo-Aligner](migration.md) has both lists. A `.nemo`
+  file's own configuration may hold any key.
+* **Values that cannot work**, alone or together, are an error that says what to change: a key that
+  would change the model if it were ignored (`fp8`, `headscale`, `moe_grouped_gemm`, ...) too. The
+  constructor of every model checks its keys, also those of a checkpoint.
+* A switch is `True` or `False` (Hydra reads `off` and `None` as text), and `null` is refused where
+  a value is needed.
+
+Below, `<algo>` is `ppo`, `rs`, `reinforce`, `rm`, `sft`, `dpo`, `kto`, `spin` or
+`knowledge_distillation`. Architecture and parallel sizes come from the checkpoint: null means "as
+in the checkpoint", a value overrides it, and the default shown is that of a model without one. The
+keys are those of NeMo-Aligner; **new** marks keys that it does not have."""
+
+
+def places() -> dict[type, dict[str, dict[str, list[Key]]]]:
+    """Where each section stands: dotted name -> field -> its keys in all jobs."""
+    found: dict[type, dict[str, dict[str, list[Key]]]] = {}
+    for job in JOBS.values():
+        for name, section in job.section_classes.items():
+            shown = name.split(".")
+            if job.algo in shown[1:2]:
+                shown[1] = "<algo>"
+            for each in section.__mro__:
+                fields = found.setdefault(each, {}).setdefault(".".join(shown), {})
+                for field in dataclasses.fields(section):
+                    key = job.keys.get(f"{name}.{field.name}".lstrip("."))
+                    fields.setdefault(field.name, []).extend([key] if key else [])
+    return found
+
+
+def cell(value: Any) -> str:
+    """A default, as YAML."""
+    if value is ABSENT:
+        return ""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n")
+    text = text.strip()
+    return f"`{text}`" if any(mark in text for mark in "${<[\\|") else text
+
+
+def default(keys: Sequence[Key]) -> str:
+    """The default of a key in all jobs, or that it depends on the job."""
+    given = {cell(key.default): key for key in keys if key.default is not ABSENT}
+    of_checkpoint = {cell(key.fallback) for key in keys if key.fallback is not ABSENT}
+    shown = {text for text in given if text != "null" or len(given) == 1} or of_checkpoint
+    return shown.pop() if len(shown) == 1 else "by job" if shown else ""
+
+
+def rows(section: type, keys: dict[str, list[Key]]) -> Iterator[str]:
+    for names, meaning in meanings(section).items():
+        shown = ", ".join(filter(None, (default(keys.get(name, [])) for name in names)))
+        line = f"| {', '.join(f'`{name}`' for name in names)} | {shown} | {meaning} |"
+        yield line.replace("\\|", "|").replace("<|", "<\\|").replace("|>", "\\|>")
+
+
+def sections() -> Iterator[str]:
+    where = places()
+    for module, title in MODULES.items():
+        yield f"## {title}"
+        for section in vars(
+            importlib.import_module(f"nemo_aligner.config.keys.{module}")
+        ).values():
+            of_module = getattr(section, "__module__", "").endswith(f"keys.{module}")
+            if not of_module or not dataclasses.is_dataclass(section):
+                continue
+            names = where.get(section, {})  # type: ignore[call-overload]
+            keys: dict[str, list[Key]] = {}
+            for fields in names.values():
+                for name, each in fields.items():
+                    keys.setdefault(name, []).extend(each)
+            lines = list(rows(section, keys))  # type: ignore[arg-type]
+            if not lines:
+                continue
+            stands = ", ".join(f"`{name}`" for name in names if name) or "no section"
+            about = str(section.__doc__).partition("\n")[0].rstrip(".")
+            yield f"### {about}\n\nIn {stands}:"
+            yield "\n".join(["| Key | Default | Meaning |", "|---|---|---|", *lines])
+
+
+def page() -> str:
+    return "\n\n".join([INTRODUCTION, *sections()]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
