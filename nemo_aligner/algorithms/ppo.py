@@ -18,7 +18,7 @@ References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss,
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, cast
 
@@ -86,6 +86,7 @@ class PPOTrainer(PolicyGradientTrainer):
         max_response_length: int | None = None,
         kl_loss_coef: float = 0.0,
         rollout_logprobs: str = "recompute",
+        advantages_of: Callable[..., Tensor] | None = None,
     ):
         """As the base class, and:
 
@@ -96,6 +97,7 @@ class PPOTrainer(PolicyGradientTrainer):
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
             rollout_logprobs: where the policy's log-probs of a rollout come from: a pass of their
                 own ("recompute"), or generation ("sampler").
+            advantages_of: a user's own advantages (`ppo_data.own_advantages`).
 
         Raises:
             ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
@@ -123,7 +125,9 @@ class PPOTrainer(PolicyGradientTrainer):
         self.rollout_logprobs = rollout_logprobs
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
-        self.data_settings = DataSettings.from_config(cfg, max_response_length)
+        self.data_settings = DataSettings.from_config(
+            cfg, max_response_length=max_response_length, advantages_of=advantages_of
+        )
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
             logging.warning(harm)

@@ -10,6 +10,7 @@ alignment. All DP ranks call these functions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -64,12 +65,15 @@ class DataSettings:
     process_rewards: str
     # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
+    # a user's own, in place of those of the estimator: (rewards, mask, prompts, values), of the
+    # samples of all ranks, to [N, S-1]
+    advantages_of: Callable[..., Tensor] | None = None
 
     @classmethod
-    def from_config(cls, cfg: DictConfig, max_response_length: int | None = None) -> DataSettings:
-        """From `trainer.ppo`, complete."""
-        keys = [field.name for field in fields(cls) if field.name != "max_response_length"]
-        return cls(**{key: cfg[key] for key in keys}, max_response_length=max_response_length)
+    def from_config(cls, cfg: DictConfig, **more: Any) -> DataSettings:
+        """From `trainer.ppo`, complete; `more` are the fields that it does not have."""
+        known = {field.name for field in fields(cls)} - {"max_response_length", "advantages_of"}
+        return cls(**{key: cfg[key] for key in known}, **more)
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -250,7 +254,36 @@ def estimate_advantages(
             learned["returns"] = estimate.returns
             metrics = _mean_and_std("returns", estimate.returns, mask)
             metrics |= _mean_and_std("values", values, mask)
+    if settings.advantages_of is not None:
+        learned["advantages"] = own_advantages(
+            settings.advantages_of, token_rewards, values, rollout_batch["idx"], mask
+        )
     return learned, _mean_and_std("advantages", learned["advantages"], mask) | metrics
+
+
+def own_advantages(
+    function: Callable[..., Tensor],
+    token_rewards: Tensor,
+    values: Tensor | None,
+    idx: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """Advantages `[B, S-1]` by a user's `function`, which gets the samples of all DP ranks, so
+    that they do not depend on the split; arguments as in `estimate_advantages`.
+
+    Raises:
+        ValueError: it returns another shape.
+    """
+    columns = {"rewards": token_rewards, "mask": mask, "prompts": idx}
+    columns |= {} if values is None else {"values": values}
+    gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
+    advantages = function(**({"values": None} | {key: gathered[key] for key in columns}))
+    if advantages.shape != gathered["rewards"].shape:
+        raise ValueError(
+            f"the advantages have the shape {list(advantages.shape)}, not that of the rewards, "
+            f"{list(gathered['rewards'].shape)}"
+        )
+    return torch.where(mask.bool(), own_samples(advantages, len(idx)), 0)
 
 
 def compare_responses(

@@ -49,7 +49,7 @@ OBJECTIVE = frozenset(
     model.reward_standardization.std model.*.kl_loss_estimator model.*.train_on_truncated
     trainer.*.advantage_estimator trainer.*.kl_estimator trainer.*.use_absolute_kl
     trainer.*.normalize_advantages trainer.*.whiten_rewards trainer.*.process_rewards
-    trainer.*.rewards_per""".split()
+    trainer.*.rewards_per trainer.*.loss trainer.*.advantages""".split()
 )
 # Of these, what counts only where another key has a value.
 COUNTS_WITH = {

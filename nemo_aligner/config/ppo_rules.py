@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot work for a PPO actor, above all for the variants of PPO (docs/ppo.md)."""
 
+import os
+
 from nemo_aligner.config.rollout_rules import (
     check_compares_responses,
     check_policy,
@@ -30,6 +32,12 @@ def check_ppo_actor(values: Values, dp: dict[str, int]) -> None:
     batch = v.size("model.global_batch_size")
     require_multiple(name, prompts * responses, {"model.global_batch_size": batch})
     check_ppo_variants(v)
+    for key in ("loss", "advantages"):
+        named = v.get(PPO + key)
+        if named is not None and not os.path.isfile(str(named).rpartition(".py:")[0] + ".py"):
+            raise ConfigError(
+                f"{PPO}{key}={named!r} must be path/to/file.py:function of a file that exists."
+            )
     check_source_of_rewards(v.get("remote_critic_rm"))
 
 

@@ -113,6 +113,7 @@ def ppo_actor_loss(
     kl_loss_estimator: str = "k3",
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
+    surrogate_of: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy
     bonus (eq. 9).
@@ -140,6 +141,8 @@ def ppo_actor_loss(
         kl_loss_estimator: one of `kl.KL_ESTIMATORS`.
         entropy: [B, S-1], per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
         entropy_bonus: coefficient of the entropy.
+        surrogate_of: `(logprobs, prev_logprobs, advantages, mask) -> [B, S-1]`, in place of the
+            clipped surrogate; `mask` is 1 where a slot counts.
 
     Returns:
         Partial sums: the loss, and the metrics, which are weighted means. `loss`; `ppo_ratio`,
@@ -171,6 +174,19 @@ def ppo_actor_loss(
     }
     if dual_clip is not None:
         surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
+    if surrogate_of is not None:
+        surrogate = surrogate_of(
+            logprobs=logprobs,
+            prev_logprobs=prev_logprobs,
+            advantages=advantages,
+            mask=(weights != 0).to(logprobs),
+        )
+        if surrogate.shape != logprobs.shape:
+            raise ValueError(
+                f"the loss of tokens has the shape {list(surrogate.shape)}, not that of their "
+                f"log-probs, {list(logprobs.shape)}"
+            )
+        surrogate = kept(surrogate, weights)
     loss = (weights * surrogate).sum()
     if kl_loss_coef:
         if ref_logprobs is None:

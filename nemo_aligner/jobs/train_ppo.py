@@ -24,6 +24,11 @@ from nemo_aligner.launch.job_entry import job_main, reward_servers
 from nemo_aligner.launch.start_up import long_imports
 
 CONFIG_NAME = "gpt_ppo_actor"
+# Keys of `trainer.ppo` that name a user's function, and what it is called with.
+OWN_FUNCTIONS = {
+    "loss": ("logprobs", "prev_logprobs", "advantages", "mask"),
+    "advantages": ("rewards", "mask", "prompts", "values"),
+}
 
 
 def number_of_jobs(cfg: DictConfig) -> int:
@@ -41,6 +46,7 @@ def main(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
         from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
         from nemo_aligner.launch.experiment import run_timer, set_up_training, start_with_model
+        from nemo_aligner.launch.own_functions import own_function
         from nemo_aligner.launch.pair import load_state_of_pair
         from nemo_aligner.launch.prompts import build_prompt_loaders
         from nemo_aligner.launch.score_sources import start_score_source
@@ -48,7 +54,12 @@ def main(cfg: DictConfig) -> None:
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
 
+    own_loss, own_advantages = (
+        own_function(cfg.trainer.ppo[key], f"trainer.ppo.{key}", parameters)
+        for key, parameters in OWN_FUNCTIONS.items()
+    )
     job, model = start_with_model(cfg, CONFIG_NAME, "ppo", MegatronGPTActorModel)
+    model.surrogate_of = own_loss
     ppo = cfg.model.ppo
     if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
@@ -95,6 +106,7 @@ def main(cfg: DictConfig) -> None:
             max_response_length=ppo.length_params.max_length,
             kl_loss_coef=ppo.kl_loss_coef,
             rollout_logprobs=ppo.rollout_logprobs,
+            advantages_of=own_advantages,
         )
         state = load_state_of_pair(cfg, ckpt_callback, rm_critic)
         if state is not None:

@@ -69,6 +69,7 @@ def run(
         respond: (what was loaded, path, message) to the replies.
         describe: what was loaded, to what the other side is told of it.
     """
+    del sys.path[0]  # where Python put this script's folder
     path, name = sys.argv[1:3]
     requests_fd, replies_fd, parent = map(int, sys.argv[3:6])
     _end_with(parent)
@@ -121,7 +122,7 @@ def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) 
     Raises:
         LoadError: the file cannot be run, or holds nothing of that name.
     """
-    sys.path[0] = os.path.dirname(path)  # where Python put this script's folder
+    sys.path.insert(0, os.path.dirname(path))
     module_name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # `path` ends with .py

@@ -293,6 +293,63 @@ def test_other_actors_take_the_same_function(tmp_path, inputs, answers, kind):  
         )
 
 
+OWN = """
+import torch
+
+EPS = 0.2
+
+def clipped(logprobs, prev_logprobs, advantages, mask):
+    assert mask.shape == logprobs.shape and set(mask.unique().tolist()) <= {0.0, 1.0}
+    ratio = (logprobs - prev_logprobs).exp()
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - EPS, 1 + EPS))
+
+def compared(rewards, mask, prompts, values):
+    assert values is None
+    scores = (rewards * mask).sum(1)
+    result = torch.zeros_like(rewards)
+    for prompt in prompts.unique():
+        rows = prompts == prompt
+        deviation = (scores[rows] - scores[rows].mean()) / (scores[rows].std() + 1e-6)
+        result[rows] = deviation[:, None] * mask[rows]
+    return result
+
+def halved(logprobs, prev_logprobs, advantages, mask):
+    return clipped(logprobs, prev_logprobs, advantages, mask) / 2
+
+def narrow(logprobs, prev_logprobs, advantages, mask):
+    return logprobs.sum(1)
+
+def other(logprobs):
+    return logprobs
+"""
+
+
+@pytest.mark.full
+def test_own_loss_and_advantages(tmp_path, inputs, answers):  # noqa: F811
+    """The formulas of GRPO written by a user give its numbers, on one rank and on two."""
+    (tmp_path / "own.py").write_text(OWN)
+    few = [answers, "trainer.ppo.max_steps=2", *reward_fn(inputs, "by_answer")]
+    own = {key: f"trainer.ppo.{key}={tmp_path}/own.py:" for key in ("loss", "advantages")}
+    both = [own["loss"] + "clipped", own["advantages"] + "compared"]
+    runs = {"theirs": [], "own": both, "halved": [own["loss"] + "halved"]}
+    for name, given in runs.items():
+        with grpo(inputs, tmp_path / name, *few, *given, ranks=1 + (name == "own")) as job:
+            assert_ended_well(job, job.wait(240))
+    for key in ("train_optim/loss", "train_optim/grad_norm", "train_rollouts/advantages_std"):
+        theirs, own_numbers, halved = (
+            read_metrics(tmp_path / name / "actor", key) for name in runs
+        )
+        assert theirs and own_numbers == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        if key == "train_optim/grad_norm":
+            assert halved != pytest.approx(theirs, rel=1e-2)
+    for name, words in {
+        "narrow": "has the shape",
+        "other": "It is called as other(logprobs=",
+    }.items():
+        with grpo(inputs, tmp_path / name, *few, own["loss"] + name) as job:
+            assert job.wait(240) != 0 and words in job.log, job.log[-3000:]
+
+
 def test_records_without_the_column_are_one_line(inputs, answers, tmp_path):  # noqa: F811
     with grpo(inputs, tmp_path, *reward_fn(inputs, "by_answer"), ranks=2) as job:
         assert job.wait(120) == ExitCode.USER_ERROR, job.log[-4000:]

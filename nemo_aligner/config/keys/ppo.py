@@ -80,6 +80,8 @@ class PPOLoop(RolloutLoop):
             come close to `max_length`
         target_kl: **new**, ppo.md: stop the updates of a rollout early; bound the loss of
             unlikely tokens (`model.ppo.dual_clip`)
+        loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of
+            the clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
         ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
             `trainer.ppo.*` or `model.ppo.*`
     """
@@ -102,6 +104,8 @@ class PPOLoop(RolloutLoop):
     overlong_buffer_len: int = key(0, at_least=0)
     overlong_penalty_factor: float = key(1.0, above=0)
     target_kl: float | None = key(None, above=0)
+    loss: str | None = key(None)
+    advantages: str | None = key(None)
     ratio_eps: Any = key(0.2)
     entropy_bonus: Any = key(0.0)
     trt_model_dir: Any = inert("/tmp/trt_llm_model")

@@ -7,6 +7,8 @@ One function computes the log-probs of policy, reference and training, in fp32 a
 temperature that the tokens were sampled with.
 """
 
+from collections.abc import Callable
+
 from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig
@@ -28,6 +30,7 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
     Attributes:
         entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
         train_on_truncated: responses that did not end count in the loss too.
+        surrogate_of: a user's own loss of a token (`ppo_actor_loss`), or None.
     """
 
     CONFIG_NAME = "gpt_ppo_actor"
@@ -44,6 +47,7 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         self.kl_loss_coef: float = self.settings.kl_loss_coef
         self.kl_loss_estimator: str = self.settings.kl_loss_estimator
         self.train_on_truncated: bool = self.settings.train_on_truncated
+        self.surrogate_of: Callable[..., Tensor] | None = None
         if self.kl_loss_coef and self.kl_loss_estimator == "k1":
             logging.warning(
                 "model.ppo.kl_loss_estimator=k1 has a gradient of 0 on average, so the KL in the "
@@ -100,6 +104,7 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
                 kl_loss_estimator=self.kl_loss_estimator,
                 entropy=entropy,
                 entropy_bonus=self.entropy_bonus,
+                surrogate_of=self.surrogate_of,
             )
 
         metrics, _ = forward_backward(
