@@ -4,6 +4,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -12,6 +13,8 @@ from nemo_aligner.core.errors import UserError
 
 # The values of one metric by step.
 Curve = dict[float, float]
+# Phases, and samples of a table between its first and its last step, that are kept: the latest.
+LATEST = 2000
 
 
 @dataclass(frozen=True)
@@ -93,37 +96,55 @@ def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
                 job.series.setdefault(key, {})[step] = value
     for record in _read_jsonl(folder / "tables.jsonl", job):
         samples = [sample for sample in record.get("rows") or [] if isinstance(sample, dict)]
-        job.tables.setdefault(str(record.get("key")), []).extend(
-            {"step": record.get("step"), **sample} for sample in samples
-        )
+        rows = job.tables.setdefault(str(record.get("key")), [])
+        rows += ({"step": record.get("step"), **sample} for sample in samples)
+        _forget_between(rows)
     for record in _read_jsonl(folder / "timeline.jsonl", job):
         step, start, seconds = (record.get(key) for key in ("step", "start", "seconds"))
         if is_number(step) and is_number(start) and is_number(seconds):
             job.phases.append(Phase(str(record.get("phase")), step, start, start + seconds))
-    val_samples = _read_jsonl(folder / "val_samples.jsonl", job)
+            if len(job.phases) > 2 * LATEST:
+                del job.phases[:LATEST]
+    val_samples = _read_rows(folder / "val_samples.jsonl", job)
     if val_samples:
         job.tables.pop("table/val_rollouts", None)  # the same samples, but fewer of them
         job.tables = {"validation samples": val_samples} | job.tables
-    train_samples = _read_jsonl(folder / "train_samples.jsonl", job)
+    train_samples = _read_rows(folder / "train_samples.jsonl", job)
     if train_samples:
         job.tables["samples of self-play"] = train_samples
     return job
 
 
-def _read_jsonl(path: Path, job: JobRecord) -> list[dict[str, Any]]:
-    """The JSON objects of a file that may be missing; other lines are counted."""
+def _read_rows(path: Path, job: JobRecord) -> list[dict[str, Any]]:
+    """The samples of a file that the page shows."""
+    rows: list[dict[str, Any]] = []
+    for record in _read_jsonl(path, job):
+        rows.append(record)
+        if len(rows) > 2 * LATEST:
+            _forget_between(rows)
+    return rows
+
+
+def _forget_between(rows: list[dict[str, Any]]) -> None:
+    """Keep the samples of the first and of the last step, and the latest of those between."""
+    ends = (rows[0].get("step"), rows[-1].get("step")) if rows else ()
+    first_kept = len(rows) - LATEST
+    rows[:] = [row for n, row in enumerate(rows) if n >= first_kept or row.get("step") in ends]
+
+
+def _read_jsonl(path: Path, job: JobRecord) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file that may be missing, one after another: a running job, which
+    reads its own, has no room for all of them. Other lines are counted.
+    """
     if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            job.broken_lines += 1
-    return records
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in filter(str.strip, file):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                job.broken_lines += 1
