@@ -81,8 +81,8 @@ class Split:
         thorough: with all roles, and `FEW_ROLES` with all loss reductions and sizes of
             micro-batches; otherwise `FEW_ROLES` with `FEW_VARIANTS`.
 
-    The other roles, and at four ranks all of them, meet the architectures in turn, one at each
-    split. With MATRIX=all in the environment: all with all.
+    The other roles, and at four ranks or with recomputation all of them, meet the architectures in
+    turn, one at each split. With MATRIX=all in the environment: all with all.
     """
 
     ranks: int
@@ -97,7 +97,8 @@ class Split:
     def cases(self) -> list[tuple[str, str]]:
         """(architecture, role) that run at it."""
         roles = ROLES if self.thorough or EVERYTHING else FEW_ROLES
-        with_all = (*FEW_ROLES, "distillation") if self.ranks < 4 else ()
+        in_turn = self.ranks == 4 or "activations_checkpoint_granularity" in self.model
+        with_all = () if in_turn else (*FEW_ROLES, "distillation")
         found = []
         for turn, role in enumerate(roles, list(SPLITS.values()).index(self)):
             able = [a for a in self.architectures if role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
