@@ -71,6 +71,7 @@ from nemo_aligner.config.keys.supervised import (
 )
 
 PARAMS = "exp_manager.checkpoint_callback_params"
+_DATALOADER = {"model.data.dataloader_type": "single"}
 _NEW_DATA = {"model.overwrite_base_config": {"data": {"data_prefix": True}}}
 _CHAT_TOKENS = {
     "chat_prompt_tokens.system_turn_start": "<extra_id_0>",
@@ -81,11 +82,11 @@ _PARALLEL = {
     f"model.{name}_parallel_size": 1
     for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 }
-# As null it switches off what a checkpoint was trained with.
+# As null they switch off what a checkpoint was trained with.
 _NO_RECOMPUTATION = {
-    f"model.activations_checkpoint_{name}": None
-    for name in ("granularity", "method", "num_layers")
+    f"model.activations_checkpoint_{name}": None for name in ("granularity", "method")
 }
+_NO_LAYERS = {"model.activations_checkpoint_num_layers": None}
 # What a model is built from where no checkpoint is named.
 _TOKENIZER = {
     f"model.tokenizer.{name}": None for name in "library type model vocab_file merge_file".split()
@@ -120,6 +121,7 @@ def _actor(algo: str, monitor: str) -> dict[str, Any]:
         f"{PARAMS}.filename": f"{name}-{{{monitor}:.3f}}",
         "model.optim.lr": 9e-7,
         "model.optim.sched.min_lr": 9e-8,
+        "model.data.validation_drop_last": ABSENT,
     }
 
 
@@ -139,10 +141,11 @@ _VALIDATION_SET = {
     "file_path": None,
     "shuffle": False,
     "drop_last": False,
+    "output_original_text": True,
     **{
         name: f"${{model.data.train_ds.{name}}}"
         for name in """max_seq_length label_key add_eos add_sep add_bos truncation_field
-        truncation_method prompt_template columns index_mapping_dir""".split()
+        truncation_method prompt_template columns index_mapping_dir memmap_workers""".split()
     },
 }
 _SIZES = ("global_batch_size", "micro_batch_size")
@@ -201,7 +204,7 @@ RS_ACTOR = Job(
         "model.peft": PolicyPeft,
         "model.data": Lines,
     },
-    _actor("rs", "val_global_rewards"),
+    _actor("rs", "val_global_rewards") | _DATALOADER,
 )
 REINFORCE_ACTOR = Job(
     "gpt_reinforce_actor",
@@ -288,6 +291,7 @@ SFT = Job(
         **_OF_SFT,
         **_FROM_SCRATCH,
         **_NO_RECOMPUTATION,
+        **_NO_LAYERS,
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         **_in("model", {name: f"${{model.data.train_ds.{name}}}" for name in _SIZES}),
@@ -335,6 +339,8 @@ KNOWLEDGE_DISTILLATION = Job(
         **_OF_SFT,
         "name": "megatron_gpt_knowledge_distillation",
         "model.data.data_impl": "chunked_jsonl",
+        "model.data.append_eod": False,
+        **_DATALOADER,
         **_in("model.data", _CHAT_TOKENS),
     },
 )
@@ -351,7 +357,7 @@ KTO_JOB = Job(
         "model.peft": Peft,
         "model.data": Lines,
     },
-    _NEW_DATA | _wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
+    _NEW_DATA | _DATALOADER | _wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
 )
 SPIN_JOB = Job(
     "gpt_spin",
@@ -376,6 +382,12 @@ SPIN_JOB = Job(
         },
         "model.data.chat": True,
         **_in("model.data", _CHAT_TOKENS),
+        **_in(
+            "model.data",
+            dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False),
+        ),
+        "model.data.train_ds.hf_dataset": True,
+        "model.data.validation_ds.hf_dataset": True,
         **_in("model.data.validation_ds", _VALIDATION_SET),
         **_in("model.data.validation_ds", {name: f"${{model.{name}}}" for name in _SIZES}),
     },
@@ -410,6 +422,8 @@ TOP_K_LOGITS = Job(
     {
         **_PARALLEL,
         **_NO_RECOMPUTATION,
+        **_NO_LAYERS,
+        "model.virtual_pipeline_model_parallel_size": None,
         "trainer.max_epochs": 1,
         "trainer.max_steps": ABSENT,
         "model.encoder_seq_length": None,
@@ -429,6 +443,8 @@ TEACHER_SERVER = Job(
     {
         **_PARALLEL,
         **_NO_RECOMPUTATION,
+        **_NO_LAYERS,
+        "model.virtual_pipeline_model_parallel_size": None,
         "inference.model_name": "teacher_logits",
         "inference.max_queue_delay_microseconds": 2000,
         "inference.inference_micro_batch_size": "${model.micro_batch_size}",

@@ -145,6 +145,7 @@ class TopKModel(Model):
 
     micro_batch_size: int = key(1, at_least=1, fallback=1)
     global_batch_size: int = key(8, at_least=1)
+    megatron_amp_O2: bool = key(True)
     mcore_gpt: Any = inert(True)
 
 
@@ -153,6 +154,7 @@ class TeacherModel(Model):
     """A teacher."""
 
     micro_batch_size: int = key(4, at_least=1, fallback=1)
+    megatron_amp_O2: bool = key(True)
 
 
 @dataclass

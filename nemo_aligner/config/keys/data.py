@@ -81,14 +81,14 @@ class Lines(Chat):
     index_mapping_dir: Any = key(None)
     data_impl: str | None = key("jsonl")
     add_bos: bool | None = key(None)
-    append_eod: bool = key(False)
+    append_eod: bool = key(ABSENT)
     apply_ftfy: bool = key(ABSENT)
     splits_string: Any = key(None)
     seq_length: int = key("${model.encoder_seq_length}", at_least=2)
     num_workers: Any = key(0, required=True)
     validation_drop_last: bool = key(True)
     skip_warmup: Any = inert(True)
-    dataloader_type: Any = inert("single")
+    dataloader_type: Any = inert(ABSENT)
     reset_position_ids: Any = inert(False)
     reset_attention_mask: Any = inert(False)
     eod_mask_loss: Any = inert(False)
@@ -136,7 +136,7 @@ class ShuffledSet(ExampleSet):
 
     shuffle: bool = key(True)
     drop_last: bool = key(True)
-    output_original_text: Any = inert(True)
+    output_original_text: Any = inert(ABSENT)
 
 
 @dataclass
@@ -180,6 +180,6 @@ class Examples(Chat):
     allow_empty_prompt: bool = key(False)
     sample: Any = inert(False)
     dataloader_type: Any = inert("single")
-    reset_position_ids: Any = inert(False)
-    reset_attention_mask: Any = inert(False)
-    eod_mask_loss: Any = inert(False)
+    reset_position_ids: Any = inert(ABSENT)
+    reset_attention_mask: Any = inert(ABSENT)
+    eod_mask_loss: Any = inert(ABSENT)
