@@ -5,9 +5,11 @@ heavy.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
+import signal
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -36,6 +38,14 @@ class ExitCode(IntEnum):
 
 
 RUN_AGAIN = (ExitCode.TIME, ExitCode.PRE_EMPTED, ExitCode.LOST_PEER)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its `parent` ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(ExitCode.FAILED)
 
 
 class JobStopped(SystemExit):

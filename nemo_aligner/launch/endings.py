@@ -6,10 +6,8 @@ Imports nothing heavy.
 """
 
 import contextlib
-import ctypes
 import functools
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, ParamSpec, TypeVar
 
-from nemo_aligner.core.endings import ExitCode, JobStopped, interruptible, note_ending
+from nemo_aligner.core.endings import ExitCode, JobStopped, end_with, interruptible, note_ending
 from nemo_aligner.core.errors import (
     AlarmError,
     LostPeerError,
@@ -150,12 +148,8 @@ def end_with_starter() -> None:
     Call it early: an orphan would wait for the other ranks until it runs into a time limit.
     """
     starter = os.environ.get(STARTED_BY)
-    if starter is None:
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if starter != str(os.getppid()):  # it ended before the line above
-        os._exit(ExitCode.FAILED)
+    if starter is not None:
+        end_with(int(starter))
 
 
 def _was_started() -> bool:

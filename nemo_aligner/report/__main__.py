@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from nemo_aligner.core.endings import end_with
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.report.page import write_report
 
@@ -28,7 +29,10 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="file to write; default RUN_DIR/report.html, for several report.html",
     )
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.parent:
+        end_with(args.parent)
     try:
         print(write_report(*args.run_dirs, out=args.out))
     except UserError as error:

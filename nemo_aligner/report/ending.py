@@ -5,9 +5,13 @@
 import os
 import re
 import shlex
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from nemo.utils import logging
@@ -19,6 +23,7 @@ from nemo_aligner.report.page import write_report
 from nemo_aligner.report.reading import read_run
 from nemo_aligner.report.summary import alarms, what_it_learned
 
+PACKAGE = Path(__file__).resolve().parents[1]
 SHARE = 0.02  # of the time of a job that writing its report takes
 DATA = "'model.data.data_prefix={train: [MY.jsonl]}'"
 USE = ("generate MODEL", "convert nemo-to-hf MODEL TARGET")
@@ -34,7 +39,11 @@ NEXT = {
 
 
 class LiveReport:
-    """Keeps `report.html` in the `folder` of a running job current, from a thread."""
+    """Keeps `report.html` in the `folder` of a running job current, from a thread.
+
+    A process of its own writes it while the job runs: a page about thousands of steps takes
+    memory of which an allocator gives back little.
+    """
 
     def __init__(self, folder: Path):
         self._folder, self._pause_s = folder, 0.0
@@ -44,17 +53,29 @@ class LiveReport:
     def update(self, is_end: bool) -> None:
         """There are new metrics: write it soon, and at the end of the job now."""
         if is_end:
-            self._write()
+            self._keep_current(lambda: write_report(self._folder))
         elif self._timer is None:
-            self._timer = threading.Timer(self._pause_s, self._write)
+            self._timer = threading.Timer(self._pause_s, self._keep_current, [self._write_apart])
             self._timer.daemon = True
             self._timer.start()
 
-    def _write(self) -> None:
+    def _write_apart(self) -> None:
+        command = [sys.executable, "-m", "nemo_aligner.report", str(self._folder)]
+        command += ["--parent", str(os.getpid())]
+        path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+        subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            check=True,
+            capture_output=True,
+            start_new_session=True,  # Ctrl-C is for the job
+        )
+
+    def _keep_current(self, write: Callable[[], Any]) -> None:
         with self._lock:
             start, self._timer = time.monotonic(), None
             try:
-                write_report(self._folder)
+                write()
             except Exception as error:  # no reason for a job to fail
                 logging.warning(f"report.html is not current: {type(error).__name__}: {error}")
             self._pause_s = (time.monotonic() - start) / SHARE
