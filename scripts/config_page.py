@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_aligner.config.fields import ABSENT, Key, meanings
 from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.meanings import scalar
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 MODULES = {
@@ -65,15 +64,13 @@ def places() -> dict[type, dict[str, dict[str, list[Key]]]]:
     """Where each section stands: dotted name -> field -> its keys in all jobs."""
     found: dict[type, dict[str, dict[str, list[Key]]]] = {}
     for job in JOBS.values():
-        for name, section in job.section_classes.items():
-            shown = name.split(".")
+        for key in job.keys.values():
+            *shown, field = key.name.split(".")
             if job.algo in shown[1:2]:
                 shown[1] = "<algo>"
-            for each in section.__mro__:
+            for each in key.section.__mro__:
                 fields = found.setdefault(each, {}).setdefault(".".join(shown), {})
-                for field in dataclasses.fields(section):
-                    key = job.keys.get(f"{name}.{field.name}".lstrip("."))
-                    fields.setdefault(field.name, []).extend([key] if key else [])
+                fields.setdefault(field, []).append(key)
     return found
 
 
@@ -81,22 +78,24 @@ def cell(value: Any) -> str:
     """A default, as YAML."""
     if value is ABSENT:
         return ""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n")
-    text = text.strip()
+    text = scalar(value)
     return f"`{text}`" if any(mark in text for mark in "${<[\\|") else text
 
 
 def default(keys: Sequence[Key]) -> str:
     """The default of a key in all jobs, or that it depends on the job."""
-    given = {cell(key.default): key for key in keys if key.default is not ABSENT}
     of_checkpoint = {cell(key.fallback) for key in keys if key.fallback is not ABSENT}
-    shown = {text for text in given if text != "null" or len(given) == 1} or of_checkpoint
-    return shown.pop() if len(shown) == 1 else "by job" if shown else ""
+    given = {cell(key.default) for key in keys if key.default is not ABSENT}
+    shown = (given - {"null"} if of_checkpoint else given) | of_checkpoint
+    shown = {text for text in shown if "{model.data.train_ds." not in text} or shown
+    text = " or ".join(sorted(shown, key=lambda text: (text != "null", text)))
+    return text if len(shown) <= 2 and len(text) < 80 else "by job"
 
 
 def rows(section: type, keys: dict[str, list[Key]]) -> Iterator[str]:
     for names, meaning in meanings(section).items():
-        shown = ", ".join(filter(None, (default(keys.get(name, [])) for name in names)))
+        defaults = [default(keys.get(name, [])) for name in names]
+        shown = ", ".join(each or "unset" for each in defaults) if any(defaults) else ""
         line = f"| {', '.join(f'`{name}`' for name in names)} | {shown} | {meaning} |"
         yield line.replace("\\|", "|").replace("<|", "<\\|").replace("|>", "\\|>")
 

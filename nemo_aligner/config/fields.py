@@ -5,9 +5,9 @@ and meaning. From there come defaults, checks, the known names, `nemo-aligner co
 tables of docs/config.md.
 
 A *section* is a dataclass, and `Job` says where its sections stand. The type of a field is
-`bool`, `int`, `float`, `str`, `Any`, a `Literal` of its choices, or a section, with `| None` where
-null has a meaning; `key` gives its default and bounds. What it means stands in the docstring of
-its class, below `Attributes`.
+`bool`, `int`, `float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with
+`| None` where null has a meaning; `key` gives its default and bounds. What it means stands in the
+docstring of its class, below `Attributes`.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Key:
     Attributes:
         name: dotted.
         section: class that it is a field of.
-        kind: `bool`, `int`, `float`, `str` or `Any`.
+        kind: `bool`, `int`, `float`, `str`, `dict` or `Any`.
         nullable: whether null has a meaning.
         choices: the values that it can have; empty: see the bounds.
         default: of the job; may refer to other keys.
@@ -84,15 +84,17 @@ class Key:
         value = values.get(self.name)
         if value is None or (self.free and isinstance(value, Mapping)):
             return
+        if self.kind is dict:
+            raise ConfigError(f"{self.name}={value!r} must be a mapping, {{name: value, ...}}.")
         if self.choices:
             values.choice(self.name, self.choices)
         elif self.kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{self.name}={value!r} must be True or False.")
         elif self.kind is int and self.at_most == LARGEST_PORT:
             values.port(self.name)
-        elif self.kind is int:
-            values.whole(self.name, None if self.at_least == -math.inf else int(self.at_least))
-        elif self.kind is float:
+        elif self.kind in (int, float):
+            if self.kind is int:
+                values.whole(self.name)
             low = self.at_least if self.above is None else self.above
             values.number(self.name, low, self.at_most, above=self.above is not None)
 
@@ -157,6 +159,8 @@ class Job:
         bare = {name for name in found if name.startswith(tuple(f"{each}." for each in self.bare))}
         for name, default in (dict.fromkeys(bare, ABSENT) | dict(self.defaults)).items():
             found[name] = dataclasses.replace(found[name], default=default)
+        for name in bare:
+            found[name] = dataclasses.replace(found[name], nullable=True)
         return {
             name: dataclasses.replace(key, default=self._own(key.default))
             for name, key in found.items()

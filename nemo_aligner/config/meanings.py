@@ -29,7 +29,7 @@ def _lines(tree: Mapping, config_name: str, path: str = "") -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from _lines(value, config_name, f"{path}{name}.")
         else:
-            yield f"{indent}{name}: {_scalar(value)}"
+            yield f"{indent}{name}: {scalar(value)}"
 
 
 def meaning(name: str, config_name: str) -> str | None:
@@ -46,7 +46,7 @@ def meaning(name: str, config_name: str) -> str | None:
     return re.split(r"\. (?=[A-Z`])", text)[0]
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
     """`value` as YAML, in one line."""
     style = '"' if isinstance(value, str) and not value.isprintable() else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6)

@@ -138,7 +138,7 @@ def passed_fields(
                 f"would break a promise: {promise}. A model that needs it cannot be computed, "
                 "else set it to null."
             )
-        passed[name] = type(default)[value] if isinstance(default, enum.Enum) else value
+        passed[name] = _of_kind(key, value, default)
     return passed
 
 
@@ -152,6 +152,21 @@ def core_errors(passed: Iterable[str]) -> Iterator[None]:
             f"mcore_customization_config gives {', '.join(passed)}, and Megatron Core refuses: "
             f"{error or type(error).__name__}. Set them to null, or what it asks for."
         ) from error
+
+
+def _of_kind(key: str, value: Any, default: Any) -> Any:
+    """`value` for a field whose default is `default`; `ConfigError` if it cannot be one."""
+    if isinstance(default, enum.Enum):
+        names = [each.name for each in type(default)]
+        if value not in names:
+            raise ConfigError(f"{key}={value!r} must be one of {', '.join(names)}.")
+        return type(default)[value]
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be True or False.")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if type(default) in (int, float) and not is_number:
+        raise ConfigError(f"{key}={value!r} must be a number.")
+    return value
 
 
 def _broken_promise(field: str, promises: Mapping[str, str]) -> str | None:

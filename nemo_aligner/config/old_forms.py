@@ -91,8 +91,7 @@ OLD_FORMS = (
     ),
     OldForm(
         form="model.optim without lr",
-        happens="the learning rate is that of conf/model_fallbacks.yaml, PyTorch's default; set "
-        "model.optim.lr",
+        happens="the learning rate is PyTorch's default; set model.optim.lr",
         is_used=lambda v: _is_set(v, "model.optim") and v.get("model.optim.lr") is None,
         jobs=TRAINING_JOBS,
     ),

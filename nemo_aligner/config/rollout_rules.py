@@ -16,7 +16,6 @@ from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 
 RESHARD = ("none", "auto")
-CUDA_GRAPHS = ("auto", True, False)
 
 
 def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:

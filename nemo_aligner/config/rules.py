@@ -239,8 +239,11 @@ def check_dynamic_micro_batches(values: Values) -> None:
 
 def check_keys_alone(values: Values, config_name: str) -> None:
     """Raise `ConfigError` where a key has a value that it cannot have, whatever the others are."""
+    has_adapters = values.get("model.peft.peft_scheme") not in (None, "none")
     for key in JOBS[config_name].keys.values():
-        key.check(values)
+        is_unused = key.name.startswith("model.peft.lora_tuning.") and not has_adapters
+        if not (is_unused and values.is_null(key.name)):
+            key.check(values)
 
 
 def _check_devices(

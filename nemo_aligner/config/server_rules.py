@@ -11,7 +11,6 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 FRONTENDS = ("triton", "asgi")
-REWARDS_PER = ("response", "step", "token")
 SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `server`
 
 

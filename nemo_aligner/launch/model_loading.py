@@ -48,7 +48,7 @@ def load_and_override_model_config(
     A null there means "as in the checkpoint" for keys that describe the network
     (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
     part of the file's configuration before. Where the tokenizer is not given, the file's own is
-    used. Parallel sizes that neither has are those of `conf/model_fallbacks.yaml`: older YAML
+    used. Parallel sizes that neither has are the fallbacks of `config/keys/model.py`: older YAML
     files refer to them. In jobs `WITHOUT_DROPOUT` the file's dropout is off where its key is not
     given, and a line says so.
 

@@ -5,16 +5,17 @@
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import CONF, complete, complete_config, complete_model
-from nemo_aligner.config.fields import ABSENT, meaning_of, meanings
+from nemo_aligner.config.fields import ABSENT, Key, meaning_of, meanings
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import CONFIG_NAMES
-from nemo_aligner.config.values import leaves
+from nemo_aligner.config.values import Values, leaves
 from nemo_aligner.core.errors import ConfigError
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
@@ -136,6 +137,33 @@ def test_a_section_explains_its_keys():
                 explained = {name for names in meanings(each) for name in names}
                 fields = {each.name for each in dataclasses.fields(key.section)}
                 assert explained <= fields, each
+
+
+def test_the_page_of_keys_has_the_defaults_of_all_jobs():
+    page = (Path(__file__).parents[2] / "docs/config.md").read_text()
+    for row in (
+        "| `forward_micro_batch_size` | 4 or `${.micro_batch_size}` |",
+        "| `output_sequence` | false or true |",
+        "| `library` | sentencepiece |",
+        "| `train`, `infer`, `save`, `status`, `resume` | critic_train, critic_infer, "
+        "critic_save, unset, unset |",
+    ):
+        assert row in page
+
+
+@pytest.mark.parametrize("value", [11, -1, 0.5, "3", True])
+def test_a_whole_number_is_inside_its_bounds(value):
+    key = Key("a", object, int, False, (), 3, at_least=0, at_most=10)
+    key.check(Values({"a": 10}))
+    with pytest.raises(ConfigError, match="^a="):
+        key.check(Values({"a": value}))
+
+
+@pytest.mark.parametrize("value", ["text", 5, [1]])
+def test_names_that_a_user_chooses_stand_in_a_mapping(value):
+    key = JOBS["gpt_sft"].keys["model.mcore_customization_config"]
+    with pytest.raises(ConfigError, match="model.mcore_customization_config=.* must be a mapping"):
+        key.check(Values({"model": {"mcore_customization_config": value}}))
 
 
 def test_what_stands_in_the_place_of_a_section_is_left_to_the_checks():

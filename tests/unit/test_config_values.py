@@ -83,6 +83,9 @@ def test_a_switch_is_null_only_where_the_checkpoint_decides(tmp_path):
 def test_null_is_refused_where_a_value_is_needed(name, tmp_path):
     tree = OmegaConf.to_container(load(name, tmp_path), resolve=True)
     check_keys_alone(Values(tree), name)
+    if "peft" in tree["model"]:
+        check_keys_alone(Values(with_value(tree, "model.peft.lora_tuning", None)), name)
+        tree["model"]["peft"]["peft_scheme"] = "lora"
     for key in config_schema.REQUIRED[name]:
         with pytest.raises(ConfigError, match=f"^{key} is not set; give"):
             check_keys_alone(Values(with_value(tree, key, None)), name)

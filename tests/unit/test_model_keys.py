@@ -415,6 +415,21 @@ def test_every_field_of_megatron_core_is_passed_or_refused_with_a_reason(tiny_to
     assert len(passed) >= 30 and "recompute_modules" in passed
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"attention_backend": "foo"}, "'foo' must be one of flash, fused, "),
+        ({"distribute_saved_activations": "no"}, "'no' must be True or False"),
+        ({"min_offloaded_tensor_size": "x"}, "'x' must be a number"),
+    ],
+)
+def test_a_field_of_megatron_core_has_its_type(tiny_tokenizer_dir, fields, message):
+    cfg = complete_model(tiny_config(tiny_tokenizer_dir, "llama"), None)
+    cfg.mcore_customization_config = fields
+    with pytest.raises(ConfigError, match=rf"mcore_customization_config\..*={message}"):
+        megatron_config.build_transformer_config(cfg)
+
+
 def test_keys_of_splits_and_kernels_keep_the_numbers(build):
     base, changed = build(), build(**SAME_NUMBERS)
     assert torch.equal(logits_of(base), logits_of(changed))

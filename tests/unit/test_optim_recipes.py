@@ -279,7 +279,8 @@ def test_fields_of_megatron_core_reach_the_optimizer(tiny_tokenizer_dir):
         ({"lr": 1.0}, "lr=1.0 does not act there; set model.optim.lr"),
         ({"decoupled_weight_decay": False}, "is always True here"),
         ({"decoupled_learning_rate": 1.0}, "is no field of Megatron Core's that is known"),
-        ({"apply_wd_to_qk_layernorm": 1, "sched": "StepLR"}, None),
+        ({"apply_wd_to_qk_layernorm": True, "sched": "StepLR"}, None),
+        ({"apply_wd_to_qk_layernorm": 1}, "=1 must be True or False"),
         ({"decoupled_lr": 0.1, "sched": "StepLR"}, "decoupled_lr.*StepLR.*CosineAnnealing"),
     ],
 )

@@ -37,7 +37,7 @@ class Chat:
     """
 
     chat_template: Any = key(None)
-    chat_template_kwargs: Any = key(None, free=True)
+    chat_template_kwargs: dict | None = key(None, free=True)
     chat_date: Any = key(None)
     chat: bool = key(False)
     chat_prompt_tokens: ChatPromptTokens = section()

@@ -233,11 +233,11 @@ class Model(Split):
     masked_softmax_fusion: bool = key(ABSENT, fallback=True)
     bias_dropout_add_fusion: bool = key(ABSENT, fallback=True)
     apply_rope_fusion: bool = key(ABSENT, fallback=False)
-    mcore_customization_config: Any = key(ABSENT, free=True)
+    mcore_customization_config: dict | None = key(ABSENT, free=True)
     overwrite_base_config: Any = key(ABSENT, free=True)
     target: Any = key(ABSENT)
     nemo_version: Any = key(ABSENT)
-    hugging_face: Any = key(ABSENT, free=True)
+    hugging_face: dict | None = key(ABSENT, free=True)
 
 
 @dataclass
@@ -299,7 +299,7 @@ class Optim:
     bucket_cap_mb: Any = key(200, fallback=None)
     overlap_grad_sync: bool = key(False, fallback=False)
     contiguous_grad_buffer: Any = inert(True)
-    mcore_customization_config: Any = key(ABSENT, free=True)
+    mcore_customization_config: dict | None = key(ABSENT, free=True)
     sched: Schedule = section()
 
 

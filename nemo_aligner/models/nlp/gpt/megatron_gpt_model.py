@@ -74,7 +74,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     Attributes:
         CONFIG_NAME: YAML file whose `model` section this class belongs to; None: a model of
-            several jobs, with the defaults of `model_fallbacks.yaml`.
+            several jobs, with the fallbacks of `config/keys/model.py`.
         model: list of this pipeline stage's model chunks. `setup_megatron_optimization` wraps them
             for training.
         tokenizer: NeMo tokenizer.
