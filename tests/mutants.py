@@ -1126,8 +1126,10 @@ MUTANTS = [
     Mutant(
         "values after the response are bootstrapped: no mask before the recursion",
         "core/advantages.py",
-        "values, rewards = torch.where(keep, values, 0), torch.where(keep, rewards, 0)",
-        "values, rewards = values.nan_to_num(), rewards.nan_to_num()",
+        "values, rewards = torch.where(keep, values, 0), torch.where(keep, rewards, 0)\n"
+        "        skipped = ~keep & (keep.cumsum(1) > 0)",
+        "values, rewards = values.nan_to_num(), rewards.nan_to_num()\n"
+        "        skipped = torch.zeros_like(keep)",
         _unit("test_ppo_mathematics.py", "test_gae_against_a_naive_double_sum"),
     ),
     Mutant(
