@@ -511,7 +511,7 @@ MUTANTS = [
         "responses to plain prompts end at the end of a turn of a template that nobody asked for",
         "data/nlp/chat.py",
         "        return ()\n    return form.end_strings",
-        "        return form.end_strings if form else ()\n    return form.end_strings",
+        "        return ('<|im_end|>',)\n    return form.end_strings",
         _unit("test_chat.py", "test_a_policy_of_plain_prompts_ends_them_as_without_a_template"),
     ),
     Mutant(
