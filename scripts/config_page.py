@@ -118,10 +118,10 @@ def sections() -> Iterator[str]:
             lines = list(rows(section, keys))  # type: ignore[arg-type]
             if not lines:
                 continue
-            stands = ", ".join(f"`{name}`" for name in names if name) or "no section"
+            stands = ", ".join(f"`{name}`" for name in names if name) or "the top level"
             about = str(section.__doc__).partition("\n")[0].rstrip(".")
-            yield f"### {about}\n\nIn {stands}:"
-            yield "\n".join(["| Key | Default | Meaning |", "|---|---|---|", *lines])
+            yield f"### {about}"
+            yield "\n".join([f"| Key in {stands} | Default | Meaning |", "|---|---|---|", *lines])
 
 
 def page() -> str:

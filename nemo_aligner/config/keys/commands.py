@@ -130,7 +130,9 @@ class TopKChat(Chat):
 class TopKSet(ExampleSet):
     """Examples of which a teacher gives the logits, in their order."""
 
-    max_seq_length: int | None = key("${model.encoder_seq_length}", at_least=2)  # type: ignore[assignment]
+    max_seq_length: int | None = key(  # type: ignore[assignment]
+        "${model.encoder_seq_length}", at_least=2
+    )
     shuffle: Any = inert(True)
     drop_last: Any = inert(True)
 
