@@ -329,7 +329,10 @@ MUTANTS = [
         "        if self._reference_is_base():\n            return self.adapters_disabled()",
         "        if self._reference_is_base() and not self._is_reference:\n"
         "            return self.adapters_disabled()",
-        ("tests/distributed/test_reference_log_probs.py",),
+        (
+            "tests/distributed/test_reference_log_probs.py"
+            "::test_every_split_keeps_the_log_probs_of_one_rank",
+        ),
     ),
     Mutant(
         "a rank whose disk is full leaves the others waiting",
@@ -337,7 +340,10 @@ MUTANTS = [
         "        with failing_together(folder):\n            if writer is not None:\n"
         "                for",
         "        if True:\n            if writer is not None:\n                for",
-        ("tests/distributed/test_reference_log_probs.py",),
+        (
+            "tests/distributed/test_reference_log_probs.py"
+            "::test_a_full_disk_on_one_rank_is_an_error_on_both",
+        ),
     ),
     # --- a student that responds itself
     Mutant(

@@ -71,6 +71,11 @@ def two_ranks(tokenizer_dir, folder):
             shutil.rmtree(folder / name)
         torch.distributed.barrier()
         results[name] = again, passes, *kept(tokenizer_dir, folder, name, architecture, split)
+    return results
+
+
+def full_disk(tokenizer_dir, folder):
+    """What a job raises on each of two ranks when there is no space for the second's shards."""
     add = ShardWriter.add
 
     def full(self, *args):
@@ -79,32 +84,43 @@ def two_ranks(tokenizer_dir, folder):
         add(self, *args)
 
     ShardWriter.add = full
-    try:
+    with pytest.raises(Exception) as ending:
         kept(tokenizer_dir, folder, "full", "llama", {})
-        ending = "none"
-    except Exception as error:  # of a rank that was left waiting too
-        ending = f"{type(error).__name__}: {error}"
-    return results, ending
+    return repr(ending.value)
 
 
-@pytest.mark.full
-def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, tmp_path):
-    matrix.write_models(tiny_tokenizer_dir, tmp_path)
+def write_input(tokenizer_dir, folder):
+    """The models, and preference pairs."""
+    matrix.write_models(tokenizer_dir, folder)
     texts = ["was a joy", " is dull, and far too long", " bad"]
     lines = [
         {"prompt": f"the film {i}", "chosen": texts[i % 3], "rejected": texts[(i + 1) % 3]}
         for i in range(ITEMS)
     ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "pairs.jsonl").write_text(text)
+
+
+@pytest.mark.full
+def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, tmp_path):
+    write_input(tiny_tokenizer_dir, tmp_path)
     args = (tiny_tokenizer_dir, tmp_path)
     (whole,) = run_ranks(one_rank, 1, 120, *args)
-    for results, ending in run_ranks(two_ranks, 2, 120, *args):
-        assert ending.startswith("SaveError: no space left")
+    for results in run_ranks(two_ranks, 2, 120, *args):
         for name, (again, without, fresh, passes) in results.items():
             assert (without, passes > 0) == (0, True), name
             assert torch.equal(again, whole[name]), name
             assert matrix.deviation(fresh, whole[name]) < 1e-5, name
-    assert not list((tmp_path / "full").iterdir())
     assert not torch.equal(whole["DP2"], whole["EP2"])  # of another model
     assert torch.equal(whole["DP2"], whole["LoRA TP2"])  # of the base
+
+
+@pytest.mark.full
+def test_a_full_disk_on_one_rank_is_an_error_on_both(tiny_tokenizer_dir, tmp_path):
+    write_input(tiny_tokenizer_dir, tmp_path)
+    try:
+        endings = run_ranks(full_disk, 2, 60, tiny_tokenizer_dir, tmp_path)
+    except TimeoutError as waiting:
+        pytest.fail(f"a rank was left waiting: {waiting}")
+    assert all(ending.startswith("SaveError('no space left") for ending in endings), endings
+    assert not list((tmp_path / "full").iterdir())
