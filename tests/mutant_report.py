@@ -15,12 +15,14 @@ _outcomes: dict[str, str] = {}
 
 
 def _is_assertion(error: BaseException) -> bool:
-    """Whether an assertion failed, in the test itself or in a rank of `run_ranks`."""
-    if isinstance(error, (AssertionError, pytest.fail.Exception)):
+    """Whether an assertion failed, in the test itself or in a rank of `run_ranks`, or ranks of
+    `run_ranks` wait for ever: of one that breaks, it tells the error.
+    """
+    if isinstance(error, (AssertionError, pytest.fail.Exception, TimeoutError)):
         return True
     return (
         isinstance(error, RuntimeError)
-        and re.search(r"^AssertionError", str(error), re.MULTILINE) is not None
+        and re.search(r"^(AssertionError|Failed)\b", str(error), re.MULTILINE) is not None
     )
 
 

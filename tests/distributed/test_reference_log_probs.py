@@ -118,9 +118,6 @@ def test_every_split_keeps_the_log_probs_of_one_rank(tiny_tokenizer_dir, tmp_pat
 @pytest.mark.full
 def test_a_full_disk_on_one_rank_is_an_error_on_both(tiny_tokenizer_dir, tmp_path):
     write_input(tiny_tokenizer_dir, tmp_path)
-    try:
-        endings = run_ranks(full_disk, 2, 60, tiny_tokenizer_dir, tmp_path)
-    except TimeoutError as waiting:
-        pytest.fail(f"a rank was left waiting: {waiting}")
+    endings = run_ranks(full_disk, 2, 60, tiny_tokenizer_dir, tmp_path)
     assert all(ending.startswith("SaveError('no space left") for ending in endings), endings
     assert not list((tmp_path / "full").iterdir())

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from pathlib import Path
 import torch.distributed as dist
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.progress import progress
+from nemo_aligner.launch import watchdog
 from nemo_aligner.launch.watchdog import Watchdog, watch
 
 WHAT, TIMEOUT_S, RANK, SIZE = sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:5])
@@ -40,6 +42,8 @@ keep_ending_in(Path(sys.argv[5]), RANK == 0)
 if RANK == 0:
     find = Watchdog._what_hangs
     Watchdog._what_hangs = lambda *args: (time.sleep(2), find(*args))[1]  # others are faster
+if WHAT == "rank 1 works":  # less than the time in which it does
+    watchdog.REPLY_S = 0.5
 watch(TIMEOUT_S, RANK, SIZE)
 
 def never_ends():
@@ -57,7 +61,7 @@ with progress.expected():
             with progress.expected(False):
                 time.sleep(1.5 * TIMEOUT_S)
         elif WHAT == "rank 1 works" and RANK == 1:  # and rank 0 waits for it
-            for _ in range(5):
+            for _ in range(6):
                 time.sleep(TIMEOUT_S / 3)
                 progress.made()
         elif WHAT == "hangs" and RANK == SIZE - 1:
@@ -81,7 +85,10 @@ class Job:
 
     def ended(self):
         """(exit code, output) once it has ended."""
-        return self.process.wait(min(patience(60), 180)), self.log
+        try:
+            return self.process.wait(min(patience(60), 180)), self.log
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it does not end: {self.log}")
 
 
 @pytest.fixture
