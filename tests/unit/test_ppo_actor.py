@@ -91,6 +91,30 @@ def test_logprobs_at_the_sampling_temperature(tiny_tokenizer_dir, temperature, t
     )
 
 
+def test_a_loss_of_ones_own_gets_what_its_parameters_name(tiny_tokenizer_dir):
+    """Whatever the micro-batches; other columns are there for others."""
+    actor = make_actor(tiny_tokenizer_dir)
+    batch = make_batch(actor)
+    tokens, mask, scores = batch["response_tokens"], batch["mask"], torch.arange(4.0)
+    logprobs, entropy = logprobs_by_hand(actor, tokens, 1.0)
+    per_token = scores.unsqueeze(1) * logprobs + entropy
+    columns = {"tokens": tokens, "scores": scores, "others": scores}
+
+    def own(logprobs, entropy, scores, weights):
+        loss = (weights * (scores.unsqueeze(1) * logprobs + entropy)).sum()
+        return loss, {"loss": loss.detach(), "entropy": (weights * entropy).sum().detach()}
+
+    for reduction, weights in {
+        "token": mask / mask.sum(),
+        "sequence": mask / mask.sum(1, keepdim=True) / 4,
+    }.items():
+        loss, metrics = actor.compute_loss(
+            own, columns, forward_only=True, mask=mask, loss_reduction=reduction
+        )
+        assert loss == metrics["loss"] == pytest.approx(float((weights * per_token).sum()), 1e-5)
+        assert metrics["entropy"] == pytest.approx(float((weights * entropy).sum()), 1e-5)
+
+
 def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_dir):
     actor = make_actor(tiny_tokenizer_dir)
     batch = make_batch(actor)

@@ -20,7 +20,7 @@ from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
+from nemo_aligner.training.megatron_steps import Batch
 
 
 class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
@@ -81,7 +81,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
             )
         }
         valid = batch["loss_mask"].ne(0).any(dim=-1).float().to(get_device())
-        inputs = {
+        columns = {
             "tokens": both["tokens"],
             "mask": both["mask"][:, 1:],  # column t predicts token t+1
             "ref_logprobs": both["ref"],
@@ -90,34 +90,37 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         }
         if self.gt_reward_scale is not None:
             gaps = self.gt_reward_scale * (batch["chosen_reward"] - batch["rejected_reward"])
-            inputs["reward_gaps"] = gaps.repeat_interleave(2)
+            columns["reward_gaps"] = gaps.repeat_interleave(2)
 
-        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            gaps = micro_batch.get("reward_gaps")
+        def loss_of_pairs(
+            logprobs: Tensor,
+            ref_logprobs: Tensor,
+            mask: Tensor,
+            weights: Tensor,
+            reward_gaps: Tensor | None = None,
+        ) -> tuple[Tensor, Batch]:
             return dpo_loss(
-                logprobs=self.logprobs(logits, micro_batch["tokens"], inference_only=forward_only),
-                ref_logprobs=micro_batch["ref_logprobs"],
-                mask=micro_batch["mask"],
-                weights=micro_batch["weights"][0::2],
-                reward_gaps=None if gaps is None else gaps[0::2],
+                logprobs=logprobs,
+                ref_logprobs=ref_logprobs,
+                mask=mask,
+                weights=weights[0::2],
+                reward_gaps=None if reward_gaps is None else reward_gaps[0::2],
                 **self.loss_settings,
             )
 
-        metrics, _ = forward_backward(
-            self.model,
-            inputs,
+        loss, metrics = self.compute_loss(
+            loss_of_pairs,
+            columns,
+            forward_only,
             micro_batch_size=2 * self.cfg.micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
             lengths=both["lengths"],
-            micro_batch_tokens=self.micro_batch_tokens,
             together=2,
         )
         reward_statistics(metrics)
         chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
         metrics["margin"] = chosen - rejected
         metrics["weights"] = float(sum_over_dp(valid.sum()))
-        return metrics["loss"], metrics
+        return loss, metrics
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Replace the mean gains by `likelihood_fall` (see `core.preference`)."""

@@ -16,16 +16,14 @@ from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.generation.tokenize_batch import tokenize_batch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
-from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.sft_objective import sft_loss_and_metrics
+from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
 
 # What `generate` uses where nothing is given: NeMo's defaults.
 DEFAULT_LENGTH_PARAMS = {"max_length": 30, "min_length": 0}
 DEFAULT_SAMPLING_PARAMS = {"use_greedy": True, "end_strings": []}
 
 
-class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
+class GPTSFTModel(LogProbsMixin, SupervisedInterface):
     """Language model that learns the responses of a data set.
 
     The loss is the mean over the response tokens of the global batch, or over what
@@ -39,7 +37,8 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        self.loss_reduction: str = self.cfg.loss_reduction
+        self.loss_reduction = self.cfg.loss_reduction
+        self.forward_micro_batch_size = self.cfg.micro_batch_size
         self.generator = MegatronGenerator(
             self.model, self.tokenizer, max_sequence_length=self.cfg.encoder_seq_length
         )
@@ -59,13 +58,7 @@ class GPTSFTModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
             The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
             how many of what `loss_reduction` averages over.
         """
-        return sft_loss_and_metrics(
-            self,
-            batch,
-            loss_reduction=self.loss_reduction,
-            micro_batch_size=self.cfg.micro_batch_size,
-            forward_only=forward_only,
-        )
+        return self.compute_sft_loss(batch, forward_only)
 
     # --- responses ------------------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
-from nemo_aligner.training.megatron_steps import Batch, forward_backward, forward_collect
+from nemo_aligner.training.megatron_steps import Batch, forward_collect
 from nemo_aligner.training.rank_plans import micro_batch_group
 
 
@@ -33,7 +32,7 @@ class GPTSteerLMModel(GPTSFTModel):
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)
-        self.forward_micro_batch_size: int = self.cfg.steerlm2.forward_micro_batch_size
+        self.forward_micro_batch_size = self.cfg.steerlm2.forward_micro_batch_size
 
     def check_responses(self, num_responses: int) -> None:
         """Raise `ConfigError` unless n responses make whole micro-batches of an update."""
@@ -85,15 +84,10 @@ class GPTSteerLMModel(GPTSFTModel):
         if not forward_only:
             self.set_train()
             factors = (found.factors * shares.unsqueeze(1)).flatten()
-            # Of log Q; the loss function takes the negative log-likelihood.
+            # Of log Q; `sft_loss` takes the negative log-likelihood.
             rows["weights"] = mask.flatten(0, 1).ne(0) * -factors.unsqueeze(1)
-            metrics, _ = forward_backward(
-                self.model,
-                rows,
-                micro_batch_size=self.cfg.steerlm2.micro_batch_size,
-                loss_fn=self._weighted_likelihood,
-                lengths=counted_lengths(rows["weights"], rows["tokens"].size(1)),
-                micro_batch_tokens=self.micro_batch_tokens,
+            _, metrics = self.compute_loss(
+                sft_loss, rows, False, micro_batch_size=self.cfg.steerlm2.micro_batch_size
             )
         metrics["loss"] = mean(found.losses)
         metrics["distance"] = mean(found.divergences)
@@ -115,24 +109,8 @@ class GPTSteerLMModel(GPTSFTModel):
             batch,
             micro_batch_size=self.forward_micro_batch_size,
             output_fn=lambda logits, rows: masked_sum(
-                self._label_log_probs(logits, rows, True), rows["mask"], 1
+                self.label_logprobs(logits, rows["labels"], inference_only=True), rows["mask"], 1
             ),
             lengths=counted_lengths(batch["mask"], batch["tokens"].size(1)),
             micro_batch_tokens=self.micro_batch_tokens,
-        )
-
-    def _label_log_probs(self, logits: Tensor, rows: Batch, inference_only: bool) -> Tensor:
-        """`[b, S]`: the log-prob of each label; overwrites the logits."""
-        return from_parallel_logits_to_logprobs(
-            logits,
-            rows["labels"],
-            inference_only=inference_only,
-            ignore_last=False,
-            vocab_size=self.tokenizer.vocab_size,
-            overwrite_logits=True,
-        )
-
-    def _weighted_likelihood(self, logits: Tensor, rows: Batch) -> tuple[Tensor, Batch]:
-        return sft_loss(
-            logprobs=self._label_log_probs(logits, rows, False), weights=rows["weights"]
         )

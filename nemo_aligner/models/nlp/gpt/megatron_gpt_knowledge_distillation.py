@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_aligner.config.rules import check_candidates
+from nemo_aligner.config.jobs.distillation import check_candidates
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.losses import loss_count, loss_weights
 from nemo_aligner.core.masks import counted_lengths

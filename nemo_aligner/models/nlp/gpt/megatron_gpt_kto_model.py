@@ -7,6 +7,7 @@ Notation: B samples on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,7 +23,6 @@ from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
 
 
 class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
@@ -125,37 +125,22 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
         reference_point = self.reference_point(batch, weights)
         if not forward_only:
             self.set_train()
-        inputs = {
+        columns = {
             "tokens": batch["samples"],
             "mask": batch["sample_mask"][:, 1:],  # column t predicts token t+1
             "ref_logprobs": batch["ref_policy_log_probs_samples"],
             "weights": weights,
             "desirable": batch["preference"],
         }
-
-        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            return kto_loss(
-                logprobs=self.logprobs(logits, micro_batch["tokens"], inference_only=forward_only),
-                ref_logprobs=micro_batch["ref_logprobs"],
-                mask=micro_batch["mask"],
-                weights=micro_batch["weights"],
-                desirable=micro_batch["desirable"],
-                reference_point=reference_point,
-                **self.loss_settings,
-            )
-
-        metrics, _ = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=self.cfg.micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
+        loss, metrics = self.compute_loss(
+            partial(kto_loss, reference_point=reference_point, **self.loss_settings),
+            columns,
+            forward_only,
             lengths=batch["sample_length"],
-            micro_batch_tokens=self.micro_batch_tokens,
         )
         metrics["kl"] = float(reference_point)
         metrics["weights"] = float(sum_over_dp(valid.sum()))
-        return metrics["loss"], metrics
+        return loss, metrics
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Replace the sums of both kinds of samples by their means (`kto_statistics`)."""

@@ -31,10 +31,9 @@ from nemo_aligner.generation.resharding import divided, reshard
 from nemo_aligner.generation.split import Split, regrouped, training_split
 from nemo_aligner.generation.turns import Environment
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
+from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings
-from nemo_aligner.models.nlp.gpt.reference_policy import LogProbsMixin
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy
 
 
 class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
@@ -276,20 +275,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
             hidden.expand(samples, 1, -1, -1),
             torch.ones(samples, width, device=tokens.device),
             positions,
-        )
-
-    # --- log-probs ------------------------------------------------------------------------------
-
-    def logprobs_and_entropy(
-        self, logits: Tensor, tokens: Tensor, inference_only: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, to the bit, and the entropy `[b, S-1]` of the same distributions."""
-        return logprobs_and_entropy(
-            logits,
-            tokens,
-            inference_only=inference_only,
-            overwrite_logits=True,
-            **self._distribution(),
         )
 
 

@@ -8,20 +8,18 @@ temperature that the tokens were sampled with.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
-from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.core.losses import ppo_actor_loss
 from nemo_aligner.core.types import PPOTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
-from nemo_aligner.parallel.collectives import sum_over_dp
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
 
 
 class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):
@@ -76,45 +74,20 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         mask = batch["mask"]
         if not self.train_on_truncated:
             mask = mask * batch["is_end"].unsqueeze(-1)
-        micro_batch_size = self.cfg.micro_batch_size
-        tokens = batch["response_tokens"]
-        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
-        inputs = {
-            "tokens": tokens,
+        columns = {
+            "tokens": batch["response_tokens"],
             "advantages": batch["advantages"],
             "prev_logprobs": batch["prev_logprobs"],
-            "weights": weights,
         }
         if self.kl_loss_coef:
-            inputs["ref_logprobs"] = batch["init_logprobs"]
-
-        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
-            logprobs, entropy = self.logprobs_and_entropy(
-                logits, micro_batch["tokens"], inference_only=forward_only
-            )
-            return ppo_actor_loss(
-                logprobs=logprobs,
-                prev_logprobs=micro_batch["prev_logprobs"],
-                advantages=micro_batch["advantages"],
-                weights=micro_batch["weights"],
-                ratio_eps=self.ratio_eps,
-                dual_clip=self.dual_clip,
-                ref_logprobs=micro_batch.get("ref_logprobs"),
-                kl_loss_coef=self.kl_loss_coef,
-                kl_loss_estimator=self.kl_loss_estimator,
-                entropy=entropy,
-                entropy_bonus=self.entropy_bonus,
-                surrogate_of=self.surrogate_of,
-            )
-
-        metrics, _ = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
-            lengths=counted_lengths(weights, tokens.size(1)),
-            micro_batch_tokens=self.micro_batch_tokens,
-            keep_order=self.loss_reduction == "microbatch",
+            columns["ref_logprobs"] = batch["init_logprobs"]
+        loss = partial(
+            ppo_actor_loss,
+            ratio_eps=self.ratio_eps,
+            dual_clip=self.dual_clip,
+            kl_loss_coef=self.kl_loss_coef,
+            kl_loss_estimator=self.kl_loss_estimator,
+            entropy_bonus=self.entropy_bonus,
+            surrogate_of=self.surrogate_of,
         )
-        return metrics["loss"], metrics
+        return self.compute_loss(loss, columns, forward_only, mask=mask)

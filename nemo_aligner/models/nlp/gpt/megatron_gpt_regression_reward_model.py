@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.config.jobs.reward_model import training_loss
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, regression_loss
@@ -148,30 +149,3 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         moments = metrics.get(MOMENTS)
         # None: no batch had a label.
         return rest | (correlations_from_moments(moments) if isinstance(moments, Tensor) else {})
-
-
-def training_loss(cfg: DictConfig) -> str:
-    """What a model with the complete section `cfg` learns by: "regression" or one of
-    `estimators.PREFERENCE_LOSSES`.
-
-    NeMo-Aligner's documentation says `model.regression.loss_func`, its code reads
-    `model.loss_func`; both are read here.
-
-    Raises:
-        ConfigError: an unknown loss, or two different ones.
-    """
-    known = ("regression", *PREFERENCE_LOSSES)
-    written = {
-        "model.loss_func": cfg.loss_func,
-        "model.regression.loss_func": cfg.regression.loss_func,
-    }
-    for key, name in written.items():
-        if name is not None and name not in known:
-            raise ConfigError(f"{key}={name!r} is not supported; use one of {', '.join(known)}.")
-    name, documented = written.values()
-    if name not in (None, documented) and documented != "regression":
-        raise ConfigError(
-            f"model.loss_func={name} and model.regression.loss_func={documented} contradict each "
-            "other; set only model.regression.loss_func."
-        )
-    return str(documented if name is None else name)

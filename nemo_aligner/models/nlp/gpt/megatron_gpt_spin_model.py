@@ -19,7 +19,6 @@ from nemo_aligner.core.types import DirectPairBatch, SelfPlayBatch, SFTBatch
 from nemo_aligner.models.nlp.gpt.direct_preference import DirectPreferenceMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.models.nlp.gpt.reference_policy import MovingReferenceMixin
-from nemo_aligner.models.nlp.gpt.sft_objective import sft_loss_and_metrics
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 
@@ -115,12 +114,11 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         """Negative log-likelihood per token of the responses of a global batch, as in supervised
         fine-tuning: what validation measures, since it needs no generation. All ranks call it.
         """
-        return sft_loss_and_metrics(
-            self,
+        return self.compute_sft_loss(
             batch,
+            forward_only,
             loss_reduction="token",
             micro_batch_size=self.validation_micro_batch_size,
-            forward_only=forward_only,
         )
 
 

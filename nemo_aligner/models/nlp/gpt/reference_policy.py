@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of a policy, and of the reference policy that it started from.
+"""The reference policy that a policy started from.
 
 Shapes: B samples on this rank, S padded length, R total length of a sample.
 """
@@ -18,66 +18,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_reference
 from nemo_aligner.checkpoint.forms import REFERENCE
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
-from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
-from nemo_aligner.training.megatron_steps import forward_collect
-
-
-class LogProbsMixin(NLPAdapterModelMixin):
-    """A language model that gives the log-probs of samples.
-
-    Attributes:
-        temperature: of the log-probs.
-        forward_micro_batch_size: samples per forward pass of the log-probs.
-    """
-
-    temperature = 1.0
-    forward_micro_batch_size: int
-
-    def logprobs(self, logits: Tensor, tokens: Tensor, inference_only: bool) -> Tensor:
-        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
-
-        A backward pass overwrites the logits with their gradient; nothing else may need them.
-        """
-        return from_parallel_logits_to_logprobs(
-            logits,
-            tokens,
-            inference_only=inference_only,
-            overwrite_logits=True,
-            **self._distribution(),
-        )
-
-    def _distribution(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
-
-    def get_inference_log_probs(
-        self,
-        response_tokens: Tensor,
-        forward_micro_batch_size: int | None = None,
-        response_lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Log-prob of each token given those before it; every rank of a TP x PP x CP group calls
-        it with the same samples.
-
-        Args:
-            response_tokens: int64 `[B, S]`.
-            forward_micro_batch_size: samples per pass; by default what the configuration says.
-            response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
-
-        Returns:
-            float32 `[B, S-1]`; column t scores token t+1. 0 from column R-1 on.
-        """
-        return forward_collect(
-            self.model,
-            {"tokens": response_tokens},
-            micro_batch_size=forward_micro_batch_size or self.forward_micro_batch_size,
-            output_fn=lambda logits, batch: self.logprobs(
-                logits, batch["tokens"], inference_only=True
-            ),
-            lengths=response_lengths,
-            micro_batch_tokens=None if forward_micro_batch_size else self.micro_batch_tokens,
-            by_position=True,
-        )
+from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
 
 
 class ReferencePolicyMixin(LogProbsMixin):

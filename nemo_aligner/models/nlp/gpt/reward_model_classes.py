@@ -2,23 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which class trains and serves which kind of reward model (`model.reward_model_type`)."""
 
-from enum import Enum
-
-from omegaconf import DictConfig
-
-from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import PREFERENCE_LOSSES
+from nemo_aligner.config.jobs.reward_model import RewardModelType, reward_model_type
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
-    training_loss,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-
-
-class RewardModelType(Enum):
-    BINARY_RANKING = "binary_ranking"
-    REGRESSION = "regression"
-
 
 REWARD_MODEL_CLASS_DICT = {
     RewardModelType.BINARY_RANKING: MegatronGPTRewardModel,
@@ -26,28 +14,9 @@ REWARD_MODEL_CLASS_DICT = {
 }
 
 
-def reward_model_type(name: str | None) -> RewardModelType:
-    """The kind that `model.reward_model_type` names, or `ConfigError`; None: binary ranking."""
-    try:
-        return RewardModelType.BINARY_RANKING if name is None else RewardModelType(name)
-    except ValueError:
-        available = ", ".join(kind.value for kind in RewardModelType)
-        raise ConfigError(
-            f"model.reward_model_type={name!r} is not supported; use {available}."
-        ) from None
-
-
 def reward_model_class(name: str | None) -> type[MegatronGPTRewardModel]:
     """The class for `model.reward_model_type`; None and errors as in `reward_model_type`."""
     return REWARD_MODEL_CLASS_DICT[reward_model_type(name)]
-
-
-def learns_labelled_pairs(cfg: DictConfig) -> bool:
-    """Whether a model with the complete section `cfg` learns pairs of samples with labels."""
-    return (
-        reward_model_type(cfg.reward_model_type) is RewardModelType.REGRESSION
-        and training_loss(cfg) in PREFERENCE_LOSSES
-    )
 
 
 def held_out_text(

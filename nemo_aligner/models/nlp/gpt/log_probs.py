@@ -1,0 +1,227 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of a language model, and losses of them.
+
+Shapes: B samples on this rank, b in a micro-batch, S padded length, R total length of a sample.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
+from nemo_aligner.core.masks import counted_lengths, one_row_per_sample
+from nemo_aligner.core.types import SFTBatch
+from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
+from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.vocab_parallel import (
+    from_parallel_logits_to_logprobs,
+    logprobs_and_entropy,
+)
+from nemo_aligner.training.megatron_steps import Batch, forward_backward, forward_collect
+
+
+class LogProbsMixin(NLPAdapterModelMixin):
+    """A language model that gives the log-probs of samples, and learns by losses of them.
+
+    Attributes:
+        temperature: of the log-probs.
+        forward_micro_batch_size: samples per forward pass of the log-probs.
+        loss_reduction: what a loss is the mean of, one of `estimators.LOSS_REDUCTIONS`.
+    """
+
+    temperature = 1.0
+    forward_micro_batch_size: int
+    loss_reduction: str = "token"
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, inference_only: bool) -> Tensor:
+        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
+
+        A backward pass overwrites the logits with their gradient; nothing else may need them.
+        """
+        return from_parallel_logits_to_logprobs(
+            logits,
+            tokens,
+            inference_only=inference_only,
+            overwrite_logits=True,
+            **self._distribution(),
+        )
+
+    def logprobs_and_entropy(
+        self, logits: Tensor, tokens: Tensor, inference_only: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`logprobs`, to the bit, and the entropy `[b, S-1]` of the same distributions."""
+        return logprobs_and_entropy(
+            logits,
+            tokens,
+            inference_only=inference_only,
+            overwrite_logits=True,
+            **self._distribution(),
+        )
+
+    def label_logprobs(self, logits: Tensor, labels: Tensor, inference_only: bool) -> Tensor:
+        """`logprobs` of the label `[b, S]` of each token."""
+        return from_parallel_logits_to_logprobs(
+            logits,
+            labels,
+            inference_only=inference_only,
+            ignore_last=False,
+            overwrite_logits=True,
+            **self._distribution(),
+        )
+
+    def _distribution(self) -> dict[str, Any]:
+        # As in sampling: ids in the padding of the vocabulary are not tokens.
+        return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
+
+    # --- losses ---------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        loss: Callable[..., tuple[Tensor, Batch]],
+        columns: Batch,
+        forward_only: bool,
+        *,
+        mask: Tensor | None = None,
+        loss_reduction: str | None = None,
+        micro_batch_size: int | None = None,
+        lengths: Tensor | None = None,
+        together: int = 1,
+    ) -> tuple[float, dict[str, float]]:
+        """A loss of a global batch by the log-probs of its tokens, and its gradient unless
+        `forward_only`; all ranks call it.
+
+        Args:
+            loss: `loss(**tensors) -> (loss, metrics)`, partial sums of a micro-batch (those of
+                `core/losses.py`, or your own). By the names of its parameters it gets `logprobs`
+                float32 `[b, S-1]` (if there are `labels`, theirs, `[b, S]`), `entropy` `[b, S-1]`,
+                and the other columns.
+            columns: this data-parallel rank's share of the global batch: `tokens` int64 `[B, S]`
+                and what `loss` needs; `labels` int64 `[B, S]` and `packed_position_ids` if the
+                batch has them.
+            mask: `[B, S-1]`, non-zero where a token counts: `loss` gets `weights`, by
+                `loss_reduction`; None: they stand in `columns`.
+            loss_reduction: of `losses.loss_weights`; None: `loss_reduction` of the model.
+            micro_batch_size: None: that of the configuration.
+            lengths: int64 `[B]`, as for `megatron_steps.forward_backward`; None: up to the last
+                token with a weight.
+            together: as for `megatron_steps.forward_backward`.
+
+        Returns:
+            The loss and its metrics over the global batch, equal on every rank.
+        """
+        micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
+        loss_reduction = loss_reduction or self.loss_reduction
+        if mask is not None:
+            weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
+            columns = {**columns, "weights": weights}
+        if lengths is None:
+            lengths = counted_lengths(columns["weights"], columns["tokens"].size(1))
+        names = inspect.signature(loss).parameters
+
+        def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
+            given = {name: micro_batch[name] for name in names if name in micro_batch}
+            if "labels" in micro_batch:
+                given["logprobs"] = self.label_logprobs(
+                    logits, micro_batch["labels"], inference_only=forward_only
+                )
+            elif "entropy" in names:
+                given["logprobs"], given["entropy"] = self.logprobs_and_entropy(
+                    logits, micro_batch["tokens"], inference_only=forward_only
+                )
+            else:
+                given["logprobs"] = self.logprobs(
+                    logits, micro_batch["tokens"], inference_only=forward_only
+                )
+            return loss(**given)
+
+        metrics, _ = forward_backward(
+            self.model,
+            columns,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
+            lengths=lengths,
+            micro_batch_tokens=self.micro_batch_tokens,
+            keep_order=loss_reduction == "microbatch",
+            together=together,
+        )
+        return metrics["loss"], metrics
+
+    def compute_sft_loss(
+        self,
+        batch: SFTBatch,
+        forward_only: bool,
+        *,
+        loss_reduction: str | None = None,
+        micro_batch_size: int | None = None,
+    ) -> tuple[float, dict[str, float]]:
+        """Negative log-likelihood of the labels of a global batch, and its gradient unless
+        `forward_only`; all ranks call it.
+
+        Args:
+            batch: this data-parallel rank's share of the global batch.
+            loss_reduction, micro_batch_size: as for `compute_loss`.
+
+        Returns:
+            The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
+            how many of what `loss_reduction` averages over.
+        """
+        micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
+        loss_reduction = loss_reduction or self.loss_reduction
+        mask = batch["loss_mask"].to(get_device())
+        columns = {"tokens": batch["tokens"], "labels": batch["labels"]}
+        if "packed_position_ids" in batch:
+            columns["packed_position_ids"] = batch["packed_position_ids"]
+            if loss_reduction == "sequence":
+                mask = one_row_per_sample(mask, batch["packed_position_ids"].to(get_device()))
+        weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
+        # Of the rows of a pack's samples, a column has a weight in one.
+        columns["weights"] = weights.reshape(len(batch["tokens"]), -1, weights.size(1)).sum(1)
+        loss, metrics = self.compute_loss(
+            sft_loss,
+            columns,
+            forward_only,
+            loss_reduction=loss_reduction,
+            micro_batch_size=micro_batch_size,
+        )
+        count = loss_count(mask, loss_reduction, micro_batch_size)
+        metrics["weights"] = float(
+            sum_over_dp(torch.tensor(count, dtype=torch.float64, device=get_device()))
+        )
+        return loss, metrics
+
+    # --- inference ------------------------------------------------------------------------------
+
+    def get_inference_log_probs(
+        self,
+        response_tokens: Tensor,
+        forward_micro_batch_size: int | None = None,
+        response_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Log-prob of each token given those before it; every rank of a TP x PP x CP group calls
+        it with the same samples.
+
+        Args:
+            response_tokens: int64 `[B, S]`.
+            forward_micro_batch_size: samples per pass; by default what the configuration says.
+            response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
+
+        Returns:
+            float32 `[B, S-1]`; column t scores token t+1. 0 from column R-1 on.
+        """
+        return forward_collect(
+            self.model,
+            {"tokens": response_tokens},
+            micro_batch_size=forward_micro_batch_size or self.forward_micro_batch_size,
+            output_fn=lambda logits, batch: self.logprobs(
+                logits, batch["tokens"], inference_only=True
+            ),
+            lengths=response_lengths,
+            micro_batch_tokens=None if forward_micro_batch_size else self.micro_batch_tokens,
+            by_position=True,
+        )
