@@ -26,10 +26,7 @@ CONFIG_NAME = "gpt_knowledge_distillation"
 @job_main(CONFIG_NAME)
 def main(cfg: DictConfig) -> None:
     with long_imports():
-        from nemo_aligner.data.nlp.builders import (
-            build_train_valid_test_knowledge_distillation_datasets,
-            build_train_valid_test_response_datasets,
-        )
+        from nemo_aligner.data.nlp.builders import datasets_of_job
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
@@ -41,12 +38,7 @@ def main(cfg: DictConfig) -> None:
     )
 
     fraction = cfg.model.knowledge_distillation.on_policy.fraction
-    build_datasets = partial(
-        build_train_valid_test_knowledge_distillation_datasets
-        if fraction is None
-        else build_train_valid_test_response_datasets,
-        n_chunks=cfg.model.data.n_chunks,
-    )
+    build_datasets = datasets_of_job(CONFIG_NAME, cfg.model)
     loaders = build_dataloaders(cfg, build_datasets, model.tokenizer)
     if fraction is None:
         train_supervised(cfg, job, model, loaders)

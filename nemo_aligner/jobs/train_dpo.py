@@ -22,7 +22,6 @@ CONFIG_NAME = "gpt_dpo"
 def main(cfg: DictConfig) -> None:
     with long_imports():
         from nemo_aligner.algorithms.dpo import DPOTrainer
-        from nemo_aligner.data.nlp.builders import build_train_valid_test_dpo_datasets
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.supervised_job import (
             build_preference_dataloaders,
@@ -32,5 +31,5 @@ def main(cfg: DictConfig) -> None:
 
     job, model = start_with_model(cfg, CONFIG_NAME, "dpo", MegatronGPTDPOModel)
     # Before a checkpoint is resumed: the reference stays the model that the job started from.
-    loaders = build_preference_dataloaders(cfg, "dpo", build_train_valid_test_dpo_datasets, model)
+    loaders = build_preference_dataloaders(cfg, CONFIG_NAME, model)
     train_supervised(cfg, job, model, loaders, DPOTrainer)

@@ -42,75 +42,46 @@ def number_of_jobs(cfg: DictConfig) -> int:
 @job_main(CONFIG_NAME, number_of_jobs)
 def main(cfg: DictConfig) -> None:
     with long_imports():
+        from functools import partial
+
         from nemo_aligner.algorithms.ppo import PPOTrainer
-        from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
-        from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-        from nemo_aligner.launch.experiment import run_timer, set_up_training, start_with_model
+        from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.own_functions import own_function
         from nemo_aligner.launch.pair import load_state_of_pair
-        from nemo_aligner.launch.prompts import build_prompt_loaders
-        from nemo_aligner.launch.score_sources import start_score_source
+        from nemo_aligner.launch.rollout_job import train_on_rollouts
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
 
+    settings = cfg.trainer.ppo
     own_loss, own_advantages = (
-        own_function(cfg.trainer.ppo[key], f"trainer.ppo.{key}", parameters)
+        own_function(settings[key], f"trainer.ppo.{key}", parameters)
         for key, parameters in OWN_FUNCTIONS.items()
     )
     job, model = start_with_model(cfg, CONFIG_NAME, "ppo", MegatronGPTActorModel)
     model.surrogate_of = own_loss
-    ppo = cfg.model.ppo
-    if cfg.trainer.ppo.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
+    ppo = cfg.model.ppo  # complete now
+    if settings.initial_policy_kl_penalty > 0 or ppo.kl_loss_coef > 0:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
-
-    prompts = build_prompt_loaders(cfg, "ppo", "remote_critic_rm", model.tokenizer)
-    optimizer, scheduler, ckpt_callback = set_up_training(
+    has_critic = ADVANTAGE_ESTIMATORS[settings.advantage_estimator].needs_critic
+    trainer_class = partial(
+        PPOTrainer,
+        num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
+        max_response_length=ppo.length_params.max_length,
+        kl_loss_coef=ppo.kl_loss_coef,
+        rollout_logprobs=ppo.rollout_logprobs,
+        advantages_of=own_advantages,
+    )
+    train_on_rollouts(
         cfg,
         job,
         model,
-        max_steps=compute_num_optimizer_steps(
-            prompts.max_steps,
-            ppo.num_rollout_samples * ppo.num_rollouts_per_prompt,
-            cfg.model.global_batch_size,
-            cfg.trainer.ppo.ppo_epochs,
-        ),
-        train=prompts.train_dataloader_builder(consumed_samples=0),
-        has_validation=prompts.val_dataloader_builder is not None,
+        trainer_class,
+        ppo.num_rollouts_per_prompt,
+        epochs=settings.ppo_epochs,
+        remote="remote_critic_rm",
+        client_class=RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic,
+        client_argument="rm_critic",
+        load_state=load_state_of_pair,
     )
-
-    has_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
-    rm_critic_cls = RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic
-    rm_critic = rm_critic_cls(
-        cfg.remote_critic_rm,
-        model.tokenizer,
-        max_length=cfg.model.encoder_seq_length,
-        score_source=start_score_source(cfg, "ppo", "remote_critic_rm", model, prompts.datasets),
-    )
-    try:
-        ppo_trainer = PPOTrainer(
-            cfg=cfg.trainer.ppo,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_dataloader_builder=prompts.train_dataloader_builder,
-            val_dataloader_builder=prompts.val_dataloader_builder,
-            collate_fn=prompts.collate_fn,
-            rm_critic=rm_critic,
-            batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.batch_iterator),
-            logger=job.logger,
-            ckpt_callback=ckpt_callback,
-            run_timer=run_timer(cfg),
-            num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
-            max_response_length=ppo.length_params.max_length,
-            kl_loss_coef=ppo.kl_loss_coef,
-            rollout_logprobs=ppo.rollout_logprobs,
-            advantages_of=own_advantages,
-        )
-        state = load_state_of_pair(cfg, ckpt_callback, rm_critic)
-        if state is not None:
-            ppo_trainer.load_state_dict(state)
-        ppo_trainer.fit()
-    finally:
-        rm_critic.communicator.close()

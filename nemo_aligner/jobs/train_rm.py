@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.job_entry import job_main
 from nemo_aligner.launch.start_up import long_imports
@@ -96,30 +97,15 @@ def build_model(
 
 def build_dataloaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loaders":
     """Loaders of the data for the kind of reward model."""
-    from nemo_aligner.data.nlp.builders import (
-        build_train_valid_test_labelled_pair_datasets,
-        build_train_valid_test_regression_rm_datasets,
-        build_train_valid_test_rm_datasets,
-    )
+    from nemo_aligner.data.nlp.builders import datasets_of_job
     from nemo_aligner.launch import supervised_job
-    from nemo_aligner.models.nlp.gpt.reward_model_classes import (
-        RewardModelType,
-        learns_labelled_pairs,
-    )
 
-    build_datasets = {
-        RewardModelType.BINARY_RANKING: build_train_valid_test_rm_datasets,
-        RewardModelType.REGRESSION: build_train_valid_test_regression_rm_datasets,
-    }[RewardModelType(cfg.model.reward_model_type)]
-    samples_per_item = 1
-    if learns_labelled_pairs(cfg.model):
-        # The sizes of batches count samples, an item of the data set is a pair of them.
-        build_datasets, samples_per_item = build_train_valid_test_labelled_pair_datasets, 2
     return supervised_job.build_dataloaders(
         cfg,
-        build_datasets,
+        datasets_of_job(CONFIG_NAME, cfg.model),
         tokenizer,
         train_random=cfg.trainer.rm.train_random_sampler,
         validation_random=cfg.trainer.rm.val_random_sampler,
-        samples_per_item=samples_per_item,
+        # The sizes of batches count samples, an item of such a data set is a pair of them.
+        samples_per_item=2 if learns_labelled_pairs(cfg.model) else 1,
     )

@@ -16,7 +16,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.rules import check_steerlm2
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.launch.job_entry import job_main
 from nemo_aligner.launch.start_up import long_imports
 
@@ -25,7 +27,7 @@ CONFIG_NAME = "gpt_sft"
 
 @job_main(CONFIG_NAME)
 def main(cfg: DictConfig) -> None:
-    check_steerlm2(cfg)
+    check_steerlm2(Values(resolved(complete_config(cfg, CONFIG_NAME))))
     with long_imports():
         from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
         from nemo_aligner.launch.experiment import start_with_model
