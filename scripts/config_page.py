@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/config.md from the keys themselves (`nemo_aligner/config/keys/`):
+"""Writes docs/config.md from the keys themselves (`nemo_aligner/config/keys/` and `jobs/`):
 
     python scripts/config_page.py
 
@@ -9,24 +9,30 @@ A test compares the page with what this script writes.
 
 import dataclasses
 import importlib
+import pkgutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.config.fields import ABSENT, Key, meanings
+from nemo_aligner.config import jobs
+from nemo_aligner.config.fields import ABSENT, Job, Key, meanings
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.meanings import scalar
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+# Modules below nemo_aligner/config/, with their headings; None: what their docstrings say.
 MODULES = {
-    "common": "Every job",
-    "model": "Model",
-    "data": "Data",
-    "rollouts": "Jobs that generate",
-    "ppo": "PPO, rejection sampling, REINFORCE",
-    "supervised": "Jobs that learn from data",
-    "servers": "Servers",
-    "commands": "Commands and their servers",
+    "keys.common": "Every job",
+    "keys.model": "Model",
+    "keys.data": "Data",
+    "keys.rollouts": "Jobs that generate",
+    "keys.preferences": "Jobs that learn from preferences",
+    "keys.servers": "Servers",
+    **{
+        f"jobs.{module.name}": None
+        for module in pkgutil.iter_modules(jobs.__path__)
+        if module.name != "shared"
+    },
 }
 INTRODUCTION = """# Configuration keys
 
@@ -102,13 +108,12 @@ def rows(section: type, keys: dict[str, list[Key]]) -> Iterator[str]:
 
 def sections() -> Iterator[str]:
     where = places()
-    for module, title in MODULES.items():
-        yield f"## {title}"
-        for section in vars(
-            importlib.import_module(f"nemo_aligner.config.keys.{module}")
-        ).values():
-            of_module = getattr(section, "__module__", "").endswith(f"keys.{module}")
-            if not of_module or not dataclasses.is_dataclass(section):
+    for name, title in MODULES.items():
+        module = importlib.import_module(f"nemo_aligner.config.{name}")
+        yield f"## {title or str(module.__doc__).rstrip('.')}"
+        for section in vars(module).values():
+            is_own = getattr(section, "__module__", "") == module.__name__
+            if not is_own or not dataclasses.is_dataclass(section) or isinstance(section, Job):
                 continue
             names = where.get(section, {})  # type: ignore[call-overload]
             keys: dict[str, list[Key]] = {}

@@ -1054,7 +1054,7 @@ MUTANTS = [
     ),
     Mutant(
         "the KL in the reward is the absolute log-ratio by default",
-        "config/keys/ppo.py",
+        "config/jobs/ppo.py",
         "use_absolute_kl: bool = key(False)\n    discount_factor",
         "use_absolute_kl: bool = key(True)\n    discount_factor",
         _unit("test_kl_optimum.py", "test_the_default_reaches_the_optimum[gae-one token]"),
@@ -1248,7 +1248,7 @@ MUTANTS = [
     # --- log-probs
     Mutant(
         "log-probs without the temperature that sampled",
-        "models/nlp/gpt/reference_policy.py",
+        "models/nlp/gpt/log_probs.py",
         '"temperature": self.temperature, ',
         '"temperature": 1.0, ',
         _unit("test_ppo_actor.py", "test_logprobs_at_the_sampling_temperature"),

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.config.values import resolved
+from nemo_aligner.config.parallel_rules import virtual_pipeline_group
+from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
 
 # A value of `model.data.chat_template`; any other is a file.
@@ -195,4 +196,31 @@ def check_chat(data: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"model.data.data_impl={data['data_impl']} holds tokens, which have no place for "
             f"model.data.chat_template={template}; give jsonl files, or set it to null."
+        )
+
+
+def check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ...]) -> None:
+    """Check `model.data` of jobs that read its sections; those `with_sizes` have batch sizes."""
+    check_chat(values.get("model.data", {}))
+    length = values.whole("model.encoder_seq_length")
+    for split in ("train_ds", "validation_ds"):
+        name = f"model.data.{split}"
+        if split in with_sizes:
+            values.multiple(
+                f"{name}.global_batch_size",
+                f"{name}.micro_batch_size",
+                times=dp | virtual_pipeline_group(values),
+            )
+        limit = values.get(f"{name}.max_seq_length")
+        if limit and length and limit > length:
+            raise ConfigError(
+                f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower "
+                "it."
+            )
+        plain_columns(values.get(f"{name}.columns"), f"{name}.columns")
+        check_packed(
+            values.get(f"{name}.packed_sequence"),
+            values.get(f"{name}.file_path"),
+            values.get("model.context_parallel_size"),
+            name,
         )

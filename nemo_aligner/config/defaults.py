@@ -27,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.fields import ABSENT, Job, tree_of
 from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.jobs.reward_model import RMModel
 from nemo_aligner.config.keys.model import RewardHead, TrainedModel
-from nemo_aligner.config.keys.supervised import RMModel
 from nemo_aligner.config.resolvers import register_resolvers
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
 from nemo_aligner.config.values import leaves, plain_dict
@@ -41,9 +41,6 @@ NULL_IS_DEFAULT = (
     "model.loss_reduction",
     "model.forward_micro_batch_size",
     "model.data.train_ds.prompt_template",
-    "remote_rm.reward_model.name",
-    "remote_rm.reward_model.ip",
-    "remote_rm.reward_model.port",
 )
 # Keys of a job's YAML file that a section completed alone does not take from there.
 NOT_FROM_JOB = ("precision", "optim")  # of `model`

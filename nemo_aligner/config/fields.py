@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from nemo_aligner.config.values import Values
@@ -30,6 +30,10 @@ class _Absent:
 
 
 LARGEST_PORT = 65535
+RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
+# What records of data files hold: a prompt; a prompt with a response, with two, or with a labelled
+# one; what a reward model learns from; an example with a teacher's logits.
+RECORDS = ("prompt", "example", "pair", "labelled", "scored", "logits")
 ABSENT: Any = _Absent()  # a default: the key is not there until somebody sets it
 
 
@@ -48,6 +52,7 @@ class Key:
         at_least, above, at_most: bounds of a number.
         free: any key goes below it: names that the user chooses, arguments of another library.
         of_checkpoint: it says how the weights look, and null means "as in the checkpoint".
+        code: what it names in a user's own Python file, "function" or "class"; "": no such thing.
         acts: False: it is NeMo-Aligner's, and has no effect here (`inert_keys.py` says why).
     """
 
@@ -63,6 +68,7 @@ class Key:
     at_most: float = math.inf
     free: bool = False
     of_checkpoint: bool = False
+    code: str = ""
     acts: bool = True
 
     def check_null(self, values: Values) -> None:
@@ -134,6 +140,12 @@ class Job:
         without: keys of its sections that it does not have.
         inert: keys of its sections that have no effect in it.
         bare: sections whose keys are not there until somebody sets them.
+        check: `check(values, dp)`, its rules across keys: raises `ConfigError`. `dp` is `{"data
+            parallel size": DP}`, empty while that is not known.
+        restore_key: key that names the weights that it starts from.
+        from_scratch: without them it starts from random weights.
+        pairs: what `model.micro_batch_size` counts are pairs of samples.
+        records: what a record of its data files holds, one of `RECORDS`; "": it reads none.
     """
 
     name: str
@@ -143,6 +155,11 @@ class Job:
     without: frozenset[str] = frozenset()
     inert: frozenset[str] = frozenset()
     bare: tuple[str, ...] = ()
+    check: Callable[[Values, dict[str, int]], None] = lambda values, dp: None
+    restore_key: str = RESTORE_KEY
+    from_scratch: bool = False
+    pairs: bool = False
+    records: str = ""
 
     @functools.cached_property
     def keys(self) -> dict[str, Key]:

@@ -12,6 +12,8 @@
 
 from dataclasses import dataclass
 
+from nemo_aligner.config.fields import Job
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import COMMAND_NAMES, dotted
 
 
@@ -275,10 +277,8 @@ def _of_sft_data(kind: str) -> dict[str, Inert]:
     }
 
 
-INERT = {
-    "gpt_ppo_actor": _INERT_COMMON
-    | _DATASET_INERT
-    | _inert("trainer.ppo", "trt_model_dir", _TRT, "/tmp/trt_llm_model")
+_OWN: dict[str, dict[str, Inert]] = {  # what a job has beside what follows from its keys
+    "gpt_ppo_actor": _inert("trainer.ppo", "trt_model_dir", _TRT, "/tmp/trt_llm_model")
     | _of_trt_llm("ppo")
     | _inert("trainer", "trt_llm", _TRT)
     | _inert("trainer.ppo.batch_iterator", "port", _FLASK, 5557)
@@ -300,8 +300,7 @@ INERT = {
         "pad_sequence_length_to_multiple",
         _DEAD + "; use remote_critic_rm.pad_to_length",
     ),
-    "gpt_ppo_critic": _INERT_COMMON
-    | _inert(
+    "gpt_ppo_critic": _inert(
         "trainer.ppo",
         "pad_sequence_length_to_multiple",
         _DEAD + "; use strip_sequence_length_to_multiple",
@@ -326,25 +325,18 @@ INERT = {
         "ppo data",
         "the critic has no data of its own; batch sizes are those of the actor's requests",
     ),
-    "gpt_rs_actor": _INERT_COMMON | _DATASET_INERT | _of_sampling("rs") | _of_reward_client("rs"),
-    "gpt_reinforce_actor": _INERT_COMMON
-    | _DATASET_INERT
-    | _of_trt_llm("reinforce")
+    "gpt_rs_actor": _of_sampling("rs") | _of_reward_client("rs"),
+    "gpt_reinforce_actor": _of_trt_llm("reinforce")
     | _of_sampling("reinforce")
     | _of_reward_client("reinforce")
     | _inert("trainer.reinforce.batch_iterator", "port", _FLASK, 5557)
     | _inert("trainer.reinforce", "flask_server", _FLASK)
     | _inert("model.reinforce", "entropy_bonus ratio_eps", "its loss has no such term", ...),
-    "inference_rm": _INERT_COMMON
-    | _inert("model", "global_batch_size optim data", "a server trains nothing", ...)
+    "inference_rm": _inert("model", "global_batch_size optim data", "a server trains nothing", ...)
     | _inert("exp_manager", "explicit_log_dir exp_dir name", "a reward server writes no files")
     | _inert("pretrained_checkpoint", "restore_from_path", "use rm_model_file"),
-    "training_rm": _INERT_COMMON
-    | _DATASET_INERT
-    | _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
-    "gpt_dpo": _INERT_COMMON
-    | _DATASET_INERT
-    | _inert(
+    "training_rm": _inert("model", "forward_mbs", _DEAD + "; use model.forward_micro_batch_size"),
+    "gpt_dpo": _inert(
         "model.data",
         "pad_length_to_multiple_of",
         "micro-batches are padded as sequence and context parallelism need it",
@@ -357,19 +349,18 @@ INERT = {
         False,
     )
     | _TOP_PRECISION,
-    "gpt_knowledge_distillation": _INERT_COMMON
-    | _DATASET_INERT
-    | _inert("model.data", "n_examples_per_chunk", "the files say how many they hold", ...)
+    "gpt_knowledge_distillation": _inert(
+        "model.data", "n_examples_per_chunk", "the files say how many they hold", ...
+    )
     | _inert(
         "exp_manager.checkpoint_callback_params",
         "save_best_model",
         "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied",
         False,
     ),
-    "gpt_kto": _INERT_COMMON | _DATASET_INERT | _TOP_PRECISION,
-    "gpt_spin": _INERT_COMMON | _TOP_PRECISION | _of_sampling("spin") | _of_sft_data("spin"),
-    "gpt_sft": _INERT_COMMON
-    | _inert(
+    "gpt_kto": _TOP_PRECISION,
+    "gpt_spin": _TOP_PRECISION | _of_sampling("spin") | _of_sft_data("spin"),
+    "gpt_sft": _inert(
         "model",
         "inference",
         "training generates no responses; GPTSFTModel.infer, called from Python, reads it",
@@ -395,20 +386,10 @@ INERT = {
         False,
     )
     | _of_sft_data("sft"),
-}
-for _table in INERT.values():  # top-level leftovers of NeMo's launchers
-    for _key in ("restore_from_path", "cluster_type", "run", "mode", "inference", "name"):
-        _table.setdefault(_key, Inert(_NEMO, ("megatron_gpt",) if _key == "name" else ()))
-for _name in ("gpt_sft", "gpt_knowledge_distillation"):
-    INERT[_name].pop("name")  # there it names the experiment
-INERT["inference_rm"].pop("inference")  # there it is the server
-INERT |= {name: {} for name in COMMAND_NAMES}
-INERT["inference_teacher"] = _INERT_COMMON | _inert(
-    "model", "global_batch_size optim data", "a server trains nothing", ...
-)
-INERT["compute_topk_logits"] = (
-    _INERT_COMMON
-    | {"name": Inert("nothing reads it", (...,))}
+    "inference_teacher": _inert(
+        "model", "global_batch_size optim data", "a server trains nothing", ...
+    ),
+    "compute_topk_logits": {"name": Inert("nothing reads it", (...,))}
     | _inert("model", "restore_from_path", "use pretrained_checkpoint.restore_from_path", "???")
     | _inert("model", "answer_only_loss", _DEAD + ": the responses count alone", False)
     | _inert("model", "sync_batch_comm gradient_as_bucket_view", _APEX, False)
@@ -418,8 +399,25 @@ INERT["compute_topk_logits"] = (
         "shuffle memmap_workers min_seq_length drop_last hf_dataset",
         "examples keep their order, and the data sets recognize the form of the files",
         ...,
-    )
-)
+    ),
+}
+
+
+def _table(job: Job) -> dict[str, Inert]:
+    if job.name in ("generate", "evaluate"):  # NeMo-Aligner has no such command
+        return {}
+    table = dict(_INERT_COMMON)
+    if "model.data.data_prefix" in job.keys:
+        table |= _DATASET_INERT
+    if job.name not in COMMAND_NAMES:  # top-level leftovers of NeMo's launchers
+        names = ("restore_from_path", "cluster_type", "run", "mode", "inference", "name")
+        own = {key.split(".")[0] for key in job.keys}
+        for name in {*names} - own:
+            table[name] = Inert(_NEMO, ("megatron_gpt",) if name == "name" else ())
+    return table | _OWN.get(job.name, {})
+
+
+INERT = {job.name: _table(job) for job in JOBS.values()}
 
 # --- values that would change the mathematics if they were ignored ---
 

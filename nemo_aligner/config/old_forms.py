@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
@@ -32,10 +33,7 @@ class OldForm:
 
 def _counts_elsewhere(v: Values, name: str) -> bool:
     value = v.get(f"trainer.{name}")
-    own = [
-        v.get(f"trainer.{kind}.{name}")
-        for kind in "ppo rs reinforce rm sft dpo kto spin knowledge_distillation".split()
-    ]
+    own = [v.get(f"trainer.{job.algo}.{name}") for job in JOBS.values() if job.algo]
     return value not in (None, -1, *own)
 
 

@@ -20,12 +20,13 @@ from nemo_aligner.config.access import (
     read_token,
     shown_url,
 )
-from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.fields import Job
+from nemo_aligner.config.keys.rollouts import RewardAddress
 from nemo_aligner.core.errors import ConfigError
 
 # Name and port of a reward model's endpoint where the configuration does not give them.
-_DEFAULT = complete({}, "gpt_rs_actor", "remote_rm.reward_model")
-REWARD_MODEL, REWARD_MODEL_PORT = _DEFAULT.name, _DEFAULT.port
+_DEFAULT = Job("", {"": RewardAddress}).tree
+REWARD_MODEL, REWARD_MODEL_PORT = _DEFAULT["name"], _DEFAULT["port"]
 _MEMBER_KEYS = ("ip", "port", "name", "weight")
 
 
@@ -178,12 +179,12 @@ def _read_one(
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
-    whole = complete(dict(section), "gpt_rs_actor", "remote_rm.reward_model")
+    whole = _DEFAULT | {key: value for key, value in section.items() if value is not None}
     return RewardModelSpec(
         name=name,
-        endpoint=whole.name,
+        endpoint=whole["name"],
         addresses=_read_addresses(
-            whole.ip if ip is None else ip, whole.port if port is None else port, setting
+            whole["ip"] if ip is None else ip, whole["port"] if port is None else port, setting
         ),
         weight=float(weight),
         setting=setting,

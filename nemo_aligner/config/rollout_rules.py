@@ -4,15 +4,14 @@
 sampling and of REINFORCE alone.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token, shown_url
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.reward_models import read_reward_models, read_reward_servers, read_teacher
+from nemo_aligner.config.reward_models import read_reward_models, read_reward_servers
 from nemo_aligner.config.server_rules import check_kind_of_rewards
-from nemo_aligner.config.values import Values, require_multiple
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 RESHARD = ("none", "auto")
@@ -32,7 +31,7 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.multiple(model + "num_rollout_samples", model + "rollout_micro_batch_size", times=dp)
     v.multiple(model + "num_val_samples", model + "val_rollout_micro_batch_size", times=dp)
     check_generation(v, model)
-    _check_reshard(v, section, model + "generation.reshard", dp)
+    check_reshard(v, section, model + "generation.reshard", dp)
     _check_environment(v, kind, remote)
     _check_reward_fn(v, kind, remote)
     check_shared_queue(
@@ -40,47 +39,11 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
         v.get(f"{section}batch_iterator.use_flask"),
         v.whole("model.expert_model_parallel_size", 1) or 1,
     )
-    _check_remote(v, remote)
+    check_remote(v, remote)
     read_reward_models(v.get(remote), remote)
 
 
-def check_on_policy(v: Values) -> None:
-    """Check how a student responds itself (`model.knowledge_distillation.on_policy`), if it does,
-    and its served teacher.
-    """
-    section, remote = "model.knowledge_distillation.on_policy.", "remote_teacher"
-    check_generation(v, section)
-    if v.get(section + "fraction") is None:
-        return
-    _check_remote(v, remote)
-    read_teacher(v.get(remote), remote)
-    if v.get("model.data.top_k") is not None:
-        raise ConfigError(
-            f"model.data.top_k={v.get('model.data.top_k')} chooses among the logits of data "
-            f"files, but with {section}fraction={v.get(section + 'fraction')} a served teacher "
-            "gives them; set inference.top_k of its server, and leave it null."
-        )
-    if v.get(section + "fraction") > 0:
-        _check_loss_of_own_responses(v, "model.knowledge_distillation.", section)
-
-
-def _check_loss_of_own_responses(v: Values, loss: str, section: str) -> None:
-    """Check that a student can unlearn what it does by itself."""
-    own = f"with {section}fraction={v.get(section + 'fraction')} a student"
-    outside, weight = v.get(loss + "outside_top_k"), v.get(loss + "sft_loss_weight")
-    if outside != "bucket":
-        raise ConfigError(
-            f"{own} goes wrong by tokens outside the teacher's top k, and "
-            f"{loss}outside_top_k={outside} leaves them out of the loss; set it to bucket."
-        )
-    if weight:
-        raise ConfigError(
-            f"{own} would make its own responses more likely, whatever they are, by "
-            f"{loss}sft_loss_weight={weight}; set it to 0."
-        )
-
-
-def _check_remote(v: Values, remote: str) -> None:
+def check_remote(v: Values, remote: str) -> None:
     """Check what all sections of servers that a job talks to have."""
     read_token(v.get(f"{remote}.token_file"), remote)
     client_tls(v.get(f"{remote}.tls_ca_file"), remote)
@@ -152,7 +115,7 @@ def generation_sizes(reshard: str | Mapping[str, int] | None, tp: int, pp: int) 
     return (tp, 1) if reshard == "auto" else (tp, pp)
 
 
-def _check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
+def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
     if isinstance(v.get(key), Mapping):
         _check_sizes(v, section, key, dp)
     else:
@@ -254,32 +217,6 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
         )
 
 
-def check_spin(v: Values, dp: dict[str, int]) -> None:
-    """Check the settings of SPIN; `dp` as for `check_policy`."""
-    section, model = "trainer.spin.", "model.spin."
-    iterations = v.size(section + "max_iterations")
-    _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
-    check_generation(v, model)
-    _check_reshard(v, section, model + "generation.reshard", dp)
-
-
-def _check_penalties(given: Any, iterations: int) -> None:
-    """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
-    penalties = given if isinstance(given, list) else [given]
-    for penalty in penalties:
-        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
-        if not is_number or not 0 < penalty < math.inf:
-            raise ConfigError(
-                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list of "
-                "such numbers."
-            )
-    if isinstance(given, list) and len(given) < iterations:
-        raise ConfigError(
-            f"model.spin.ref_policy_kl_penalty={given} has {len(given)} value(s) for "
-            f"trainer.spin.max_iterations={iterations}; give one number, or one for each."
-        )
-
-
 def check_generation(v: Values, model: str = "") -> None:
     """Check `length_params` and `sampling_params`.
 
@@ -329,48 +266,4 @@ def check_compares_responses(name: str, key: str, responses: int) -> None:
         raise ConfigError(
             f"{name} compares the responses to a prompt, but {key}={responses}; set it to 2 or "
             "more (4 to 16 are common)."
-        )
-
-
-def check_reinforce_actor(values: Values, dp: dict[str, int]) -> None:
-    """Check the configuration of a REINFORCE actor; `dp` as in `check_policy`."""
-    v, key = values, "trainer.reinforce.num_rollouts_per_prompt"
-    check_policy(v, "reinforce", "remote_rm", dp)
-    responses = v.size(key)
-    check_compares_responses("REINFORCE", key, responses)
-    check_responses_differ(v, "model.reinforce.", responses, key)
-    prompts, batch = v.size("model.reinforce.num_rollout_samples"), "model.global_batch_size"
-    name = f"model.reinforce.num_rollout_samples x {key}={responses}"
-    require_multiple(name, prompts * responses, {batch: v.size(batch)})
-
-
-def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
-    """Raise `ConfigError` unless rejection sampling keeps at least one response to a prompt and no
-    more than it draws.
-    """
-    if top_n_rollouts < 1:
-        raise ConfigError(f"model.rs.top_n_rollouts={top_n_rollouts} must be at least 1.")
-    if top_n_rollouts > num_rollouts_per_prompt:
-        raise ConfigError(
-            f"model.rs.top_n_rollouts={top_n_rollouts} is above "
-            f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}: no more responses can "
-            "be kept than were drawn; lower the first or raise the second."
-        )
-
-
-def check_rs_actor(values: Values, dp: dict[str, int]) -> None:
-    """Check the configuration of a rejection-sampling actor; `dp` as in `check_policy`."""
-    v = values
-    check_policy(v, "rs", "remote_rm", dp)
-    prompts = v.size("model.rs.num_rollout_samples")
-    drawn = v.size("model.rs.num_rollouts_per_prompt")
-    kept = v.size("model.rs.top_n_rollouts")
-    check_top_n(kept, drawn)
-    check_responses_differ(v, "model.rs.", drawn)
-    batch = v.size("model.global_batch_size")
-    if prompts * kept % batch:
-        raise ConfigError(
-            f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept} = "
-            f"{prompts * kept} kept responses are not a multiple of "
-            f"model.global_batch_size={batch}; change one of them."
         )

@@ -14,21 +14,15 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.command_rules import (
-    check_generation_command,
-    check_topk_logits,
-)
 from nemo_aligner.config.data_rules import (
     check_chat,
     check_data_impl,
     check_labels_can_be_read,
-    check_packed,
     check_parts,
-    check_prompts_can_be_read,
-    holds_tokens,
     plain_columns,
 )
 from nemo_aligner.config.defaults import complete_config, model_fallback
+from nemo_aligner.config.fields import RESTORE_KEY
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.model_keys import refuse_model_values
 from nemo_aligner.config.old_forms import check_later
@@ -44,19 +38,6 @@ from nemo_aligner.config.parallel_rules import (
     virtual_pipeline_group,
 )
 from nemo_aligner.config.peft_rules import check_peft, trains_adapters
-from nemo_aligner.config.ppo_rules import check_ppo_actor
-from nemo_aligner.config.rollout_rules import (
-    check_on_policy,
-    check_reinforce_actor,
-    check_rs_actor,
-    check_spin,
-)
-from nemo_aligner.config.schema import COMMAND_NAMES
-from nemo_aligner.config.server_rules import (
-    check_critic_server,
-    check_reward_server,
-    check_teacher_server,
-)
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
 
@@ -73,9 +54,9 @@ SECTIONS = {name: job.algo for name, job in JOBS.items() if job.algo}
 PREFIX_DATA_JOBS = tuple(
     name for name, job in JOBS.items() if "model.data.data_prefix" in job.keys
 )
-# Key that names the weights a job starts from.
-RESTORE_KEYS = {"gpt_sft": "model.restore_from_path", "inference_rm": "rm_model_file"}
-RESTORE_KEY = "pretrained_checkpoint.restore_from_path"  # of all others
+RESTORE_KEYS = {  # key that names the weights a job starts from, if it is another than this one
+    name: job.restore_key for name, job in JOBS.items() if job.restore_key != RESTORE_KEY
+}
 
 
 def config_name_of(cfg: DictConfig) -> str | None:
@@ -100,7 +81,7 @@ def job_of_model(model_cfg: DictConfig) -> str | None:
 
 def restore_key(config_name: str) -> str:
     """Key that names the weights that a job starts from."""
-    return RESTORE_KEYS.get(config_name, RESTORE_KEY)
+    return JOBS[config_name].restore_key
 
 
 def check_values(
@@ -123,7 +104,7 @@ def check_values(
     Raises:
         ConfigError: with the value and the remedy.
     """
-    values = Values(resolved(complete_config(cfg, config_name)))
+    values, job = Values(resolved(complete_config(cfg, config_name))), JOBS[config_name]
     check_keys_alone(values, config_name)
     ranks = _check_devices(values, visible_devices, env)
     trains_from_scratch = _check_start(values, config_name)
@@ -132,7 +113,7 @@ def check_values(
         check_later(values, config_name)
 
     complete = complete or trains_from_scratch
-    base = str(values.get(restore_key(config_name)))
+    base = str(values.get(job.restore_key))
     is_unsplit = os.path.isfile(os.path.join(base, "config.json"))  # a Hugging Face folder
     dp = parallel_factor(values, ranks, complete, is_unsplit)
     if complete:
@@ -145,45 +126,16 @@ def check_values(
                 f"{key}=True needs the package {package}, which is not installed; install it, or "
                 "set the key to False (metrics.jsonl and report.html need no package)."
             )
-    if config_name == "inference_rm":
-        check_reward_server(values, ranks)
-        return
-    if config_name == "compute_topk_logits":
-        check_topk_logits(values, dp | virtual_pipeline_group(values))
-        return
-    if config_name == "inference_teacher":
-        check_teacher_server(values)
-        return
-    if config_name in COMMAND_NAMES:
-        check_generation_command(values)
-        return
-    check_save_hf(values.get("model.save_hf"))
-    check_peft(values)
-    if trains_from_scratch and trains_adapters(values.tree):
-        raise ConfigError(
-            "model.peft.peft_scheme=lora trains adapters of a checkpoint; name it in "
-            f"{restore_key(config_name)}, or train all weights (peft_scheme=none)."
-        )
-    _check_training(values, config_name, dp)
-    if config_name == "gpt_ppo_actor":
-        check_ppo_actor(values, dp)
-    elif config_name == "gpt_rs_actor":
-        check_rs_actor(values, dp)
-    elif config_name == "gpt_reinforce_actor":
-        check_reinforce_actor(values, dp)
-    elif config_name == "gpt_ppo_critic":
-        check_critic_server(values)
-    elif config_name == "gpt_sft":
-        _check_sft(values, dp)
-    elif config_name == "gpt_dpo":
-        _check_dpo(values)
-    elif config_name == "gpt_knowledge_distillation":
-        _check_distillation(values)
-    elif config_name == "gpt_kto":
-        _check_kto(values)
-    elif config_name == "gpt_spin":
-        check_spin(values, dp)
-        _check_sft_data(values, dp, ("validation_ds",))
+    if job.algo:
+        check_save_hf(values.get("model.save_hf"))
+        check_peft(values)
+        if trains_from_scratch and trains_adapters(values.tree):
+            raise ConfigError(
+                "model.peft.peft_scheme=lora trains adapters of a checkpoint; name it in "
+                f"{job.restore_key}, or train all weights (peft_scheme=none)."
+            )
+        _check_training(values, config_name, dp)
+    job.check(values, dp)
 
 
 def check_save_hf(save_hf: object) -> None:
@@ -257,7 +209,14 @@ def _check_devices(
     check_accelerator(accelerator, devices, visible_devices)
     if values.get("trainer.precision") is not None:
         dtype_name(values.get("trainer.precision"))
-    return count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
+    ranks = count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
+    function = values.get("inference.reward_fn")
+    if function is not None and ranks > 1:
+        raise ConfigError(
+            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
+            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
+        )
+    return ranks
 
 
 def _check_start(values: Values, config_name: str) -> bool:
@@ -273,7 +232,7 @@ def _check_start(values: Values, config_name: str) -> bool:
     serves_a_function = values.get("inference.reward_fn") is not None
     if restore is not None or (config_name == "inference_rm" and serves_a_function):
         return False
-    if config_name not in ("gpt_sft", "training_rm"):
+    if not JOBS[config_name].from_scratch:
         raise ConfigError(
             f"{key} is not set; give the path of the .nemo file or folder to start from."
         )
@@ -368,141 +327,3 @@ def _check_prefix_data(values: Values) -> None:
         )
     if isinstance(values.get("model.data.data_prefix"), Mapping):
         check_parts(values.get("model.data.data_prefix"))
-
-
-def check_steerlm2(cfg: DictConfig | dict) -> None:
-    """Raise `ConfigError` unless a configuration of `gpt_sft.yaml` can train SteerLM 2.0.
-
-    Args:
-        cfg: has passed `check_values`.
-    """
-    values = Values(resolved(complete_config(cfg, "gpt_sft")))
-    key = RESTORE_KEYS["gpt_sft"]
-    if values.get(key) is None:
-        raise ConfigError(
-            f"{key} is not set; SteerLM 2 starts from the policy that sampled the responses: give "
-            "its .nemo file or folder."
-        )
-    if not values.get("model.data.chat"):
-        raise ConfigError(
-            "model.data.chat=False: data of SteerLM 2 are in NeMo's chat format; set it to True."
-        )
-    reduction = values.get("model.loss_reduction")
-    if reduction != "token":
-        raise ConfigError(
-            f"model.loss_reduction={reduction}: the loss of SteerLM 2 has a reduction of its own, "
-            "a mean over prompts; leave it at token."
-        )
-    for split in ("train_ds", "validation_ds"):
-        if values.get(f"model.data.{split}.packed_sequence"):
-            raise ConfigError(
-                f"model.data.{split}.packed_sequence=True: responses of SteerLM 2 are not packed; "
-                "set it to False, and model.dynamic_micro_batch_tokens for short ones."
-            )
-
-
-def _check_sft(values: Values, dp: dict[str, int]) -> None:
-    _check_sft_data(values, dp, ("train_ds", "validation_ds"))
-
-
-def _check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ...]) -> None:
-    """Check `model.data` of jobs that read its sections; those `with_sizes` have batch sizes."""
-    check_chat(values.get("model.data", {}))
-    length = values.whole("model.encoder_seq_length")
-    for split in ("train_ds", "validation_ds"):
-        name = f"model.data.{split}"
-        if split in with_sizes:
-            values.multiple(
-                f"{name}.global_batch_size",
-                f"{name}.micro_batch_size",
-                times=dp | virtual_pipeline_group(values),
-            )
-        limit = values.get(f"{name}.max_seq_length")
-        if limit and length and limit > length:
-            raise ConfigError(
-                f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower "
-                "it."
-            )
-        plain_columns(values.get(f"{name}.columns"), f"{name}.columns")
-        check_packed(
-            values.get(f"{name}.packed_sequence"),
-            values.get(f"{name}.file_path"),
-            values.get("model.context_parallel_size"),
-            name,
-        )
-
-
-def _check_preferences(values: Values, kind: str) -> None:
-    """What DPO and KTO, `kind`, have in common."""
-    section = f"model.{kind}."
-    folder = values.get(f"{section}ref_log_probs_dir")
-    if folder is not None and not isinstance(folder, str):
-        raise ConfigError(
-            f"{section}ref_log_probs_dir={folder!r} must be a folder, or null: the log-probs of "
-            "the reference policy are not kept."
-        )
-    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
-    _check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
-
-
-def _check_not_both_0(values: Values, weights: list[str]) -> None:
-    if not any(values.get(key) for key in weights):
-        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
-
-
-def _check_kto(values: Values) -> None:
-    _check_preferences(values, "kto")
-    _check_not_both_0(
-        values, ["model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight"]
-    )
-
-
-def _check_dpo(values: Values) -> None:
-    dpo = "model.dpo."
-    _check_preferences(values, "dpo")
-    loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
-    if smoothing and loss != "dpo":
-        raise ConfigError(
-            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}; "
-            "set it to 0."
-        )
-
-
-def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> None:
-    """Raise `ConfigError` if a student could learn nothing from `top_k` logits of each token."""
-    if top_k == 1 and outside_top_k == "renormalize" and not sft_loss_weight:
-        raise ConfigError(
-            "the teacher gives one logit of each token, and "
-            "model.knowledge_distillation.outside_top_k=renormalize makes its probability 1 for "
-            "teacher and student: nothing would be learned. Give more logits, or set "
-            "outside_top_k=bucket."
-        )
-
-
-def _check_distillation(values: Values) -> None:
-    own = "model.knowledge_distillation."
-    _check_not_both_0(values, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
-    beta = values.get(f"{own}jsd_beta")
-    if not 0 < beta < 1:
-        raise ConfigError(
-            f"{own}jsd_beta={beta} must be above 0 and below 1; its limits are kd_loss=fwd_kl and "
-            "bwd_kl."
-        )
-    scale = values.get(f"{own}target_logits_scale")
-    if values.get(f"{own}outside_top_k") == "bucket" and scale != 1:
-        raise ConfigError(
-            f"{own}outside_top_k=bucket needs {own}target_logits_scale=1, not {scale}: what the "
-            "teacher gives other tokens is known at this scale only; set renormalize or 1."
-        )
-    check_on_policy(values)
-    top_k = values.get("model.data.top_k")
-    if top_k is not None:
-        check_candidates(
-            top_k, values.get(f"{own}outside_top_k"), values.get(f"{own}sft_loss_weight")
-        )
-    data_impl = str(values.get("model.data.data_impl"))
-    if holds_tokens(data_impl):
-        raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only; give the jsonl files that "
-            "compute_topk_logits.py wrote."
-        )

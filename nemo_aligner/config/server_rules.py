@@ -14,43 +14,6 @@ FRONTENDS = ("triton", "asgi")
 SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `server`
 
 
-def check_critic_server(values: Values) -> None:
-    """Check the configuration of a critic server."""
-    _check_serving(values, "trainer.ppo")
-    check_reward_standardization(values.get("model"))
-    if values.get("model.save_hf") is True:
-        raise ConfigError(
-            "model.save_hf=True writes at the end of training, which a server does not have; use "
-            "every_checkpoint."
-        )
-
-
-def check_reward_server(values: Values, ranks: int) -> None:
-    """Check the configuration of a server of rewards with this number of `ranks`."""
-    v = values
-    _check_serving(v, "inference")
-    check_reward_standardization(v.get("model"))
-    check_kind_of_rewards(v, "inference")
-    function = v.get("inference.reward_fn")
-    if function is None:
-        return
-    if v.get("rm_model_file") is None and v.get("model.tokenizer.library") is None:
-        raise ConfigError(
-            f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy "
-            "that it judges: set rm_model_file to the policy's .nemo, or model.tokenizer."
-        )
-    if ranks > 1:
-        raise ConfigError(
-            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
-            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
-        )
-
-
-def check_teacher_server(values: Values) -> None:
-    """Check the configuration of a server of a teacher."""
-    _check_serving(values, "inference")
-
-
 def read_frontend(
     frontend: str, certificate: str | None, key: str | None
 ) -> ssl.SSLContext | None:
@@ -190,7 +153,7 @@ def check_scores_of_tokens(model: Mapping) -> None:
         )
 
 
-def _check_serving(values: Values, section: str) -> None:
+def check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
     server_token(values.get(f"{section}.host"), values.get(f"{section}.token_file"), section)
     read_frontend(*(values.get(f"server.{key}") for key in SERVER_KEYS))

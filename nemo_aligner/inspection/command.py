@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from nemo_aligner.config.jobs import JOBS as CONFIGURATIONS
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
@@ -22,10 +23,7 @@ examples:
   nemo-aligner inspect chats.jsonl --model Llama-3.2-1B-Instruct --job gpt_sft \\
       model.data.chat_template=tokenizer model.data.train_ds.max_seq_length=2048
 """
-JOBS = tuple(
-    """gpt_sft gpt_ppo_actor gpt_rs_actor gpt_reinforce_actor gpt_dpo gpt_kto gpt_spin
-    gpt_knowledge_distillation steerlm2 training_rm""".split()
-)
+JOBS = (*(job.name for job in CONFIGURATIONS.values() if job.algo and job.records), "steerlm2")
 
 
 def parser() -> CommandParser:

@@ -4,9 +4,8 @@
 tokenizer of a model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.defaults import complete_config, complete_model
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -26,7 +26,6 @@ from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.generate.policy import newest_weights
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch.model_loading import OTHER_POLICIES, load_and_override_model_config
-from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, learns_labelled_pairs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
 SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "gpt_kto"
@@ -69,7 +68,7 @@ def open_job(
     config_name = SFT if job == STEERLM2 else job
     cfg = compose_settings(config_name, settings)
     check_keys(plain_dict(cfg), config_name)
-    if config_name in (SFT, SPIN):
+    if JOBS[config_name].records == "example":
         for part in ("train_ds", "validation_ds"):
             OmegaConf.update(cfg, f"model.data.{part}.file_path", list(files))
     else:
@@ -86,42 +85,23 @@ def open_job(
 
 def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
     """The training set of a job; see its script."""
-    data = cfg.data
+    data, records = cfg.data, JOBS[SFT if job == STEERLM2 else job].records
     if job == STEERLM2:
         return builders.build_steerlm2_dataset(
             data.train_ds, tokenizer, special_tokens=data.chat_prompt_tokens
         )
-    if job in (SFT, SPIN):
+    if records == "example":
         dataset = builders.build_sft_dataset(
             data.train_ds,
             tokenizer,
-            answer_only_loss=job == SPIN or cfg.answer_only_loss,
+            answer_only_loss=cfg.get("answer_only_loss", True),
             **sft_chat_options(data),
         )
         if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
             assert isinstance(dataset.dataset, FileDataset)
             return dataset.dataset
         return dataset
-    build: Callable[..., Any] = builders.build_train_valid_test_rlhf_datasets
-    if job == DPO:
-        build = builders.build_train_valid_test_dpo_datasets
-    if job == KTO:
-        build = builders.build_train_valid_test_kto_datasets
-    if job == DISTILLATION:
-        build = partial(
-            builders.build_train_valid_test_knowledge_distillation_datasets
-            if cfg.knowledge_distillation.on_policy.fraction is None
-            else builders.build_train_valid_test_response_datasets,
-            n_chunks=data.n_chunks,
-        )
-    if job == RM:
-        build = {
-            RewardModelType.BINARY_RANKING: builders.build_train_valid_test_rm_datasets,
-            RewardModelType.REGRESSION: builders.build_train_valid_test_regression_rm_datasets,
-        }[RewardModelType(cfg.reward_model_type)]
-        if learns_labelled_pairs(cfg):
-            build = builders.build_train_valid_test_labelled_pair_datasets
-    train: FileDataset = build(
+    train: Any = builders.datasets_of_job(job, cfg)(
         cfg=cfg,
         data_prefix=data.data_prefix,
         data_impl=data.data_impl,

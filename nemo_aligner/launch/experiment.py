@@ -32,7 +32,7 @@ from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
-from nemo_aligner.config.rules import LOGGERS, config_name_of, restore_key
+from nemo_aligner.config.rules import LOGGERS, SECTIONS, config_name_of, restore_key
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
@@ -68,7 +68,7 @@ CHECKPOINT_OPTIONS = (
 OVERVIEW = {
     "job": (
         "trainer.ppo.advantage_estimator",
-        *(f"trainer.{section}.reward_fn" for section in ("ppo", "rs", "reinforce")),
+        *(f"trainer.{section}.reward_fn" for section in SECTIONS.values()),
     ),
     "from": (
         "pretrained_checkpoint.restore_from_path",

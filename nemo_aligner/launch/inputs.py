@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.places import check_complete, check_restore_path
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_masks import Encoded
@@ -39,13 +40,11 @@ from nemo_aligner.data.nlp.records import Records, check_text
 from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file
-SECTIONS = dict.fromkeys(  # with a key `file_path`
-    ("gpt_sft", "gpt_spin"), ("model.data.train_ds", "model.data.validation_ds")
-) | {"compute_topk_logits": ("data.data",)}
-DISTILLATION = "gpt_knowledge_distillation"
-READ = {  # of a record, and the fields that continue its prompt
-    "gpt_dpo": (RecordEncoder.pair_length, PAIR),
-    **dict.fromkeys(("gpt_kto", DISTILLATION), (RecordEncoder.response_length, ("response",))),
+# With a key `file_path`, of a job that reads examples.
+SECTIONS = ("model.data.train_ds", "model.data.validation_ds", "data.data")
+READ = {  # by what a record holds: how to read it, and the fields that continue its prompt
+    "pair": (RecordEncoder.pair_length, PAIR),
+    **dict.fromkeys(("labelled", "logits"), (RecordEncoder.response_length, ("response",))),
 }
 CHARACTERS: Any = SimpleNamespace(  # stands for the job's tokenizer, which is loaded later
     bos_id=0, eos_id=0, text_to_ids=lambda text: [*map(ord, text)]
@@ -53,9 +52,7 @@ CHARACTERS: Any = SimpleNamespace(  # stands for the job's tokenizer, which is l
 RESUME = "exp_manager.resume_from_checkpoint"
 TOKENIZER = [f"model.tokenizer.{name}" for name in ("model", "vocab_file", "merge_file")]
 MODELS = ("model.peft.restore_from_path", RESUME, *TOKENIZER)
-CODE = {"inference.reward_fn": "function"}  # of users, with what the file holds
-for _kind in ("ppo", "rs", "reinforce"):
-    CODE |= {f"trainer.{_kind}.reward_fn": "function", f"model.{_kind}.environment.path": "class"}
+CODE = {key.name: key.code for job in JOBS.values() for key in job.keys.values() if key.code}
 
 
 def check_inputs(cfg: DictConfig, config_name: str) -> None:
@@ -106,7 +103,9 @@ def _data_files(
     the first of its list.
     """
     lists = {
-        f"{key}.file_path": OmegaConf.select(cfg, key) for key in SECTIONS.get(config_name, ())
+        f"{key}.file_path": OmegaConf.select(cfg, key)
+        for key in SECTIONS
+        if JOBS[config_name].records == "example" and f"{key}.file_path" in JOBS[config_name].keys
     }
     if config_name in PREFIX_DATA_JOBS:
         prefix, key = cfg.model.data.data_prefix, "model.data.data_prefix"
@@ -132,14 +131,15 @@ def _check_record(
     pair, if lines are pairs and `record` is the second.
     """
     data: Any = cfg.get("data") or cfg.model.data
+    kind = JOBS[config_name].records
     names, is_empty = ["prompt", "text"], False
     fraction = OmegaConf.select(cfg.model, "knowledge_distillation.on_policy.fraction")
     if "prompt_turns" in record:  # of SteerLM 2
         return
     if data.chat:  # NeMo's format, whose parts have other names
-        if config_name in SECTIONS and not holds_conversation(record):
+        if kind == "example" and not holds_conversation(record):
             conversation_messages(record)
-    elif config_name in SECTIONS:
+    elif kind == "example":
         in_field = conversation_field(record) and section.label_key not in record
         if data.chat_template or in_field:
             conversation_messages(record)
@@ -149,16 +149,16 @@ def _check_record(
             check_text(record, *names, allow_blank=True)
             names = [field for field in names if field != section.label_key]
             is_empty = bool(names) and not any(record[field].strip() for field in names)
-    elif config_name == "training_rm":
+    elif kind == "scored":
         has_label = cfg.model.reward_model_type == "regression"
         _check_scored(reader, by_our_names(record), before, has_label)
-    elif config_name == DISTILLATION and fraction is None:
+    elif kind == "logits" and fraction is None:
         if "topk_logits" not in record:
             raise missing(["topk_logits"], record)
     else:
         record = by_our_names(record)
-        length, responses = READ.get(config_name, (RecordEncoder.prompt_length, ()))
-        if config_name == "gpt_kto" and "preference" not in record:
+        length, responses = READ.get(kind, (RecordEncoder.prompt_length, ()))
+        if kind == "labelled" and "preference" not in record:
             raise missing(("response", "preference"), record)
         length(reader, record, sys.maxsize)
         is_empty = reader.prompt_is_empty(record, *responses)

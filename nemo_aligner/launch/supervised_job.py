@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
+from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import (
     Datasets,
     build_configured_datasets,
     build_dataloader,
     build_sft_dataset,
+    datasets_of_job,
 )
 from nemo_aligner.data.nlp.chat import sft_chat_options
 from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
@@ -91,18 +93,16 @@ def build_dataloaders(
     )
 
 
-def build_preference_dataloaders(
-    cfg: DictConfig, kind: str, build: Callable[..., Datasets], model: Any
-) -> Loaders:
-    """`build_dataloaders` for a job of DPO or KTO, whose reference policy is `model` with its
-    present weights. With `ref_log_probs_dir` the batches have the log-probs of the reference
-    policy; without, `model` keeps a copy of its weights. All ranks call it, before a checkpoint is
-    resumed.
+def build_preference_dataloaders(cfg: DictConfig, config_name: str, model: Any) -> Loaders:
+    """`build_dataloaders` for a job that learns from preferences, whose reference policy is
+    `model` with its present weights. With `ref_log_probs_dir` the batches have the log-probs of
+    the reference policy; without, `model` keeps a copy of its weights. All ranks call it, before a
+    checkpoint is resumed.
 
     Args:
-        kind: section of `cfg.model`: "dpo" or "kto".
-        model: of DPO or KTO.
+        model: a `ReferencePolicyMixin` with `REFERENCE_COLUMNS`.
     """
+    kind, build = JOBS[config_name].algo, datasets_of_job(config_name, cfg.model)
     root = cfg.model[kind].ref_log_probs_dir
     if root is None:
         model.set_reference_policy()

@@ -194,13 +194,13 @@ def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
         jobs = (STUDENT,)
     for text in overrides:
         if not any(knows(job, text) for job in jobs):
-            check_keys(plain_dict(read_overrides([text])), jobs[0].config_name)
+            check_keys(plain_dict(read_overrides([text])), jobs[0].config.name)
     return jobs
 
 
 def knows(job: Job, override: str) -> bool:
     try:
-        check_keys(plain_dict(read_overrides([override])), job.config_name)
+        check_keys(plain_dict(read_overrides([override])), job.config.name)
     except ConfigError:
         return False
     return True

@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.defaults import base_dropout, complete_config, complete_model, drop_unset
+from nemo_aligner.config.fields import Job as Configuration
 from nemo_aligner.config.jobs import JOBS as CONFIGURATIONS
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters
 from nemo_aligner.config.rollout_rules import asked_reshard, generation_sizes
-from nemo_aligner.config.rules import RESTORE_KEY, RESTORE_KEYS, SECTIONS
 from nemo_aligner.config.values import Values, laid_over, plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.memory import Workload
@@ -33,106 +33,100 @@ UNRELATED = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """One distributed job."""
-
-    name: str  # as the command shows it
-    config_name: str  # YAML file of its defaults
-    script: str  # that starts it
-    head: bool = False  # it has a head in place of the output layer
-    # of the samples of a forward pass without gradient; empty: there is none
-    forward_key: str = ""
-    # of those that are generated together; none: it generates nothing
-    rollout_keys: tuple[str, ...] = ()
-    unit: int = 1  # samples that `forward_key` counts as one, 2 for pairs
-    needs: tuple[str, ...] = ()  # overrides without which the script refuses to start
-    trains: bool = True  # False for a server of a finished model
-
-    @property
-    def restore_key(self) -> str:
-        """Key that names the weights the job starts from."""
-        return RESTORE_KEYS.get(self.config_name, RESTORE_KEY)
-
-
 SCRIPTS = "examples/nlp/gpt"
 ON_POLICY = "model.knowledge_distillation.on_policy.fraction"  # of a student's own responses
 
 
-def _policy(config_name: str) -> Job:
-    """A policy that learns from rollouts."""
-    section = f"model.{SECTIONS[config_name]}"
-    return Job(
-        "actor",
-        config_name,
-        f"{SCRIPTS}/train_{config_name}.py",
-        forward_key=f"{section}.forward_micro_batch_size",
-        rollout_keys=(
-            f"{section}.rollout_micro_batch_size",
-            f"{section}.val_rollout_micro_batch_size",
-        ),
-    )
+@dataclass(frozen=True)
+class Job:
+    """One distributed job; what it computes follows from its keys."""
+
+    name: str  # as the command shows it
+    config: Configuration
+    script: str  # that starts it
+    forward_key: str = ""  # of the samples of a forward pass without gradient; "": there is none
+    needs: tuple[str, ...] = ()  # overrides without which the script refuses to start
+
+    @property
+    def section(self) -> str:
+        """The section of `model` with its settings, if there is one."""
+        return f"model.{self.config.algo}"
+
+    @property
+    def trains(self) -> bool:
+        return self.config.algo is not None
+
+    @property
+    def head(self) -> bool:
+        """Whether it has a head in place of the output layer."""
+        return "model.regression.num_attributes" in self.config.keys
+
+    @property
+    def rollout_keys(self) -> tuple[str, ...]:
+        """Keys of the samples that are generated together; none: it generates nothing."""
+        keys = self.config.keys
+        return tuple(key for key in keys if key.endswith("rollout_micro_batch_size"))
+
+    @property
+    def unit(self) -> int:
+        """Samples that `forward_key` counts as one: 2 for pairs."""
+        return 2 if self.config.records == "pair" else 1
 
 
-def _direct(name: str, unit: int = 1, rollout_keys: tuple[str, ...] = ()) -> Job:
-    """A policy that learns from what a reference policy says of responses."""
-    return Job(
-        name.upper(),
-        f"gpt_{name}",
-        f"{SCRIPTS}/train_gpt_{name}.py",
-        forward_key=f"model.{name}.log_prob_forward_micro_batch_size",
-        rollout_keys=rollout_keys,
-        unit=unit,
-    )
+def _job(config_name: str, name: str = "", script: str = "", **more: Any) -> Job:
+    """The job of a configuration; one that trains has its `forward_key` in its own section."""
+    config = CONFIGURATIONS[config_name]
+    own = [
+        f"model.{config.algo}.{key}"
+        for key in ("forward_micro_batch_size", "log_prob_forward_micro_batch_size")
+    ]
+    more = {"forward_key": next((key for key in own if key in config.keys), "")} | more
+    script = f"{SCRIPTS}/{script or f'train_{config_name}'}.py"
+    return Job(name or str(config.algo).upper(), config, script, **more)
 
 
-ACTOR, RS_ACTOR = _policy("gpt_ppo_actor"), _policy("gpt_rs_actor")
-REINFORCE_ACTOR = _policy("gpt_reinforce_actor")
-CRITIC = Job(
-    "critic",
-    "gpt_ppo_critic",
-    f"{SCRIPTS}/serve_ppo_critic.py",
-    head=True,
-    forward_key="model.forward_micro_batch_size",
-)
-REWARD_SERVER = Job(
-    "reward server",
-    "inference_rm",
-    f"{SCRIPTS}/serve_reward_model.py",
-    head=True,
-    forward_key="model.forward_micro_batch_size",
-    trains=False,
-)
-SFT = Job("SFT", "gpt_sft", f"{SCRIPTS}/train_gpt_sft.py")
-STEERLM2 = Job(
-    "SteerLM 2",
+SERVERS = {  # by the section of a job that has the address
+    "remote_critic_rm": _job(
+        "gpt_ppo_critic",
+        "critic",
+        "serve_ppo_critic",
+        forward_key="model.forward_micro_batch_size",
+    ),
+    "remote_rm": _job(
+        "inference_rm",
+        "reward server",
+        "serve_reward_model",
+        forward_key="model.forward_micro_batch_size",
+    ),
+    "remote_teacher": _job(
+        "inference_teacher", "teacher", "serve_teacher", forward_key="model.micro_batch_size"
+    ),
+}
+CRITIC, REWARD_SERVER, _ = SERVERS.values()
+STUDENT = _job("gpt_knowledge_distillation", "student")
+STEERLM2 = _job(
     "gpt_sft",
-    f"{SCRIPTS}/train_steerlm2.py",
+    "SteerLM 2",
+    "train_steerlm2",
     forward_key="model.steerlm2.forward_micro_batch_size",
     needs=("model.data.chat=True",),
 )
-REWARD_MODEL = Job("reward model", "training_rm", f"{SCRIPTS}/train_reward_model.py", head=True)
-DPO, KTO = _direct("dpo", unit=2), _direct("kto")
-# Its forward passes are of single responses, as is its rollout; only updates are of pairs.
-SPIN = _direct("spin", rollout_keys=("model.spin.rollout_micro_batch_size",))
-STUDENT = Job(
-    "student",
-    "gpt_knowledge_distillation",
-    f"{SCRIPTS}/train_gpt_knowledge_distillation.py",
-    rollout_keys=("model.knowledge_distillation.on_policy.rollout_micro_batch_size",),
-)
-TEACHER = Job(
-    "teacher",
-    "inference_teacher",
-    f"{SCRIPTS}/serve_teacher.py",
-    forward_key="model.micro_batch_size",
-    trains=False,
-)
-# What `--job` can be: the jobs that run at the same time.
-JOBS = {"ppo": (ACTOR, CRITIC), "rs": (RS_ACTOR, REWARD_SERVER), "sft": (SFT,)}
-JOBS |= {"reinforce": (REINFORCE_ACTOR, REWARD_SERVER)}
-JOBS |= {"rm": (REWARD_MODEL,), "dpo": (DPO,), "kto": (KTO,), "spin": (SPIN,)}
-JOBS |= {"steerlm2": (STEERLM2,), "distill": (STUDENT, TEACHER)}
+
+
+def _jobs(config: Configuration) -> tuple[Job, ...]:
+    """The jobs that run at the same time as that of `config`, which is the first."""
+    servers = [server for section, server in SERVERS.items() if section in config.sections]
+    name = "actor" if "model.data.data_prefix" in config.keys and servers else ""
+    return (_job(config.name, name), *servers)
+
+
+# What `--job` can be.
+JOBS = {str(job.algo): _jobs(job) for job in CONFIGURATIONS.values() if job.algo}
+JOBS["rm"] = (_job("training_rm", "reward model", "train_reward_model"),)
+JOBS["ppo"] = _jobs(CONFIGURATIONS["gpt_ppo_actor"])  # the critic has the same section
+JOBS["steerlm2"] = (STEERLM2,)
+JOBS["distill"] = (STUDENT, *JOBS.pop("knowledge_distillation")[1:])
+ACTOR = JOBS["ppo"][0]
 
 
 def read_overrides(texts: list[str]) -> DictConfig:
@@ -163,24 +157,24 @@ def job_config(
     """
     given = OmegaConf.merge(overrides, OmegaConf.create({}))
     assert isinstance(given, DictConfig)
-    OmegaConf.update(given, job.restore_key, path, force_add=True)
-    cfg = complete_config(given, job.config_name)
+    OmegaConf.update(given, job.config.restore_key, path, force_add=True)
+    cfg = complete_config(given, job.config.name)
     for key, value in UNRELATED.items():
         section, _, name = key.rpartition(".")
         parent = OmegaConf.select(cfg, section)
         if isinstance(parent, DictConfig) and name in parent.keys():  # `in parent` misses "???"
             parent[name] = value
-    check_keys(plain_dict(cfg), job.config_name)
-    for known in CONFIGURATIONS[job.config_name].keys.values():
+    check_keys(plain_dict(cfg), job.config.name)
+    for known in job.config.keys.values():
         known.check_null(Values(plain_dict(cfg)))
     OmegaConf.set_struct(cfg, False)
     if cfg.trainer.precision is None:
         cfg.trainer.precision = "bf16"  # of GPUs
     try:
         own = plain_dict(drop_unset(cfg.model), resolve=True)
-        without = ("target", "optim", *base_dropout(cfg.model, checkpoint, job.config_name))
+        without = ("target", "optim", *base_dropout(cfg.model, checkpoint, job.config.name))
         base = {key: value for key, value in checkpoint.items() if key not in without}
-        cfg.model = complete_model(OmegaConf.create(laid_over(base, own)), job.config_name)
+        cfg.model = complete_model(OmegaConf.create(laid_over(base, own)), job.config.name)
         return plain_dict(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration of the {job.name} has no value: {error}") from error
@@ -197,46 +191,22 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
     model, trainer = cfg["model"], cfg["trainer"]
     by_tokens = model.get("dynamic_micro_batch_tokens") is not None
     unit = 1 if by_tokens else job.unit  # by tokens the responses of a pair are dealt out singly
-    forward = _samples(job, cfg, Values(cfg).get(job.forward_key, 1), unit)
+    forward = 0
+    if job.forward_key:
+        forward = _samples(job, cfg, Values(cfg).get(job.forward_key), unit)
     common: dict[str, Any] = dict(
         width=_width(job, model), unit=unit, by_tokens=by_tokens, on_gpu=on_gpu
     )
     if not job.trains:
         return Workload(**common, trains=False, forward_samples=forward)
     common |= _training(job, cfg, split)
-    if job in (ACTOR, RS_ACTOR, REINFORCE_ACTOR):
-        kind = SECTIONS[job.config_name]
-        settings = model[kind]
-        kl = trainer[kind].get("initial_policy_kl_penalty", 0)
-        with_logprobs = job is ACTOR or kl > 0
-        return Workload(
-            **common,
-            forward_samples=forward if with_logprobs else 0,
-            rollout_samples=max(Values(cfg).get(key) for key in job.rollout_keys),
-            reference=kl > 0 or settings.get("kl_loss_coef", 0) > 0,
-            **_generation(cfg, settings, split),
-        )
-    if job is SPIN:
-        settings = model["spin"]
-        return Workload(
-            **common,
-            forward_samples=forward,
-            rollout_samples=settings["rollout_micro_batch_size"],
-            reference=True,
-            **_generation(cfg, settings, split),
-        )
-    if job is CRITIC:
+    if job.config is CRITIC.config:
         return Workload(
             **common,
             forward_samples=forward,
             swaps=bool(trainer["ppo"]["combine_rm_and_critic_server"]),
             offloads=bool(model["offload_adam_states"]),
         )
-    if job in (DPO, KTO):
-        kept = model["dpo" if job is DPO else "kto"]["ref_log_probs_dir"] is not None
-        return Workload(**common, forward_samples=forward, reference=not kept)
-    if job is STEERLM2:
-        return Workload(**common, forward_samples=forward)
     if job is STUDENT and Values(cfg).get(ON_POLICY, 0) > 0:
         settings = model["knowledge_distillation"]["on_policy"]
         share = max(model["global_batch_size"] // split.dp, 1)
@@ -247,7 +217,23 @@ def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) 
             merges=_merges(cfg),
             graphs=_whole_weights(cfg),
         )
-    return Workload(**common)
+    reference = _has_reference(job, cfg)
+    if f"{job.section}.generation.kv_cache_gb" in job.config.keys:
+        settings = Values(cfg).get(job.section)
+        if not reference and "rollout_logprobs" not in settings:
+            forward = 0
+        common |= _generation(cfg, settings, split)
+        common["rollout_samples"] = max(Values(cfg).get(key) for key in job.rollout_keys)
+    return Workload(**common, forward_samples=forward, reference=reference)
+
+
+def _has_reference(job: Job, cfg: Mapping[str, Any]) -> bool:
+    """Whether a copy of the reference policy's weights is needed."""
+    v, loop = Values(cfg), f"trainer.{job.config.algo}"
+    if v.get(f"{job.section}.ref_policy_kl_penalty") is not None:
+        return v.get(f"{job.section}.ref_log_probs_dir") is None
+    in_reward = v.get(f"{loop}.initial_policy_kl_penalty", 0)
+    return in_reward > 0 or v.get(f"{job.section}.kl_loss_coef", 0) > 0
 
 
 def _samples(job: Job, cfg: Mapping[str, Any], size: int, together: int) -> int:
@@ -260,7 +246,7 @@ def _samples(job: Job, cfg: Mapping[str, Any], size: int, together: int) -> int:
 
 def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
     model = cfg["model"]
-    together = 2 if job in (REWARD_MODEL, DPO, SPIN) else 1  # pairs
+    together = 2 if job.config.pairs else 1
     size = (model["steerlm2"] if job is STEERLM2 else model)["micro_batch_size"]
     own = _samples(job, cfg, size, together)
     micro_batches = max(model["global_batch_size"] * together // (own * split.dp), 1)
@@ -311,6 +297,6 @@ def _generation(
 
 
 def _width(job: Job, model: Mapping[str, Any]) -> int:
-    if job in (SFT, STEERLM2):
+    if job.config is STEERLM2.config:  # SFT, too
         return int(model["data"]["train_ds"]["max_seq_length"] or model["encoder_seq_length"])
     return int(model["encoder_seq_length"])

@@ -14,8 +14,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.jobs.sft import check_steerlm2
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
-from nemo_aligner.config.rules import check_steerlm2, check_values
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.plan.jobs import STEERLM2, Job, head_outputs, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
@@ -113,13 +115,13 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
             build_transformer_config(OmegaConf.create(cfg["model"]))
         check_values(
             dict(cfg),
-            job.config_name,
+            job.config.name,
             complete=True,
             visible_devices=cfg["trainer"]["devices"],
             env={},
         )
         if job is STEERLM2:
-            check_steerlm2(dict(cfg))
+            check_steerlm2(Values(dict(cfg)))
     except ConfigError as error:
         return str(error)
     return ""

@@ -79,7 +79,7 @@ def overrides(c: Candidate, item: JobInput, given: list[str], machine: Machine) 
     """The arguments of the job's script."""
     per_node = min(c.split.ranks, machine.gpus_per_node)
     own = {
-        item.job.restore_key: item.path,
+        item.job.config.restore_key: item.path,
         "trainer.devices": per_node,
         "trainer.num_nodes": c.split.ranks // per_node,
     }

@@ -11,6 +11,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss
@@ -23,7 +24,6 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.reward_model_classes import (
     RewardModelType,
     held_out_text,
-    learns_labelled_pairs,
 )
 from tests.tiny_models import tiny_config
 

@@ -29,10 +29,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.plan.__main__ import main, read_memory, read_model
 from nemo_aligner.plan.jobs import (
     ACTOR,
-    DPO,
     JOBS,
-    KTO,
-    REWARD_MODEL,
     STEERLM2,
     STUDENT,
     job_config,
@@ -70,6 +67,7 @@ from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config
 pytestmark = pytest.mark.slow
 
 GB = 2**30
+DPO, KTO, REWARD_MODEL = (JOBS[name][0] for name in ("dpo", "kto", "rm"))
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
 VARIANTS = {
     "gpt2": GPT2_LIKE,
@@ -719,8 +717,8 @@ def test_a_length_of_null_is_one_line(model_file, capsys):
 
 
 def test_jobs_have_the_keys_of_their_passes():
-    for job in {job for jobs in JOBS.values() for job in jobs}:
-        cfg = compose_settings(job.config_name, [])
+    for job in [job for jobs in JOBS.values() for job in jobs]:
+        cfg = compose_settings(job.config.name, [])
         for key in filter(None, (job.forward_key, *job.rollout_keys)):
             assert OmegaConf.select(cfg, key, default="absent") != "absent", (job.name, key)
 

@@ -18,10 +18,6 @@ from nemo_aligner.algorithms import reference_log_probs
 from nemo_aligner.algorithms.dpo import DPOTrainer
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.core.errors import SaveError, UserError
-from nemo_aligner.data.nlp.builders import (
-    build_train_valid_test_dpo_datasets,
-    build_train_valid_test_kto_datasets,
-)
 from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset
 from nemo_aligner.data.nlp.reference_log_probs import (
     META,
@@ -306,8 +302,8 @@ def test_a_checksum_sees_tokens_and_masks(case):
 
 
 KINDS = {
-    "dpo": (MegatronGPTDPOModel, build_train_valid_test_dpo_datasets, write_pairs),
-    "kto": (MegatronGPTKTOModel, build_train_valid_test_kto_datasets, write_labelled),
+    "dpo": (MegatronGPTDPOModel, write_pairs),
+    "kto": (MegatronGPTKTOModel, write_labelled),
 }
 
 
@@ -319,7 +315,7 @@ def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
 ):
     """Of real models, which are not their references any more."""
     torch.manual_seed(0)
-    cls, build, write = KINDS[kind]
+    cls, write = KINDS[kind]
     (tmp_path / "weights").write_bytes(b"weights")
     path = write(tmp_path / "data.jsonl")
     data = {"data_prefix": {"train": [path], "validation": [path]}, "seq_length": WIDTH}
@@ -333,12 +329,12 @@ def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
         }
     )
     cfg.model[kind].ref_log_probs_dir = str(tmp_path / "kept")
-    kept = build_preference_dataloaders(cfg, kind, build, model)
+    kept = build_preference_dataloaders(cfg, f"gpt_{kind}", model)
     assert model.init_policy_state_dict is None and model._swap_buffer is None
     assert len(list((tmp_path / "kept").iterdir())) == 2  # of training and validation data
 
     cfg.model[kind].ref_log_probs_dir = None
-    fresh = build_preference_dataloaders(cfg, kind, build, model)
+    fresh = build_preference_dataloaders(cfg, f"gpt_{kind}", model)
     assert (model.init_policy_state_dict is None) == (peft == "lora")
     with torch.no_grad():
         for chunk in model.model:

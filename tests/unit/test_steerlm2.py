@@ -13,7 +13,9 @@ import torch
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.rules import check_steerlm2
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.steerlm import prompt_weights, target_weights
 from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
@@ -289,6 +291,11 @@ def test_the_call_of_nemo_aligners_script(tmp_path):
     assert bytes(data[0]["responses"][2].tokens).decode() == f"{PROMPT}x\n\x11"
 
 
+def whole(model):
+    """A configuration of SteerLM 2.0 with this section `model`."""
+    return Values(resolved(complete_config({"model": model}, "gpt_sft")))
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -300,9 +307,9 @@ def test_the_call_of_nemo_aligners_script(tmp_path):
 )
 def test_what_cannot_be_trained_is_refused(keys, message):
     good = {"restore_from_path": "a.nemo", "data": {"chat": True}}
-    check_steerlm2(OmegaConf.create({"model": good}))
+    check_steerlm2(whole(good))
     with pytest.raises(ConfigError, match=message):
-        check_steerlm2(OmegaConf.create({"model": {**good, **keys}}))
+        check_steerlm2(whole({**good, **keys}))
 
 
 # --- the model ----------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Environment:
             [environments.md](environments.md). In `model.ppo`, `model.rs` and `model.reinforce`
     """
 
-    path: Any = key(None)
+    path: Any = key(None, code="class")
     max_turns: int = key(8, at_least=1)
     workers: int = key(2, at_least=1)
     timeout_s: float = key(10.0, above=0)
@@ -148,7 +148,7 @@ class RewardFunction:
             ([rewards](rewards.md#rewards-of-steps-and-tokens))
     """
 
-    reward_fn: Any = key(None)
+    reward_fn: Any = key(None, code="function")
     reward_fn_workers: int = key(2, at_least=1)
     reward_fn_timeout_s: float = key(10.0, above=0)
     reward_fn_fallback: float | None = key(None)

@@ -5,9 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.fields import LARGEST_PORT, key, section
-from nemo_aligner.config.keys.common import Alarms
-from nemo_aligner.config.keys.rollouts import RewardFunction
+from nemo_aligner.config.fields import LARGEST_PORT, key
 
 
 @dataclass
@@ -68,35 +66,3 @@ class Inference(Listening):
     """
 
     model_name: str = key("reward_model")
-
-
-@dataclass
-class RewardInference(Inference, RewardFunction):
-    """A server of rewards.
-
-    Attributes:
-        micro_batch_size: as for the critic; `inference.micro_batch_size` is the former name of
-            the second
-    """
-
-    micro_batch_size: Any = key("${model.forward_micro_batch_size}")
-
-
-@dataclass
-class CriticServer(Listening):
-    """The critic's loop.
-
-    Attributes:
-        require_lease: **new**: only the actor that holds the lease may train and save. False: so
-            may a client that knows no lease, such as NeMo-Aligner's, while no actor holds it
-        combine_rm_and_critic_server: score rewards too, by swapping weights
-        max_steps: whichever comes first; -1: no limit. `max_steps` of the critic (10000) is the
-            horizon of its learning rate, in updates
-        gradient_clip_val: largest norm of the whole gradient; 0: no clipping
-    """
-
-    require_lease: bool = key(True)
-    combine_rm_and_critic_server: bool = key(True)
-    max_steps: int = key(10000, at_least=-1)
-    gradient_clip_val: float | None = key(1.0, at_least=0)
-    alarms: Alarms | None = section()

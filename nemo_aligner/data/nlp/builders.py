@@ -21,6 +21,12 @@ from nemo_aligner.config.data_rules import (
     holds_tokens,
 )
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.jobs.reward_model import (
+    RewardModelType,
+    learns_labelled_pairs,
+    reward_model_type,
+)
 from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
@@ -75,6 +81,7 @@ __all__ = [
     "build_train_valid_test_regression_rm_datasets",
     "build_train_valid_test_rlhf_datasets",
     "build_train_valid_test_rm_datasets",
+    "datasets_of_job",
     "check_pad_to_length",
     "collate_with_batch_max_sequence_length",
     "collate_with_pad_to_max_batch",
@@ -351,6 +358,32 @@ def build_train_valid_test_knowledge_distillation_datasets(
 build_train_valid_test_response_datasets = partial(
     build_train_valid_test_knowledge_distillation_datasets, make=_make_response_dataset
 )
+
+
+def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
+    """What builds the datasets of a job that reads `model.data.data_prefix`, by what their records
+    hold.
+
+    Args:
+        model: its complete section `model`.
+    """
+    records = JOBS[config_name].records
+    if records == "logits":
+        build: Callable[..., Datasets] = build_train_valid_test_response_datasets
+        if model.knowledge_distillation.on_policy.fraction is None:
+            build = build_train_valid_test_knowledge_distillation_datasets
+        return partial(build, n_chunks=model.data.n_chunks)
+    if records == "scored":
+        if learns_labelled_pairs(model):
+            return build_train_valid_test_labelled_pair_datasets
+        if reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
+            return build_train_valid_test_regression_rm_datasets
+        return build_train_valid_test_rm_datasets
+    return {
+        "prompt": build_train_valid_test_rlhf_datasets,
+        "pair": build_train_valid_test_dpo_datasets,
+        "labelled": build_train_valid_test_kto_datasets,
+    }[records]
 
 
 def build_configured_datasets(

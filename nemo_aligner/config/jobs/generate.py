@@ -1,0 +1,129 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `generate` and `evaluate`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.data_rules import check_chat
+from nemo_aligner.config.fields import Job, key, section
+from nemo_aligner.config.jobs.shared import NO_RECOMPUTATION, PARALLEL
+from nemo_aligner.config.keys.common import Machines, Pretrained
+from nemo_aligner.config.keys.data import Chat
+from nemo_aligner.config.keys.model import Model
+from nemo_aligner.config.keys.rollouts import LengthParams, SamplingParams
+from nemo_aligner.config.rollout_rules import check_generation, check_responses_differ
+from nemo_aligner.config.values import Values
+
+
+@dataclass
+class CommandSampling(SamplingParams):
+    """How tokens are chosen.
+
+    Attributes:
+        add_BOS: plain prompts begin with the bos token; null: as the tokenizer itself does it, as
+            in the jobs
+    """
+
+    add_BOS: bool | None = key(None)
+
+
+@dataclass
+class CommandLength(LengthParams):
+    """How long responses are.
+
+    Attributes:
+        max_length: tokens of a response at most; null: half of `model.encoder_seq_length`, but
+            1024 at most
+    """
+
+    max_length: int | None = key(None, at_least=1)  # type: ignore[assignment]
+
+
+@dataclass
+class GenerateCommand:
+    """`nemo-aligner generate`.
+
+    Attributes:
+        responses_per_prompt: responses to each prompt of a file
+        micro_batch_size: samples that a data-parallel rank decodes together
+    """
+
+    responses_per_prompt: int = key(1, at_least=1)
+    micro_batch_size: int = key(8, at_least=1)
+    sampling_params: CommandSampling = section()
+    length_params: CommandLength = section()
+
+
+@dataclass
+class EvaluateRewards:
+    """Functions that judge responses.
+
+    Attributes:
+        reward_fn_workers, reward_fn_timeout_s: **new**: processes that call it; time limit per
+            sample in seconds
+        reward_fn_fallback: **new**: score of a sample for which it raised or took too long; null:
+            the request fails, and with it the job that sent it
+    """
+
+    reward_fn_workers: int = key(2, at_least=1)
+    reward_fn_timeout_s: float = key(10.0, above=0)
+    reward_fn_fallback: float | None = key(None)
+
+
+@dataclass
+class EvaluateCommand(GenerateCommand):
+    """`nemo-aligner evaluate`.
+
+    Attributes:
+        reward_model: keys of `model` in `conf/inference_rm.yaml` for the reward model, such as
+            `reward_model.forward_micro_batch_size=8`
+    """
+
+    reward_model: Any = key({}, free=True)
+
+
+@dataclass
+class Bootstrap:
+    """How intervals are made.
+
+    Attributes:
+        resamples, confidence, seed: number of draws, share of them inside an interval, seed
+    """
+
+    resamples: int = key(1000, at_least=1)
+    confidence: float = key(0.95, above=0, at_most=1)
+    seed: int = key(1234, at_least=0)
+
+
+def check(v: Values, dp: dict[str, int]) -> None:
+    check_chat(v.get("model.data", {}))
+    check_generation(v)
+    check_responses_differ(v, "", v.size("responses_per_prompt"), key="responses_per_prompt")
+
+
+_NO_BATCHES = frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_size"))
+
+
+_GENERATE: dict[str, Any] = {
+    "": GenerateCommand,
+    "trainer": Machines,
+    "pretrained_checkpoint": Pretrained,
+    "model": Model,
+    "model.data": Chat,
+}
+
+
+_OF_GENERATE = {**PARALLEL, **NO_RECOMPUTATION, "model.virtual_pipeline_model_parallel_size": 1}
+
+
+GENERATE = Job("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
+
+
+EVALUATE = Job(
+    "evaluate",
+    {**_GENERATE, "": EvaluateCommand, "bootstrap": Bootstrap, "inference": EvaluateRewards},
+    _OF_GENERATE,
+    without=_NO_BATCHES,
+    check=check,
+)

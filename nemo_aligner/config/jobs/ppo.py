@@ -1,0 +1,380 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PPO: the actor."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Job, inert, key, section
+from nemo_aligner.config.jobs.shared import of_actor
+from nemo_aligner.config.keys.common import ExpManager, Pretrained, Trainer
+from nemo_aligner.config.keys.data import Lines
+from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
+from nemo_aligner.config.keys.rollouts import (
+    BatchIterator,
+    Policy,
+    PolicyTrtLlm,
+    Remote,
+    RolloutAlarms,
+    RolloutLoop,
+    TrtLlm,
+)
+from nemo_aligner.config.rollout_rules import (
+    check_compares_responses,
+    check_policy,
+    check_responses_differ,
+)
+from nemo_aligner.config.server_rules import check_source_of_rewards
+from nemo_aligner.config.values import Values, require_multiple
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import (
+    ADVANTAGE_ESTIMATORS,
+    KL_ESTIMATORS,
+    PROCESS_REWARDS,
+    ROLLOUT_LOGPROBS,
+)
+
+
+@dataclass
+class AdaptiveKL:
+    """Moves the weight of the KL.
+
+    Attributes:
+        enable, target, horizon: **new**, ppo.md: move `initial_policy_kl_penalty` so that the KL
+            of a sample stays near the target
+    """
+
+    enable: bool = key(False)
+    target: float | None = key(6.0, above=0)
+    horizon: float | None = key(10000, above=0)
+
+
+@dataclass
+class PPOAlarms(RolloutAlarms):
+    """Alarms of PPO.
+
+    Attributes:
+        sampling_mismatch, first_update_kl, clip_fraction, explained_variance: **new**: thresholds
+            of the alarms, see [metrics.md](metrics.md); null switches one off
+    """
+
+    sampling_mismatch: float | None = key(0.05, above=0)
+    first_update_kl: Any = key(0.001)
+    clip_fraction: float | None = key(0.3, at_least=0, at_most=1)
+    explained_variance: float | None = key(-0.2, at_most=1)
+
+
+@dataclass
+class PPOLoop(RolloutLoop):
+    """PPO.
+
+    Attributes:
+        critic_warmup_steps: rollouts before step 0 that train only the critic
+        ppo_epochs: **new**: passes over one rollout
+        initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
+            reference policy
+        advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
+            `rloo`, `grpo`; see [ppo.md](ppo.md) for this and all that follows marked "ppo.md"
+        kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
+            `use_absolute_kl`
+        use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute
+            value of each token's log-ratio. It keeps its meaning, with a warning: it does not
+            hold the policy to the reference ([measured](ppo.md#which-kl-regularises))
+        discount_factor, gae_lambda: of generalised advantage estimation
+        critic_gae_lambda: **new**, ppo.md: lambda of the returns that the critic learns; null:
+            `gae_lambda`
+        normalize_advantages: to mean 0 and variance 1 over all response tokens
+        advantage_clip, reward_clip, whiten_rewards: **new**, ppo.md
+        process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their
+            sum is that of the response) or `steps` (each compared with the others',
+            [rewards](rewards.md#rewards-of-steps-and-tokens))
+        overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that
+            come close to `max_length`
+        target_kl: **new**, ppo.md: stop the updates of a rollout early; bound the loss of
+            unlikely tokens (`model.ppo.dual_clip`)
+        loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of
+            the clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
+        ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
+            `trainer.ppo.*` or `model.ppo.*`
+    """
+
+    critic_warmup_steps: int = key(0, at_least=0)
+    ppo_epochs: int = key(1, at_least=1)
+    initial_policy_kl_penalty: float = key(0.01, at_least=0)
+    advantage_estimator: str = key("gae")
+    kl_estimator: str | None = key(None, choices=KL_ESTIMATORS)
+    adaptive_kl: AdaptiveKL = section()
+    use_absolute_kl: bool = key(False)
+    discount_factor: float = key(1.0, at_least=0, at_most=1)
+    gae_lambda: float = key(0.95, at_least=0, at_most=1)
+    critic_gae_lambda: float | None = key(None, at_least=0, at_most=1)
+    normalize_advantages: bool = key(True)
+    advantage_clip: float | None = key(None, above=0)
+    reward_clip: float | None = key(None, above=0)
+    whiten_rewards: bool = key(False)
+    process_rewards: str | None = key("sum", choices=PROCESS_REWARDS)
+    overlong_buffer_len: int = key(0, at_least=0)
+    overlong_penalty_factor: float = key(1.0, above=0)
+    target_kl: float | None = key(None, above=0)
+    loss: str | None = key(None, code="function")
+    advantages: str | None = key(None, code="function")
+    ratio_eps: Any = key(0.2)
+    entropy_bonus: Any = key(0.0)
+    trt_model_dir: Any = inert("/tmp/trt_llm_model")
+    trt_llm: TrtLlm = section()
+    batch_iterator: BatchIterator = section()
+    alarms: PPOAlarms | None = section()
+
+
+@dataclass
+class PPOPolicy(Policy):
+    """The actor.
+
+    Attributes:
+        num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
+            multiple of `global_batch_size`
+        kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the loss
+            (`model.ppo`); with `initial_policy_kl_penalty` above 0 both apply, which a warning
+            says
+        dual_clip: **new**, ppo.md: stop the updates of a rollout early; bound the loss of
+            unlikely tokens (`model.ppo.dual_clip`)
+        train_on_truncated: **new**: truncated responses count in the policy's loss too
+            (`model.ppo`)
+        ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
+            `trainer.ppo.*` or `model.ppo.*`
+        rollout_logprobs: **new**: where the policy's log-probs of a rollout come from:
+            `recompute`, a forward pass like those of training, or `sampler`, generation itself,
+            which saves the pass. They differ by rounding: 1e-6 in fp32, in bf16 by 0.008 on
+            average, which every ratio of the loss then contains. The first rollout of a run is
+            recomputed in any case, to be compared with the reference
+    """
+
+    num_rollouts_per_prompt: int = key(1, at_least=1)
+    kl_loss_coef: float = key(0.0, at_least=0)
+    kl_loss_estimator: str = key("k3", choices=KL_ESTIMATORS)
+    dual_clip: float | None = key(None, above=1)
+    train_on_truncated: bool = key(False)
+    ratio_eps: float = key("${trainer.ppo.ratio_eps}", above=0)
+    entropy_bonus: float = key("${trainer.ppo.entropy_bonus}", at_least=0)
+    rollout_logprobs: str = key("recompute", choices=ROLLOUT_LOGPROBS)
+    trt_llm: PolicyTrtLlm = section()
+
+
+@dataclass
+class CriticNames:
+    """Endpoints of the critic.
+
+    Attributes:
+        train, infer, save, status, resume: names of the endpoints
+    """
+
+    train: str | None = key("critic_train")
+    infer: str | None = key("critic_infer")
+    save: str | None = key("critic_save")
+    status: Any = key(ABSENT)
+    resume: Any = key(ABSENT)
+
+
+@dataclass
+class CriticAddress:
+    """The critic's server.
+
+    Attributes:
+        ip, port: addresses of the servers
+    """
+
+    ip: str | None = key("localhost")
+    port: int | None = key(5556, at_least=1, at_most=LARGEST_PORT)
+    name: CriticNames = section()
+
+
+@dataclass
+class RemoteCriticRM(Remote):
+    """The critic's and the rewards' servers.
+
+    Attributes:
+        combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
+            server does. False too where it is not set and `reward_fn`, an environment or
+            `reward_models` is, or there is no critic
+    """
+
+    combine_rm_and_critic_server: bool = key(
+        "${critic_gives_rewards:${trainer.ppo.advantage_estimator},${trainer.pp"
+        "o.reward_fn},${model.ppo.environment.path},${.reward_models}}"
+    )
+    critic: CriticAddress = section()
+
+
+PPO, MODEL = "trainer.ppo.", "model.ppo."
+
+
+def check(v: Values, dp: dict[str, int]) -> None:
+    check_policy(v, "ppo", "remote_critic_rm", dp)
+    prompts = v.size(MODEL + "num_rollout_samples")
+    responses = v.size(MODEL + "num_rollouts_per_prompt")
+    name = MODEL + "num_rollout_samples"
+    name += f" x num_rollouts_per_prompt={responses}" if responses > 1 else ""
+    batch = v.size("model.global_batch_size")
+    require_multiple(name, prompts * responses, {"model.global_batch_size": batch})
+    check_ppo_variants(v)
+    check_source_of_rewards(v.get("remote_critic_rm"))
+
+
+def check_ppo_variants(values: Values) -> None:
+    """Refuse variants of PPO that cannot work.
+
+    Raises:
+        ConfigError: with the value and the remedy.
+    """
+    _check_ranges(values)
+    _check_adaptive_kl(values)
+    _check_responses(values)
+    _check_target_kl(values)
+    estimator = values.get(PPO + "advantage_estimator")
+    if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
+        _check_critic_free(values, estimator)
+        return
+    for name in ("ip", "port"):
+        if values.is_null(f"remote_critic_rm.critic.{name}"):
+            raise ConfigError(
+                f"remote_critic_rm.critic.{name} is not set, but "
+                f"trainer.ppo.advantage_estimator={estimator} needs a critic; give the address of "
+                "its server."
+            )
+
+
+def _check_ranges(v: Values) -> None:
+    check_estimator(v.get(PPO + "advantage_estimator"))
+    estimator = v.get(PPO + "advantage_estimator")
+    if v.get(PPO + "process_rewards") == "steps" and estimator != "grpo":
+        raise ConfigError(
+            "trainer.ppo.process_rewards=steps normalizes the rewards of steps within the "
+            f"responses to a prompt, as grpo does, but trainer.ppo.advantage_estimator="
+            f"{estimator}; set process_rewards=sum."
+        )
+    overlong = v.get(PPO + "overlong_buffer_len")
+    if v.get(PPO + "process_rewards") == "steps" and overlong:
+        raise ConfigError(
+            f"trainer.ppo.overlong_buffer_len={overlong} is a penalty at the last token of a "
+            "response. With trainer.ppo.process_rewards=steps it would count only where that "
+            "token ends a step; set one of them back."
+        )
+    buffer = v.get(PPO + "overlong_buffer_len")
+    longest = v.get(MODEL + "length_params.max_length")
+    if buffer > longest:
+        raise ConfigError(
+            f"trainer.ppo.overlong_buffer_len={buffer} is more than the {longest} tokens that a "
+            "response can have (model.ppo.length_params.max_length); set it to at most "
+            f"{longest}."
+        )
+
+
+def _check_adaptive_kl(v: Values) -> None:
+    if not v.get(PPO + "adaptive_kl.enable"):
+        return
+    for name in ("target", "horizon"):
+        if v.get(f"{PPO}adaptive_kl.{name}") is None:
+            raise ConfigError(
+                f"trainer.ppo.adaptive_kl.{name} is not set, but adaptive_kl.enable=True needs "
+                "it; give a number, or switch adaptive_kl off."
+            )
+    if not v.get(PPO + "initial_policy_kl_penalty"):
+        raise ConfigError(
+            "trainer.ppo.adaptive_kl.enable=True multiplies "
+            "trainer.ppo.initial_policy_kl_penalty=0, which stays 0; set a small penalty to start "
+            "from, for example 0.01, or switch adaptive_kl off."
+        )
+    samples, horizon = _samples_per_step(v), v.get(PPO + "adaptive_kl.horizon")
+    if horizon <= 0.2 * samples:
+        raise ConfigError(
+            f"trainer.ppo.adaptive_kl.horizon={horizon} is too short for {samples} samples per "
+            "PPO step: one step could make the penalty negative; set it above "
+            f"{0.2 * samples:g}, better to {10 * samples} or more."
+        )
+
+
+def _check_responses(v: Values) -> None:
+    responses = v.size(MODEL + "num_rollouts_per_prompt")
+    estimator = v.get(PPO + "advantage_estimator")
+    if ADVANTAGE_ESTIMATORS[estimator].compares_responses:
+        name = f"trainer.ppo.advantage_estimator={estimator}"
+        check_compares_responses(name, MODEL + "num_rollouts_per_prompt", responses)
+    check_responses_differ(v, MODEL, responses)
+
+
+def check_estimator(estimator: str) -> None:
+    """Raise `ConfigError` unless the advantage estimator exists."""
+    if estimator not in ADVANTAGE_ESTIMATORS:
+        raise ConfigError(
+            f"trainer.ppo.advantage_estimator={estimator!r} must be one of "
+            f"{', '.join(ADVANTAGE_ESTIMATORS)}."
+        )
+
+
+def _check_target_kl(v: Values) -> None:
+    target, samples = v.get(PPO + "target_kl"), _samples_per_step(v)
+    batch, epochs = v.get("model.global_batch_size"), v.get(PPO + "ppo_epochs")
+    if target is not None and samples // batch * epochs == 1:
+        raise ConfigError(
+            f"trainer.ppo.target_kl={target} ends the updates on a rollout early, but there is "
+            f"only one: {samples} samples per PPO step are one model.global_batch_size={batch}, "
+            "in one epoch. Set target_kl to null, or a smaller global_batch_size or more "
+            "ppo_epochs."
+        )
+
+
+def _check_critic_free(v: Values, estimator: str) -> None:
+    name = f"trainer.ppo.advantage_estimator={estimator}"
+    combined = "remote_critic_rm.combine_rm_and_critic_server"
+    if v.get(combined):
+        raise ConfigError(
+            f"{name} needs no critic, so the rewards cannot come from its server "
+            f"({combined}=True); leave that unset, and set trainer.ppo.reward_fn, or the address "
+            "of a reward server in remote_critic_rm.reward_model (or reward_models)."
+        )
+    if v.get(PPO + "critic_warmup_steps"):
+        raise ConfigError(
+            f"trainer.ppo.critic_warmup_steps={v.get(PPO + 'critic_warmup_steps')} would train a "
+            f"critic, but {name} has none; set it to 0."
+        )
+    if v.get(PPO + "critic_gae_lambda") is not None:
+        raise ConfigError(
+            f"trainer.ppo.critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is for the returns "
+            f"that a critic learns, but {name} has none; set it to null."
+        )
+    if v.get(PPO + "whiten_rewards"):
+        raise ConfigError(
+            "trainer.ppo.whiten_rewards=True rescales the rewards of single tokens, whose sum "
+            f"would then depend on the length of a response, and {name} compares sums; set it to "
+            "False (its advantages are scaled anyway)."
+        )
+    discount = v.get(PPO + "discount_factor")
+    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and discount != 1.0:
+        raise ConfigError(
+            f"trainer.ppo.discount_factor={discount} has no part in {name}, which compares whole "
+            "responses; set it to 1.0."
+        )
+
+
+def _samples_per_step(v: Values) -> int:
+    prompts = v.size(MODEL + "num_rollout_samples")
+    return prompts * v.size(MODEL + "num_rollouts_per_prompt")
+
+
+PPO_ACTOR = Job(
+    "gpt_ppo_actor",
+    {
+        "trainer": Trainer,
+        "trainer.ppo": PPOLoop,
+        "remote_critic_rm": RemoteCriticRM,
+        "exp_manager": ExpManager,
+        "pretrained_checkpoint": Pretrained,
+        "model": TrainedModel,
+        "model.ppo": PPOPolicy,
+        "model.peft": PolicyPeft,
+        "model.data": Lines,
+    },
+    of_actor("ppo", "val_rewards"),
+    check=check,
+    records="prompt",
+)
