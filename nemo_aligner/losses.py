@@ -1,8 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The former place of these names; what each import statement below names is the present one."""
+"""All losses, as functions of plain tensors; each statement names where they stand."""
 
+from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
+from nemo_aligner.core.kto import kto_loss
 from nemo_aligner.core.losses import (
     loss_count,
     loss_weights,
@@ -10,5 +12,7 @@ from nemo_aligner.core.losses import (
     ppo_critic_loss,
     preference_loss,
     regression_loss,
+    reinforce_loss,
     sft_loss,
 )
+from nemo_aligner.core.preference import dpo_loss

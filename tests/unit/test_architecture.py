@@ -28,6 +28,7 @@ FLOORS = [
     {"algorithms", "launch", "report"},
     {
         "__main__",
+        "api",
         "jobs",
         "compat",
         "convert",

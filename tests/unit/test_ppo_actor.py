@@ -5,8 +5,6 @@ input.
 """
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,26 +17,10 @@ from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.update import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-
 
 def make_actor(tokenizer_dir, **ppo):
     cfg = tiny_config(tokenizer_dir, ppo=OmegaConf.merge(PPO, ppo), micro_batch_size=2)
     return MegatronGPTActorModel(cfg)
-
-
-def test_the_snippet_of_the_readme(tiny_tokenizer_dir, tmp_path, monkeypatch, capsys):
-    """It runs as it stands, with a policy beside it."""
-    make_actor(tiny_tokenizer_dir).save_to(str(tmp_path / "sft.nemo"))
-    monkeypatch.chdir(tmp_path)
-    snippet = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
-    names = {}
-    exec(snippet, names)
-    tokens, length = names["rollout"]["response_tokens"], names["prompt"].size(1)
-    assert torch.equal(tokens[:, :length], names["prompt"]) and tokens.size(1) > length
-    expected, _ = logprobs_by_hand(names["actor"], tokens, temperature=1.0)
-    torch.testing.assert_close(names["logprobs"], expected, atol=1e-5, rtol=0)
-    assert capsys.readouterr().out.startswith("The film")
 
 
 def make_batch(actor):

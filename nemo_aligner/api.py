@@ -1,0 +1,248 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The package from Python: jobs, and a policy to hold in the hand.
+
+    import nemo_aligner as na
+
+    na.DPO({"pretrained_checkpoint.restore_from_path": "sft.nemo", ...}).run()
+    policy = na.Policy.load("results/gpt_dpo")
+    print(policy.generate(["The film"], max_length=20))
+
+`nemo_aligner` hands these names on and imports what is behind them when it is first asked for.
+"""
+
+import importlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
+from nemo_aligner.config.checks import check_config, check_keys, check_sections
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.convert.hugging_face import from_nemo
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
+from nemo_aligner.generate.policy import newest_weights, refuse_heads
+from nemo_aligner.launch.model_loading import load_from_nemo
+from nemo_aligner.launch.processes import resolve_and_create_trainer
+from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.training.megatron_steps import Batch
+from nemo_aligner.training.update import learning_rate, optimizer_step
+
+# Of `Policy.train`, where nothing else is given; a checkpoint's own are of another training.
+OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "sched": {"name": "constant"}}
+
+
+def _tree(settings: Mapping[str, Any] | None) -> DictConfig:
+    """Dotted keys as a configuration."""
+    tree = OmegaConf.create({}, flags={"allow_objects": True})
+    for key, value in (settings or {}).items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    return tree
+
+
+class Job:
+    """A job of the command line, such as `nemo-aligner train dpo`.
+
+    Args:
+        module: of `nemo_aligner.jobs`.
+        settings: dotted keys of its configuration with their values; the others have their
+            defaults (`nemo-aligner config dpo` prints all of them).
+
+    Attributes:
+        cfg: its configuration, complete.
+
+    Raises:
+        ConfigError: a text in the place of a section, and the like.
+    """
+
+    def __init__(self, module: str, settings: Mapping[str, Any] | None = None):
+        self._job = importlib.import_module(f"nemo_aligner.jobs.{module}")
+        given = _tree(settings)
+        check_sections(plain_dict(given), self._job.CONFIG_NAME)
+        self.cfg: DictConfig = complete_config(given, self._job.CONFIG_NAME)
+
+    def check(self) -> list[str]:
+        """Check the configuration as `run` does first; returns what a user should know of it.
+
+        Raises:
+            ConfigError: with the key, the value and the remedy.
+        """
+        return check_config(self.cfg, self._job.CONFIG_NAME)
+
+    def run(self) -> None:
+        """Run the job to its end, from its last checkpoint if it has one. A server serves until
+        the process is stopped. With several devices the script is started once for each, as by
+        Lightning: keep what it does behind `if __name__ == "__main__":`.
+
+        Raises:
+            UserError: what the command would end with.
+            JobStopped: after a save, at the time limit or a signal.
+        """
+        self._job.main.__wrapped__(self.cfg)
+
+
+SFT, RewardModel = partial(Job, "train_sft"), partial(Job, "train_rm")
+DPO, KTO, SPIN = (partial(Job, f"train_{name}") for name in ("dpo", "kto", "spin"))
+PPO, RS = partial(Job, "train_ppo"), partial(Job, "train_rs")
+REINFORCE, SteerLM2 = partial(Job, "train_reinforce"), partial(Job, "train_steerlm2")
+Distillation = partial(Job, "train_distill")
+CriticServer, RewardServer = partial(Job, "serve_critic"), partial(Job, "serve_reward")
+TeacherServer = partial(Job, "serve_teacher")
+
+
+class Policy:
+    """A policy to generate with, to score with and to train; every rank makes the same calls.
+
+    Attributes:
+        model: a `GPTSFTModel`.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, model: GPTSFTModel):
+        self.model, self.tokenizer = model, model.tokenizer
+
+    @classmethod
+    def load(cls, path: str | Path, settings: Mapping[str, Any] | None = None) -> "Policy":
+        """The policy in a `.nemo`, a Hugging Face folder or the newest checkpoint of a job.
+
+        Args:
+            settings: keys of `trainer` and `model`, as of a job of supervised fine-tuning, that
+                are not as in the checkpoint: `{"model.micro_batch_size": 4,
+                "model.optim.lr": 1e-6, "model.peft.peft_scheme": "lora", "trainer.devices": 2}`.
+
+        Raises:
+            UserError: the path does not exist, or holds no policy.
+            ConfigError: a setting that cannot work.
+        """
+        path = newest_weights(path, "path")
+        refuse_heads(path)
+        cfg = OmegaConf.create({"trainer": {}, "model": {"optim": OPTIM}})
+        cfg.merge_with(_tree(settings))
+        check_keys(plain_dict(cfg), GPTSFTModel.CONFIG_NAME)
+        trainer = resolve_and_create_trainer(cfg)
+        model = load_from_nemo(GPTSFTModel, cfg, trainer, restore_path=path)
+        if "peft" in cfg.model:
+            model.init_peft(model.cfg.peft)
+        model.set_eval()
+        return cls(model)
+
+    def generate(self, prompts: Sequence[str], max_length: int = 30, **params: Any) -> list[str]:
+        """A response to each prompt; greedy, unless `params` say otherwise.
+
+        Args:
+            max_length: tokens of a response at most.
+            params: `min_length`, and keys of `sampling_params`: `use_greedy`, `temperature`,
+                `top_k`, `top_p`, `repetition_penalty`, `end_strings`. One that is given makes
+                generation sample, but for the last two.
+        """
+        lengths = {"max_length": max_length, "min_length": params.pop("min_length", 1)}
+        samples = not {"temperature", "top_k", "top_p"}.isdisjoint(params)
+        self.model.set_eval()
+        sampling = {"use_greedy": not samples, "end_strings": []} | params
+        return list(self.model.generate(prompts, lengths, sampling)["predictions"])
+
+    def logprobs(self, prompts: Sequence[str], responses: Sequence[str]) -> list[Tensor]:
+        """float32 `[tokens of the response]` for each pair: the log-prob of each token of the
+        response behind its prompt, without dropout.
+        """
+        tokens, starts, ends = self.tokenize(prompts, responses)
+        self.model.set_eval()
+        found = self.model.get_inference_log_probs(tokens, response_lengths=ends)
+        rows = zip(found, starts.tolist(), ends.tolist(), strict=True)
+        return [row[start - 1 : end - 1] for row, start, end in rows]
+
+    def tokenize(
+        self, prompts: Sequence[str], responses: Sequence[str]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples as columns for a loss: `tokens` int64 `[B, S]`, padded with eos, and int64 `[B]`
+        each: where the response begins, and where it ends.
+
+        Raises:
+            UserError: a prompt or response without a token, or a sample that is too long.
+        """
+        with_bos = begins_with_bos(self.tokenizer, None, "add_BOS")
+        rows, starts = [], []
+        limit = self.model.cfg.encoder_seq_length
+        for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            begin = text_tokens(self.tokenizer, prompt, with_bos)
+            rows.append([*begin, *text_tokens(self.tokenizer, response, False)])
+            starts.append(len(begin))
+            if not 0 < len(begin) < len(rows[-1]) <= limit:
+                raise UserError(
+                    f"sample {number} has {len(begin)} tokens of a prompt and "
+                    f"{len(rows[-1]) - len(begin)} of a response; both need one, and together "
+                    f"they may have model.encoder_seq_length={limit}."
+                )
+        ends = [len(row) for row in rows]
+        padding = self.tokenizer.eos_id
+        padded = [row + [padding] * (max(ends) - len(row)) for row in rows]
+        return torch.tensor(padded), torch.tensor(starts), torch.tensor(ends)
+
+    def train(
+        self,
+        loss: Callable[..., tuple[Tensor, Batch]],
+        columns: Batch,
+        clip: float | None = 1.0,
+        **options: Any,
+    ) -> dict[str, float]:
+        """One optimizer update by `loss` of a global batch.
+
+        Args:
+            loss, columns, options: as for `LogProbsMixin.compute_loss`: `loss` is one of
+                `na.losses`, or your own function of the tensors that its parameters name;
+                `columns` are this data-parallel rank's share.
+            clip: largest norm of the gradient; None: no clipping.
+
+        Returns:
+            The metrics of the loss, `lr` and, with clipping, `grad_norm`.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is NaN or infinite; no weight has changed.
+        """
+        model = self.model
+        if model._optimizer is None:
+            model.setup_megatron_optimization(max_steps=1)
+        assert model._optimizer is not None and model._scheduler is not None
+        model.prepare_for_training_step()
+        _, metrics = model.compute_loss(loss, columns, False, **options)
+        model.finish_training_step()
+        metrics["lr"] = learning_rate(model._optimizer)
+        norm = optimizer_step(model._optimizer, model._scheduler, clip)
+        model.set_eval()
+        return metrics if norm is None else metrics | {"grad_norm": float(norm)}
+
+    def evaluate(
+        self, loss: Callable[..., tuple[Tensor, Batch]], columns: Batch, **options: Any
+    ) -> dict[str, float]:
+        """The metrics of `loss`, as for `train`, without learning and without dropout."""
+        self.model.set_eval()
+        _, metrics = self.model.compute_loss(loss, columns, True, **options)
+        return metrics
+
+    def save(self, path: str | Path) -> None:
+        """Write a `.nemo`, or without a suffix a folder; what every job and `load` take."""
+        self.model.save_to(str(path))
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder; adapters are merged into their base.
+
+        Raises:
+            UserError: on all ranks, if it exists or Hugging Face cannot express the model.
+        """
+        weights = Path(f"{folder}.weights")
+        self.model.save_to(f"{weights}/")  # a folder, whatever its name
+        with failing_together():
+            if is_rank_zero():
+                try:
+                    from_nemo(weights, Path(folder))
+                finally:
+                    shutil.rmtree(weights)
