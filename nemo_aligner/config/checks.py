@@ -234,11 +234,13 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
 
 
 def check_sections(tree: Mapping, config_name: str) -> None:
-    """Refuse a number, text or list in the place of a section of `tree`, a plain nested dict
-    without references.
+    """Refuse a number, text or list in the place of a section of `tree`, a plain nested dict; what
+    a reference leads to is not known.
     """
     for key, value in _walk(tree, config_name).items():
-        if isinstance(value, Mapping) or value is None or key in FREE or key in LIVE[config_name]:
+        if isinstance(value, Mapping) or value is None or "${" in str(value):
+            continue
+        if key in FREE or key in LIVE[config_name]:
             continue
         below = sorted(live for live in LIVE[config_name] if live.startswith(f"{key}."))
         if below:

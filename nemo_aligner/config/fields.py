@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from nemo_aligner.config.values import Values
@@ -96,6 +96,9 @@ class Key:
             values.choice(self.name, self.choices)
         elif self.kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{self.name}={value!r} must be True or False.")
+        elif self.kind is str and isinstance(value, bool | Sequence | Mapping):
+            if not isinstance(value, str):
+                raise ConfigError(f"{self.name}={value!r} must be a text.")
         elif self.kind is int and self.at_most == LARGEST_PORT:
             values.port(self.name)
         elif self.kind in (int, float):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.checks import check_config
+from nemo_aligner.config.checks import check_config, check_sections
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
@@ -16,7 +16,7 @@ from nemo_aligner.config.parallel_rules import (
     default_precision,
 )
 from nemo_aligner.config.rules import why_nothing_is_kept
-from nemo_aligner.config.values import Values, resolved
+from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.inputs import check_inputs
@@ -41,6 +41,7 @@ def job_main(
         @functools.partial(user_errors_end_the_job, is_job=True)
         @functools.wraps(main)
         def run(cfg: DictConfig) -> None:
+            check_sections(plain_dict(cfg), config_name)
             cfg = complete_config(cfg, config_name)
             _check(cfg, config_name)
             share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))

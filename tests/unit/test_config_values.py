@@ -17,6 +17,7 @@ from nemo_aligner.config.rules import check_keys_alone, check_values
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.jobs import train_ppo
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import NO_LAUNCHER, check, load
 
@@ -129,6 +130,22 @@ def test_a_value_in_the_place_of_a_section_is_refused(key, value, shown, below, 
     with pytest.raises(
         ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"
     ):
+        check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)
+
+
+@pytest.mark.parametrize("section", ["trainer", "model", "trainer.ppo", "model.optim"])
+def test_a_job_says_so_before_it_reads_its_keys(section, tmp_path):
+    cfg = load("gpt_ppo_actor", tmp_path)
+    OmegaConf.update(cfg, section, "text", merge=False)
+    with pytest.raises(ConfigError, match=f"{section}='text' is a section; set its keys"):
+        train_ppo.main.__wrapped__(cfg)
+
+
+@pytest.mark.parametrize("value", [["a"], True])
+def test_a_text_is_a_text(value, tmp_path):
+    cfg = load("gpt_ppo_actor", tmp_path)
+    OmegaConf.update(cfg, "exp_manager.name", value, merge=False)
+    with pytest.raises(ConfigError, match=r"exp_manager\.name=.* must be a text\."):
         check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)
 
 

@@ -111,8 +111,8 @@ class RemoteTeacher:
     name: str = key("teacher_logits")
     init_timeout_s: float = key(600, above=0)
     inference_timeout_s: float = key(3600, above=0)
-    token_file: Any = key(None)
-    tls_ca_file: Any = key(None)
+    token_file: str | None = key(None)
+    tls_ca_file: str | None = key(None)
 
 
 @dataclass

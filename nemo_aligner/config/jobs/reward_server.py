@@ -29,7 +29,7 @@ class RewardModelFile:
             decodes (the policy's)
     """
 
-    rm_model_file: Any = key(None)
+    rm_model_file: str | None = key(None)
 
 
 @dataclass

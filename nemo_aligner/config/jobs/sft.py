@@ -3,7 +3,6 @@
 """Supervised fine-tuning, and SteerLM 2.0."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_aligner.config.data_rules import check_sft_data
 from nemo_aligner.config.fields import Job, key, section
@@ -62,7 +61,7 @@ class SFTModel:
         loss_reduction: **new**, as for the PPO actor
     """
 
-    restore_from_path: Any = key(None)
+    restore_from_path: str | None = key(None)
     answer_only_loss: bool = key(True)
     loss_reduction: str | None = key("token", choices=LOSS_REDUCTIONS)
     steerlm2: SteerLM2 = section()

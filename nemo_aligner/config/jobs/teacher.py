@@ -101,7 +101,7 @@ class TopKCommand:
     """
 
     top_k: int = key(100, at_least=1)
-    output_path: Any = key(None, required=True)
+    output_path: str = key(None)
     start_from_idx: int | None = key(None, at_least=0)
     end_at_idx: int | None = key(None, at_least=0)
 

@@ -126,7 +126,7 @@ class CheckpointParams:
     monitor: str | None = key("val_loss")
     mode: Literal["min", "max"] | None = key("min")
     save_top_k: Any = key(3)
-    filename: Any = key("megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-{epoch}")
+    filename: str | None = key("megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-{epoch}")
     save_nemo_on_train_end: bool = key(True)
     always_save_nemo: bool = key(False)
     async_save: bool = key(False)
@@ -152,7 +152,7 @@ class ExpManager:
     """
 
     explicit_log_dir: str | None = key("./results/<job>")
-    exp_dir: Any = key(None)
+    exp_dir: str | None = key(None)
     name: str | None = key("megatron_gpt")
     version: Any = key(ABSENT)
     use_datetime_version: bool = key(ABSENT)
@@ -171,7 +171,7 @@ class ExpManager:
     clearml_logger_kwargs: dict | None = key(ABSENT, free=True)
     create_neptune_logger: bool = key(ABSENT)
     neptune_logger_kwargs: dict | None = key(ABSENT, free=True)
-    resume_from_checkpoint: Any = key(None)
+    resume_from_checkpoint: str | None = key(None)
     resume_if_exists: bool = key(True)
     resume_past_end: bool = key(ABSENT)
     resume_ignore_no_checkpoint: bool = key(True)
@@ -202,4 +202,4 @@ class Pretrained:
             reward-model server uses `rm_model_file`, SFT `model.restore_from_path`
     """
 
-    restore_from_path: Any = key(None)
+    restore_from_path: str | None = key(None)

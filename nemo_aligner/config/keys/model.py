@@ -311,8 +311,8 @@ class AdapterCheckpoint:
         checkpoint_dir, checkpoint_name: the same, as folder and name of a checkpoint
     """
 
-    checkpoint_dir: Any = key(None)
-    checkpoint_name: Any = key(None)
+    checkpoint_dir: str | None = key(None)
+    checkpoint_name: str | None = key(None)
 
 
 @dataclass
@@ -358,7 +358,7 @@ class Peft:
     """
 
     peft_scheme: str | None = key("none")
-    restore_from_path: Any = key(None)
+    restore_from_path: str | None = key(None)
     restore_from_ckpt: AdapterCheckpoint = section()
     lora_tuning: LoraTuning = section()
 

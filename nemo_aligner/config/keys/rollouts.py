@@ -153,7 +153,7 @@ class RewardFunction:
     reward_fn_timeout_s: float = key(10.0, above=0)
     reward_fn_fallback: float | None = key(None)
     rewards_per: Literal["response", "step", "token"] = key("response")
-    step_end: Any = key(None)
+    step_end: str | None = key(None)
 
 
 @dataclass
@@ -183,8 +183,8 @@ class RolloutLoop(Loop, RewardFunction):
 
     max_epochs: int = key(1, at_least=1)
     val_check_interval: int = key(10, at_least=0)
-    reward_token_file: Any = key(None)
-    reward_tls_ca_file: Any = key(None)
+    reward_token_file: str | None = key(None)
+    reward_tls_ca_file: str | None = key(None)
     run_init_validation: bool = key(False)
     rollout_batch_seq_length: int | None = key(None, at_least=2)
     model_gbs: Any = key("${model.global_batch_size}", required=True)
@@ -265,8 +265,8 @@ class Remote:
     inference_timeout_s: float | None = key(3600, above=0)
     reward_model: RewardAddress = section()
     reward_models: Any = key(None, free=True)
-    token_file: Any = key(None)
-    tls_ca_file: Any = key(None)
+    token_file: str | None = key(None)
+    tls_ca_file: str | None = key(None)
 
 
 @dataclass

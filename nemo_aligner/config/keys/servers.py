@@ -22,8 +22,8 @@ class Server:
     """
 
     frontend: str | None = key("triton")
-    tls_certificate: Any = key(None)
-    tls_key: Any = key(None)
+    tls_certificate: str | None = key(None)
+    tls_key: str | None = key(None)
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Listening:
 
     host: str = key("127.0.0.1")
     port: int = key(5556, at_least=1, at_most=LARGEST_PORT)
-    token_file: Any = key(None)
+    token_file: str | None = key(None)
     max_request_mb: float | None = key(64, at_least=64, at_most=2047)
     max_queue_delay_microseconds: float = key(0, at_least=0)
     inference_micro_batch_size: Any = key("${model.forward_micro_batch_size}", required=True)
