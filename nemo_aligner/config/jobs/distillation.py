@@ -106,7 +106,7 @@ class RemoteTeacher:
         init_timeout_s, inference_timeout_s, token_file, tls_ca_file: **new**: as for `remote_rm`
     """
 
-    host: str = key("localhost")
+    host: Any = key("localhost", required=True)
     port: Any = key(5556, required=True)
     name: str = key("teacher_logits")
     init_timeout_s: float = key(600, above=0)

@@ -83,7 +83,7 @@ class Lines(Chat):
     add_bos: bool | None = key(None)
     append_eod: bool = key(ABSENT)
     apply_ftfy: bool = key(ABSENT)
-    splits_string: str | None = key(None)
+    splits_string: Any = key(None)
     seq_length: int = key("${model.encoder_seq_length}", at_least=2)
     num_workers: Any = key(0, required=True)
     validation_drop_last: bool = key(True)
@@ -109,7 +109,7 @@ class ExampleSet:
             actors
     """
 
-    file_path: str | None = key("???")
+    file_path: Any = key("???")
     max_seq_length: int = key("${model.encoder_seq_length}", at_least=2)
     label_key: str | None = key("output")
     add_eos: bool = key(True)

@@ -234,7 +234,7 @@ class RewardAddress:
     """
 
     name: str | None = key("reward_model")
-    ip: str | None = key("localhost")
+    ip: Any = key("localhost")
     port: Any = key(5555)
 
 
