@@ -7,7 +7,7 @@ Notation: B pairs on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         gt_reward_scale: factor of the rewards that the data give; None: they give none.
     """
 
+    # Log-probs of the reference policy in a batch, in the order of `get_ref_policy_logprobs`, and
+    # the masks of the tokens that count.
+    REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
+        "ref_policy_log_probs_chosen": "chosen_mask",
+        "ref_policy_log_probs_rejected": "rejected_mask",
+    }
     loss_settings: dict[str, Any]
     gt_reward_scale: float | None = None
 

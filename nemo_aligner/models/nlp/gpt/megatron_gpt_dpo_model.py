@@ -4,9 +4,6 @@
 IPO, RPO).
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
@@ -19,12 +16,6 @@ class MegatronGPTDPOModel(DirectPreferenceMixin):
     """
 
     CONFIG_NAME = "gpt_dpo"
-    # Log-probs of the reference policy in a batch, in the order of `get_ref_policy_logprobs`, and
-    # the masks of the tokens that count.
-    REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
-        "ref_policy_log_probs_chosen": "chosen_mask",
-        "ref_policy_log_probs_rejected": "rejected_mask",
-    }
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         super().__init__(cfg, trainer=trainer)

@@ -34,7 +34,7 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     """
 
     CONFIG_NAME = "gpt_kto"
-    # As in `MegatronGPTDPOModel`.
+    # As in `DirectPreferenceMixin`.
     REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
         "ref_policy_log_probs_samples": "sample_mask",
         "ref_policy_log_probs_kl_samples": "kl_sample_mask",
