@@ -68,7 +68,7 @@ CHECKPOINT_OPTIONS = (
 OVERVIEW = {
     "job": (
         "trainer.ppo.advantage_estimator",
-        *(f"trainer.{section}.reward_fn" for section in SECTIONS.values()),
+        *(f"trainer.{section}.reward_fn" for section in dict.fromkeys(SECTIONS.values())),
     ),
     "from": (
         "pretrained_checkpoint.restore_from_path",
