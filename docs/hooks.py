@@ -40,10 +40,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def api_page(room: Path) -> str:
     """One section per module of a room of the package; not of the keys, which config.md shows."""
+    keys = [ROOT / "nemo_aligner/config" / name for name in ("keys", "jobs")]
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted(room.rglob("*.py"))
-        if path.name != "__init__.py" and path.parent != ROOT / "nemo_aligner/config/keys"
+        if path.name != "__init__.py" and path.parent not in keys
     ]
     sections = "\n\n".join(f"::: {module}" for module in modules)
     return f"# nemo_aligner.{room.name}\n\n{sections}\n"
