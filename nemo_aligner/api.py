@@ -25,8 +25,10 @@ from torch import Tensor
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.config.checks import check_config, check_keys, check_sections
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.values import plain_dict
-from nemo_aligner.convert.hugging_face import from_nemo
+from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.optim_rules import check_optim
+from nemo_aligner.config.values import Values, plain_dict
+from nemo_aligner.convert.hugging_face import Options, from_nemo
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.generate.policy import newest_weights, refuse_heads
@@ -38,7 +40,11 @@ from nemo_aligner.training.megatron_steps import Batch
 from nemo_aligner.training.update import learning_rate, optimizer_step
 
 # Of `Policy.train`, where nothing else is given; a checkpoint's own are of another training.
-OPTIM = {"name": "distributed_fused_adam", "lr": 1e-6, "sched": {"name": "constant"}}
+OPTIM = {
+    "name": "distributed_fused_adam",
+    "lr": 1e-6,
+    "sched": {"name": "constant", "warmup_steps": 0, "constant_steps": 0, "min_lr": 0.0},
+}
 
 
 def _tree(settings: Mapping[str, Any] | None) -> DictConfig:
@@ -47,6 +53,12 @@ def _tree(settings: Mapping[str, Any] | None) -> DictConfig:
     for key, value in (settings or {}).items():
         OmegaConf.update(tree, key, value, force_add=True)
     return tree
+
+
+def _texts(given: Sequence[str]) -> Sequence[str]:
+    if isinstance(given, str):
+        raise UserError(f"{given!r} is one text; give a list of them.")
+    return given
 
 
 class Job:
@@ -128,6 +140,12 @@ class Policy:
         cfg = OmegaConf.create({"trainer": {}, "model": {"optim": OPTIM}})
         cfg.merge_with(_tree(settings))
         check_keys(plain_dict(cfg), GPTSFTModel.CONFIG_NAME)
+        values = Values(plain_dict(cfg))
+        for key in JOBS[GPTSFTModel.CONFIG_NAME].keys.values():
+            if values.get(key.name) is not None:
+                key.check(values)
+        check_optim(cfg.model.optim)
+        cfg.model.overwrite_base_config = {"optim": True}  # of the training before
         trainer = resolve_and_create_trainer(cfg)
         model = load_from_nemo(GPTSFTModel, cfg, trainer, restore_path=path)
         if "peft" in cfg.model:
@@ -135,25 +153,53 @@ class Policy:
         model.set_eval()
         return cls(model)
 
-    def generate(self, prompts: Sequence[str], max_length: int = 30, **params: Any) -> list[str]:
-        """A response to each prompt; greedy, unless `params` say otherwise.
+    def generate(
+        self,
+        prompts: Sequence[str],
+        max_length: int = 30,
+        *,
+        min_length: int = 1,
+        use_greedy: bool | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        end_strings: Sequence[str] = (),
+    ) -> list[str]:
+        """A response to each prompt.
 
         Args:
-            max_length: tokens of a response at most.
-            params: `min_length`, and keys of `sampling_params`: `use_greedy`, `temperature`,
-                `top_k`, `top_p`, `repetition_penalty`, `end_strings`. One that is given makes
-                generation sample, but for the last two.
+            max_length, min_length: tokens of a response.
+            use_greedy: take the likeliest token; None: unless one of the next three is given.
+            temperature, top_k, top_p, repetition_penalty, end_strings: as `sampling_params` of
+                jobs.
+
+        Raises:
+            UserError: a prompt leaves no room for a response.
+            ConfigError: a value that cannot work.
         """
-        lengths = {"max_length": max_length, "min_length": params.pop("min_length", 1)}
-        samples = not {"temperature", "top_k", "top_p"}.isdisjoint(params)
+        if not _texts(prompts):
+            return []
         self.model.set_eval()
-        sampling = {"use_greedy": not samples, "end_strings": []} | params
+        sampling = {
+            "use_greedy": (temperature, top_k, top_p) == (1.0, 0, 1.0)
+            if use_greedy is None
+            else use_greedy,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "repetition_penalty": repetition_penalty,
+            "end_strings": list(end_strings),
+        }
+        lengths = {"max_length": max_length, "min_length": min_length}
         return list(self.model.generate(prompts, lengths, sampling)["predictions"])
 
     def logprobs(self, prompts: Sequence[str], responses: Sequence[str]) -> list[Tensor]:
         """float32 `[tokens of the response]` for each pair: the log-prob of each token of the
         response behind its prompt, without dropout.
         """
+        if not _texts(prompts):
+            return []
         tokens, starts, ends = self.tokenize(prompts, responses)
         self.model.set_eval()
         found = self.model.get_inference_log_probs(tokens, response_lengths=ends)
@@ -169,6 +215,10 @@ class Policy:
         Raises:
             UserError: a prompt or response without a token, or a sample that is too long.
         """
+        if not len(_texts(prompts)) == len(_texts(responses)) > 0:
+            raise UserError(
+                f"{len(prompts)} prompts with {len(responses)} responses; give a response to each."
+            )
         with_bos = begins_with_bos(self.tokenizer, None, "add_BOS")
         rows, starts = [], []
         limit = self.model.cfg.encoder_seq_length
@@ -232,8 +282,9 @@ class Policy:
         """Write a `.nemo`, or without a suffix a folder; what every job and `load` take."""
         self.model.save_to(str(path))
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder; adapters are merged into their base.
+    def save_hf(self, folder: str | Path, overwrite: bool = False) -> None:
+        """Write a Hugging Face folder, with `overwrite` in the place of one; adapters are merged
+        into their base.
 
         Raises:
             UserError: on all ranks, if it exists or Hugging Face cannot express the model.
@@ -243,6 +294,6 @@ class Policy:
         with failing_together():
             if is_rank_zero():
                 try:
-                    from_nemo(weights, Path(folder))
+                    from_nemo(weights, Path(folder), Options(overwrite=overwrite))
                 finally:
                     shutil.rmtree(weights)

@@ -63,8 +63,14 @@ def test_log_probs_are_those_of_the_response(saved):
         torch.testing.assert_close(
             logprobs, expected[row, start - 1 : end - 1], atol=1e-5, rtol=1e-5
         )
-    with pytest.raises(UserError, match=r"sample 0 has \d+ tokens of a prompt and 0 of a resp"):
-        policy.logprobs(["the film"], [""])
+    assert policy.logprobs([], []) == policy.generate([]) == []
+    for texts, says in (
+        ((["the film"], [""]), r"sample 0 has \d+ tokens of a prompt and 0 of a response"),
+        ((["the film"], []), "1 prompts with 0 responses"),
+        (("the film", " was"), "'the film' is one text"),
+    ):
+        with pytest.raises(UserError, match=says):
+            policy.logprobs(*texts)
 
 
 def test_responses_are_greedy_unless_sampling_is_asked_for(saved):
@@ -100,6 +106,8 @@ def test_it_learns_by_a_loss_of_ones_own(saved, tmp_path):
     assert likely > by_hand[0] and unlikely < by_hand[1]
     with pytest.raises(TypeError, match="rewards"):
         policy.train(weighted, {"tokens": tokens}, mask=mask)
+    with pytest.raises(UserError, match="a loss needs a mask"):
+        policy.train(weighted, columns)
 
     policy.save(tmp_path / "trained.nemo")
     policy.save_hf(tmp_path / "hf-3.2")
@@ -150,6 +158,8 @@ def test_what_is_no_policy_or_no_setting_is_refused(saved, tiny_tokenizer_dir, t
         na.Policy.load(tmp_path / "rm.nemo")
     with pytest.raises(ConfigError, match="did you mean model.micro_batch_size"):
         na.Policy.load(saved, {"model.micro_batchsize": 2})
+    with pytest.raises(ConfigError, match="model.optim.lr='x' must be a finite number"):
+        na.Policy.load(saved, {"model.optim.lr": "x"})
     with pytest.raises(UserError, match="does not exist"):
         na.Policy.load(tmp_path / "none.nemo")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
 from nemo_aligner.core.masks import counted_lengths, one_row_per_sample
 from nemo_aligner.core.types import SFTBatch
@@ -113,6 +114,9 @@ class LogProbsMixin(NLPAdapterModelMixin):
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.
+
+        Raises:
+            UserError: neither `mask` nor weights are given.
         """
         micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
         loss_reduction = loss_reduction or self.loss_reduction
@@ -120,6 +124,8 @@ class LogProbsMixin(NLPAdapterModelMixin):
             weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
             columns = {**columns, "weights": weights}
         if lengths is None:
+            if "weights" not in columns:
+                raise UserError("a loss needs a mask, or columns with the weights of the tokens.")
             lengths = counted_lengths(columns["weights"], columns["tokens"].size(1))
         names = inspect.signature(loss).parameters
 
