@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""RLHF for Megatron models: PPO against a served critic, with supervised fine-tuning and reward
-models to feed it.
+"""RLHF for Megatron models: PPO against a served critic, and what belongs to it.
 
 From Python, `import nemo_aligner as na` gives the jobs, `na.PPO(...).run()`, and `na.Policy`
 (`api.py`), and the functions of `na.losses` and `na.advantages`; nothing is imported before it is

@@ -13,6 +13,7 @@
 
 import importlib
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,21 +23,25 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.checkpoint.dist_ckpt import failing_together
-from nemo_aligner.config.checks import check_config, check_keys, check_sections
+from nemo_aligner.config.checks import check_keys, check_sections
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.optim_rules import check_optim
 from nemo_aligner.config.values import Values, plain_dict
-from nemo_aligner.convert.hugging_face import Options, from_nemo
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.convert.hugging_face import Options, check_target, from_nemo
+from nemo_aligner.core.endings import ExitCode, note_ending
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.generate.policy import newest_weights, refuse_heads
+from nemo_aligner.launch.endings import end_at_once
+from nemo_aligner.launch.job_entry import check_job
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.launch.processes import resolve_and_create_trainer
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.megatron_steps import Batch
+from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.update import learning_rate, optimizer_step
 
 # Of `Policy.train`, where nothing else is given; a checkpoint's own are of another training.
@@ -51,6 +56,9 @@ def _tree(settings: Mapping[str, Any] | None) -> DictConfig:
     """Dotted keys as a configuration."""
     tree = OmegaConf.create({}, flags={"allow_objects": True})
     for key, value in (settings or {}).items():
+        above = OmegaConf.select(tree, key.rpartition(".")[0]) if "." in key else tree
+        if above is not None and not OmegaConf.is_dict(above):
+            raise ConfigError(f"{key}={value!r} is below a key whose value is {above!r}.")
         OmegaConf.update(tree, key, value, force_add=True)
     return tree
 
@@ -83,12 +91,15 @@ class Job:
         self.cfg: DictConfig = complete_config(given, self._job.CONFIG_NAME)
 
     def check(self) -> list[str]:
-        """Check the configuration as `run` does first; returns what a user should know of it.
+        """Check the configuration and the files that it names, as `run` does first; returns what
+        a user should know of it.
 
         Raises:
-            ConfigError: with the key, the value and the remedy.
+            UserError: with the key, the value and the remedy.
         """
-        return check_config(self.cfg, self._job.CONFIG_NAME)
+        notes = check_job(self.cfg, self._job.CONFIG_NAME)
+        getattr(self._job, "check", lambda cfg: None)(self.cfg)
+        return notes
 
     def run(self) -> None:
         """Run the job to its end, from its last checkpoint if it has one. A server serves until
@@ -99,7 +110,14 @@ class Job:
             UserError: what the command would end with.
             JobStopped: after a save, at the time limit or a signal.
         """
-        self._job.main.__wrapped__(self.cfg)
+        with stop_requests.watching(end_at_once):
+            try:
+                self._job.main.__wrapped__(self.cfg)
+            except Exception as error:
+                code, reason = ExitCode.FAILED, f"{type(error).__name__}: {error}"
+                note_ending(code, reason, stop_requests.step)
+                raise
+            note_ending(ExitCode.FINISHED, "finished", stop_requests.step)
 
 
 SFT, RewardModel = partial(Job, "train_sft"), partial(Job, "train_rm")
@@ -138,7 +156,12 @@ class Policy:
         path = newest_weights(path, "path")
         refuse_heads(path)
         cfg = OmegaConf.create({"trainer": {}, "model": {"optim": OPTIM}})
-        cfg.merge_with(_tree(settings))
+        given = _tree(settings)
+        for section in given:
+            if section not in cfg or given[section] is None:
+                raise ConfigError(f"{section}: give keys of model and trainer.")
+        check_sections(plain_dict(given), GPTSFTModel.CONFIG_NAME)
+        cfg.merge_with(given)
         check_keys(plain_dict(cfg), GPTSFTModel.CONFIG_NAME)
         values = Values(plain_dict(cfg))
         for key in JOBS[GPTSFTModel.CONFIG_NAME].keys.values():
@@ -247,9 +270,11 @@ class Policy:
         """One optimizer update by `loss` of a global batch.
 
         Args:
-            loss, columns, options: as for `LogProbsMixin.compute_loss`: `loss` is one of
-                `na.losses`, or your own function of the tensors that its parameters name;
-                `columns` are this data-parallel rank's share.
+            loss, columns, options: as for `LogProbsMixin.compute_loss`: `loss` is your own
+                function of the tensors that its parameters name, or one of `na.losses` that takes
+                `logprobs` and `weights` of tokens (`sft_loss`, `reinforce_loss`; `ppo_actor_loss`
+                with `functools.partial` for its settings); `columns` are this data-parallel
+                rank's share.
             clip: largest norm of the gradient; None: no clipping.
 
         Returns:
@@ -289,11 +314,12 @@ class Policy:
         Raises:
             UserError: on all ranks, if it exists or Hugging Face cannot express the model.
         """
-        weights = Path(f"{folder}.weights")
-        self.model.save_to(f"{weights}/")  # a folder, whatever its name
-        with failing_together():
+        options = Options(overwrite=overwrite)
+        target = on_rank_zero(lambda: check_target(Path(), Path(folder), options))
+        place = on_rank_zero(lambda: tempfile.mkdtemp(prefix=".weights-", dir=target.parent))
+        try:
+            self.model.save_to(f"{place}/policy/")
+            on_rank_zero(lambda: from_nemo(Path(place) / "policy", target, options))
+        finally:
             if is_rank_zero():
-                try:
-                    from_nemo(weights, Path(folder), Options(overwrite=overwrite))
-                finally:
-                    shutil.rmtree(weights)
+                shutil.rmtree(place)

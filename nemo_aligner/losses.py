@@ -1,6 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All losses, as functions of plain tensors; each statement names where they stand."""
+"""All losses, as functions of plain tensors, and their weights; each statement names where they
+stand.
+"""
 
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS

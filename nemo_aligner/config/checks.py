@@ -12,6 +12,7 @@ it is needed.
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import cast
@@ -238,13 +239,17 @@ def check_sections(tree: Mapping, config_name: str) -> None:
     a reference leads to is not known.
     """
     for key, value in _walk(tree, config_name).items():
-        if isinstance(value, Mapping) or value is None or "${" in str(value):
+        if isinstance(value, Mapping) or value is None or _is_reference(value):
             continue
         if key in FREE or key in LIVE[config_name]:
             continue
         below = sorted(live for live in LIVE[config_name] if live.startswith(f"{key}."))
         if below:
             raise ConfigError(f"{key}={value!r} is a section; set its keys, such as {below[0]}.")
+
+
+def _is_reference(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\$\{.*\}", value) is not None
 
 
 def inert_notes(tree: Mapping, config_name: str) -> list[str]:

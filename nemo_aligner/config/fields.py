@@ -171,6 +171,7 @@ class Job:
         for name, classes in self.sections.items():
             for each in classes if isinstance(classes, tuple) else (classes,):
                 found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
+        assert self.records in ("", *RECORDS)
         assert {*self.without, *self.required, *self.inert, *self.defaults} <= set(found)
         for name in self.inert:
             found[name] = dataclasses.replace(found[name], acts=False)

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for policies that generate: those that all of their actors share, and those of rejection
-sampling and of REINFORCE alone.
-"""
+"""Rules for policies that generate."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -3,9 +3,9 @@
 """Which values of a configuration cannot work, alone or together: plain functions over plain
 values.
 
-`check_values` knows the rules of every job. Those of devices and architectures are in
-`parallel_rules.py`, of policies that generate in `rollout_rules.py` and `ppo_rules.py`, of servers
-in `server_rules.py`.
+`check_values` knows the rules that jobs share; those of one job stand with its keys, in `jobs/`.
+Those of devices and architectures are in `parallel_rules.py`, of policies that generate in
+`rollout_rules.py`, of servers in `server_rules.py`.
 """
 
 import importlib.util
@@ -136,6 +136,12 @@ def check_values(
             )
         _check_training(values, config_name, dp)
     job.check(values, dp)
+    function = values.get("inference.reward_fn")
+    if function is not None and ranks > 1:
+        raise ConfigError(
+            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
+            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
+        )
 
 
 def check_save_hf(save_hf: object) -> None:
@@ -209,14 +215,7 @@ def _check_devices(
     check_accelerator(accelerator, devices, visible_devices)
     if values.get("trainer.precision") is not None:
         dtype_name(values.get("trainer.precision"))
-    ranks = count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
-    function = values.get("inference.reward_fn")
-    if function is not None and ranks > 1:
-        raise ConfigError(
-            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
-            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
-        )
-    return ranks
+    return count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
 
 
 def _check_start(values: Values, config_name: str) -> bool:

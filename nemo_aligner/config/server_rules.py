@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the servers: critic, reward model, reward function."""
+"""Rules that servers share, and those of reward models."""
 
 import importlib.util
 import ssl

@@ -94,7 +94,9 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
         dataset = builders.build_sft_dataset(
             data.train_ds,
             tokenizer,
-            answer_only_loss=cfg.get("answer_only_loss", True),
+            answer_only_loss=cfg.answer_only_loss
+            if "model.answer_only_loss" in JOBS[job].keys  # else it may be the checkpoint's
+            else True,
             **sft_chat_options(data),
         )
         if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of

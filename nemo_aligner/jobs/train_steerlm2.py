@@ -25,9 +25,14 @@ from nemo_aligner.launch.start_up import long_imports
 CONFIG_NAME = "gpt_sft"
 
 
+def check(cfg: DictConfig) -> None:
+    """Raise `ConfigError` unless a checked configuration can train SteerLM 2.0."""
+    check_steerlm2(Values(resolved(complete_config(cfg, CONFIG_NAME))))
+
+
 @job_main(CONFIG_NAME)
 def main(cfg: DictConfig) -> None:
-    check_steerlm2(Values(resolved(complete_config(cfg, CONFIG_NAME))))
+    check(cfg)
     with long_imports():
         from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
         from nemo_aligner.launch.experiment import start_with_model

@@ -43,7 +43,7 @@ def job_main(
         def run(cfg: DictConfig) -> None:
             check_sections(plain_dict(cfg), config_name)
             cfg = complete_config(cfg, config_name)
-            _check(cfg, config_name)
+            check_job(cfg, config_name)
             share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))
             if cfg.trainer.precision is None:
                 cfg.trainer.precision = default_precision(cfg.trainer.accelerator)
@@ -60,16 +60,19 @@ def job_main(
     return decorator
 
 
-def _check(cfg: DictConfig, config_name: str) -> None:
-    """Check a complete configuration; what needs PyTorch, which takes seconds to import, last."""
+def check_job(cfg: DictConfig, config_name: str) -> list[str]:
+    """Check a complete configuration and the files that it names; what needs PyTorch, which takes
+    seconds to import, last. Returns the notes of `check_config`.
+    """
     accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
     on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")
     gpus = None if on_cpu or counts_gpus else count_devices(devices)  # as if they were there
-    check_config(
+    notes = check_config(
         cfg, config_name, visible_devices=gpus, before_notes=lambda: check_inputs(cfg, config_name)
     )
     if gpus is not None:
         check_accelerator(accelerator, devices, cuda_devices())
+    return notes
 
 
 def reward_servers(cfg: DictConfig, kind: str) -> int:

@@ -110,7 +110,9 @@ def test_it_learns_by_a_loss_of_ones_own(saved, tmp_path):
         policy.train(weighted, columns)
 
     policy.save(tmp_path / "trained.nemo")
-    policy.save_hf(tmp_path / "hf-3.2")
+    policy.save_hf(f"{tmp_path}/hf-3.2/")
+    with pytest.raises(UserError, match="hf-3.2 exists"):
+        policy.save_hf(tmp_path / "hf-3.2")
     expected = policy.logprobs(PROMPTS, RESPONSES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf-3.2", "trained.nemo"]
     for name in ("trained.nemo", "hf-3.2"):
@@ -160,6 +162,9 @@ def test_what_is_no_policy_or_no_setting_is_refused(saved, tiny_tokenizer_dir, t
         na.Policy.load(saved, {"model.micro_batchsize": 2})
     with pytest.raises(ConfigError, match="model.optim.lr='x' must be a finite number"):
         na.Policy.load(saved, {"model.optim.lr": "x"})
+    for section in ("exp_manager", "model"):
+        with pytest.raises(ConfigError, match=f"{section}: give keys of model and trainer"):
+            na.Policy.load(saved, {section: None})
     with pytest.raises(UserError, match="does not exist"):
         na.Policy.load(tmp_path / "none.nemo")
 
@@ -181,14 +186,25 @@ def test_a_job_runs_in_this_process(saved, tmp_path):
     )
     assert job.check() == [] and job.cfg.trainer.sft.max_epochs == 1
     job.run()
+    ending = json.loads((tmp_path / "results" / "ending.json").read_text())
+    assert (ending["code"], ending["reason"]) == (0, "finished")
     trained = na.Policy.load(tmp_path / "results", CPU)
     before = na.Policy.load(saved, CPU).logprobs(PROMPTS, RESPONSES)
     after = trained.logprobs(PROMPTS, RESPONSES)
     assert not torch.equal(before[0], after[0])
 
 
-def test_a_job_says_what_is_wrong():
+def test_a_job_says_what_is_wrong(saved, tmp_path):
     with pytest.raises(ConfigError, match="trainer='text' is a section"):
         na.PPO({"trainer": "text"})
+    with pytest.raises(ConfigError, match="trainer.devices=2 is below a key whose value is 'tex"):
+        na.PPO({"trainer": "text", "trainer.devices": 2})
     with pytest.raises(ConfigError, match="Unknown configuration key"):
         na.DPO({"trainer.dpo.max_step": 3}).check()
+    paths = [f"model.data.{name}.file_path" for name in ("train_ds", "validation_ds")]
+    start = CPU | {"model.restore_from_path": str(saved)}
+    with pytest.raises(UserError, match=r"away\.jsonl.* does not exist"):
+        na.SFT(start | dict.fromkeys(paths, "away.jsonl")).check()
+    (tmp_path / "no.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    with pytest.raises(ConfigError, match="SteerLM 2 are in NeMo's chat format"):
+        na.SteerLM2(start | dict.fromkeys(paths, str(tmp_path / "no.jsonl"))).check()
