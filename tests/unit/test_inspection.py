@@ -294,6 +294,17 @@ def test_lengths_of_the_policy_that_trained_the_checkpoint_do_not_count(model, w
         assert opened.dataset.max_prompt_length == 180, job
 
 
+def test_spin_trains_on_the_response_whatever_its_checkpoint_did(model, write, tmp_path, capsys):
+    trained = tmp_path / "trained.nemo"
+    shutil.copytree(model, trained)
+    cfg = OmegaConf.load(trained / "model_config.yaml")
+    cfg.answer_only_loss = False
+    OmegaConf.save(cfg, trained / "model_config.yaml")
+    path = write({"input": "the film", "output": "was a joy"})
+    words = [path, "--model", str(trained), "--job", "gpt_spin", "model.data.chat=False"]
+    assert "the film[[ was a joy]]" in shown(capsys, *words)
+
+
 def test_what_the_job_would_refuse_is_the_error(model, write, capsys):
     path = write({"messages": chat("hello", "a joy")}, {"messages": []})
     error = error_of(capsys, "inspect", path, "--model", model, TEMPLATE)
