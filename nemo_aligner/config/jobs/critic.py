@@ -60,7 +60,7 @@ def check(values: Values, dp: dict[str, int]) -> None:
         )
 
 
-PPO_CRITIC = Job(
+JOB = Job(
     "gpt_ppo_critic",
     {
         "trainer": Trainer,

@@ -206,7 +206,7 @@ def _check_loss_of_own_responses(v: Values, loss: str, section: str) -> None:
         )
 
 
-KNOWLEDGE_DISTILLATION = Job(
+JOB = Job(
     "gpt_knowledge_distillation",
     {
         "": Named,

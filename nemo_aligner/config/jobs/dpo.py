@@ -55,7 +55,7 @@ def check(values: Values, dp: dict[str, int]) -> None:
         )
 
 
-DPO_JOB = Job(
+JOB = Job(
     "gpt_dpo",
     {
         "trainer": Trainer,

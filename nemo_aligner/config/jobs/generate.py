@@ -11,7 +11,7 @@ from nemo_aligner.config.jobs.shared import NO_RECOMPUTATION, PARALLEL
 from nemo_aligner.config.keys.common import Machines, Pretrained
 from nemo_aligner.config.keys.data import Chat
 from nemo_aligner.config.keys.model import Model
-from nemo_aligner.config.keys.rollouts import LengthParams, SamplingParams
+from nemo_aligner.config.keys.rollouts import FunctionWorkers, LengthParams, SamplingParams
 from nemo_aligner.config.rollout_rules import check_generation, check_responses_differ
 from nemo_aligner.config.values import Values
 
@@ -53,22 +53,6 @@ class GenerateCommand:
     micro_batch_size: int = key(8, at_least=1)
     sampling_params: CommandSampling = section()
     length_params: CommandLength = section()
-
-
-@dataclass
-class EvaluateRewards:
-    """Functions that judge responses.
-
-    Attributes:
-        reward_fn_workers, reward_fn_timeout_s: **new**: processes that call it; time limit per
-            sample in seconds
-        reward_fn_fallback: **new**: score of a sample for which it raised or took too long; null:
-            the request fails, and with it the job that sent it
-    """
-
-    reward_fn_workers: int = key(2, at_least=1)
-    reward_fn_timeout_s: float = key(10.0, above=0)
-    reward_fn_fallback: float | None = key(None)
 
 
 @dataclass
@@ -122,7 +106,7 @@ GENERATE = Job("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=c
 
 EVALUATE = Job(
     "evaluate",
-    {**_GENERATE, "": EvaluateCommand, "bootstrap": Bootstrap, "inference": EvaluateRewards},
+    {**_GENERATE, "": EvaluateCommand, "bootstrap": Bootstrap, "inference": FunctionWorkers},
     _OF_GENERATE,
     without=_NO_BATCHES,
     check=check,

@@ -38,7 +38,7 @@ def check(values: Values, dp: dict[str, int]) -> None:
     )
 
 
-KTO_JOB = Job(
+JOB = Job(
     "gpt_kto",
     {
         "trainer": Trainer,

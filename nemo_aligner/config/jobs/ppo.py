@@ -361,7 +361,7 @@ def _samples_per_step(v: Values) -> int:
     return prompts * v.size(MODEL + "num_rollouts_per_prompt")
 
 
-PPO_ACTOR = Job(
+JOB = Job(
     "gpt_ppo_actor",
     {
         "trainer": Trainer,

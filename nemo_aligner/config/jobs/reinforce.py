@@ -74,7 +74,7 @@ def check(v: Values, dp: dict[str, int]) -> None:
     require_multiple(name, prompts * responses, {batch: v.size(batch)})
 
 
-REINFORCE_ACTOR = Job(
+JOB = Job(
     "gpt_reinforce_actor",
     {
         "trainer": Trainer,

@@ -92,7 +92,7 @@ def learns_labelled_pairs(cfg: DictConfig) -> bool:
     )
 
 
-REWARD_MODEL = Job(
+JOB = Job(
     "training_rm",
     {
         "trainer": Trainer,

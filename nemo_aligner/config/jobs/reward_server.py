@@ -65,7 +65,7 @@ def check(v: Values, dp: dict[str, int]) -> None:
         )
 
 
-REWARD_SERVER = Job(
+JOB = Job(
     "inference_rm",
     {
         "": RewardModelFile,

@@ -58,7 +58,7 @@ def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
         )
 
 
-RS_ACTOR = Job(
+JOB = Job(
     "gpt_rs_actor",
     {
         "trainer": Trainer,

@@ -75,7 +75,7 @@ def check_steerlm2(values: Values) -> None:
     """Raise `ConfigError` unless a whole configuration of `gpt_sft.yaml`, which has passed
     `check_values`, can train SteerLM 2.0.
     """
-    key = SFT.restore_key
+    key = JOB.restore_key
     if values.get(key) is None:
         raise ConfigError(
             f"{key} is not set; SteerLM 2 starts from the policy that sampled the responses: give "
@@ -99,7 +99,7 @@ def check_steerlm2(values: Values) -> None:
             )
 
 
-SFT = Job(
+JOB = Job(
     "gpt_sft",
     {
         "": Named,

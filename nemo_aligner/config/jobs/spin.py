@@ -96,7 +96,7 @@ def _check_penalties(given: Any, iterations: int) -> None:
         )
 
 
-SPIN_JOB = Job(
+JOB = Job(
     "gpt_spin",
     {
         "trainer": Trainer,

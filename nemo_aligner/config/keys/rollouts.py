@@ -78,9 +78,13 @@ class Environment:
     """What replies to responses.
 
     Attributes:
-        path, max_turns, workers, timeout_s, fallback: **new**: samples of several turns, with a
-            Python class that replies to responses and gives the rewards; see
-            [environments.md](environments.md). In `model.ppo`, `model.rs` and `model.reinforce`
+        path: **new**: `path/to/file.py:Class`, a Python class that replies to responses and gives
+            the rewards ([environments.md](environments.md)); null: a response is a sample
+        max_turns: **new**: responses in a conversation, at most
+        workers, timeout_s: **new**: processes that run the class, for each copy of the policy's
+            weights; seconds for a reply
+        fallback: **new**: reward of a response to which the class fails to reply; its conversation
+            ends. null: the job ends with one line that shows the response and the cause
     """
 
     path: Any = key(None, code="class")
@@ -130,7 +134,23 @@ class Policy(Responses):
 
 
 @dataclass
-class RewardFunction:
+class FunctionWorkers:
+    """The processes of a function that gives rewards.
+
+    Attributes:
+        reward_fn_workers, reward_fn_timeout_s: **new**: processes that call it, on each rank that
+            generates, or requests at a time to each address; time limit per sample in seconds
+        reward_fn_fallback: **new**: reward of a sample for which there is none; null: the job
+            ends, and of a server the request fails, and with it the job that sent it
+    """
+
+    reward_fn_workers: int = key(2, at_least=1)
+    reward_fn_timeout_s: float = key(10.0, above=0)
+    reward_fn_fallback: float | None = key(None)
+
+
+@dataclass
+class RewardFunction(FunctionWorkers):
     """A function that gives rewards, in an actor or a reward server.
 
     Attributes:
@@ -139,19 +159,12 @@ class RewardFunction:
             `http://...` or `https://...` or a list of them ([rewards](rewards.md)). A function
             takes `(prompts, responses, lengths)`, lists of str, str and int (tokens of the
             response), and returns a list of numbers
-        reward_fn_workers, reward_fn_timeout_s: **new**: processes that call it, on each rank that
-            generates, or requests at a time to each address; time limit per sample in seconds
-        reward_fn_fallback: **new**: reward of a sample for which there is none; null: the job
-            ends, and of a server the request fails, and with it the job that sent it
         rewards_per, step_end: **new**: what a reward is for, the `response`, each `step` or each
             `token` of it; with `step` the text that ends a step
             ([rewards](rewards.md#rewards-of-steps-and-tokens))
     """
 
     reward_fn: Any = key(None, code="function")
-    reward_fn_workers: int = key(2, at_least=1)
-    reward_fn_timeout_s: float = key(10.0, above=0)
-    reward_fn_fallback: float | None = key(None)
     rewards_per: Literal["response", "step", "token"] = key("response")
     step_end: str | None = key(None)
 
