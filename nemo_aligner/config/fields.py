@@ -143,8 +143,8 @@ class Job:
         without: keys of its sections that it does not have.
         inert: keys of its sections that have no effect in it.
         bare: sections whose keys are not there until somebody sets them.
-        check: `check(values, dp)`, its rules across keys: raises `ConfigError`. `dp` is `{"data
-            parallel size": DP}`, empty while that is not known.
+        check: `check(values, dp, ranks)`, its rules across keys: raises `ConfigError`. `dp` is
+            `{"data parallel size": DP}`, empty while that is not known; `ranks` counts processes.
         restore_key: key that names the weights that it starts from.
         from_scratch: without them it starts from random weights.
         pairs: what `model.micro_batch_size` counts are pairs of samples.
@@ -158,7 +158,7 @@ class Job:
     without: frozenset[str] = frozenset()
     inert: frozenset[str] = frozenset()
     bare: tuple[str, ...] = ()
-    check: Callable[[Values, dict[str, int]], None] = lambda values, dp: None
+    check: Callable[[Values, dict[str, int], int], None] = lambda values, dp, ranks: None
     restore_key: str = RESTORE_KEY
     from_scratch: bool = False
     pairs: bool = False

@@ -135,13 +135,7 @@ def check_values(
                 f"{job.restore_key}, or train all weights (peft_scheme=none)."
             )
         _check_training(values, config_name, dp)
-    job.check(values, dp)
-    function = values.get("inference.reward_fn")
-    if function is not None and ranks > 1:
-        raise ConfigError(
-            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
-            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
-        )
+    job.check(values, dp, ranks)
 
 
 def check_save_hf(save_hf: object) -> None:

@@ -50,7 +50,7 @@ class CriticServer(Listening):
     alarms: Alarms | None = section()
 
 
-def check(values: Values, dp: dict[str, int]) -> None:
+def check(values: Values, dp: dict[str, int], ranks: int) -> None:
     check_serving(values, "trainer.ppo")
     check_reward_standardization(values.get("model"))
     if values.get("model.save_hf") is True:

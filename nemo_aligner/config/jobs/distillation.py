@@ -141,7 +141,7 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
         )
 
 
-def check(values: Values, dp: dict[str, int]) -> None:
+def check(values: Values, dp: dict[str, int], ranks: int) -> None:
     own = "model.knowledge_distillation."
     check_not_both_0(values, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
     beta = values.get(f"{own}jsd_beta")

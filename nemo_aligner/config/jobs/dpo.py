@@ -44,7 +44,7 @@ class Pairs(Lines):
     default_rejected_reward: float | None = key(0.0)
 
 
-def check(values: Values, dp: dict[str, int]) -> None:
+def check(values: Values, dp: dict[str, int], ranks: int) -> None:
     dpo = "model.dpo."
     check_preferences(values, "dpo")
     loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")

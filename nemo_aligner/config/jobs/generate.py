@@ -80,7 +80,7 @@ class Bootstrap:
     seed: int = key(1234, at_least=0)
 
 
-def check(v: Values, dp: dict[str, int]) -> None:
+def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_chat(v.get("model.data", {}))
     check_generation(v)
     check_responses_differ(v, "", v.size("responses_per_prompt"), key="responses_per_prompt")

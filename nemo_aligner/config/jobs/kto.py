@@ -31,7 +31,7 @@ class KTO(WeighedPreferences):
     undesirable_loss_weight: float = key(1.0, at_least=0)
 
 
-def check(values: Values, dp: dict[str, int]) -> None:
+def check(values: Values, dp: dict[str, int], ranks: int) -> None:
     check_preferences(values, "kto")
     check_not_both_0(
         values, ["model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight"]

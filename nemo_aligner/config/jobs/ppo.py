@@ -208,7 +208,7 @@ class RemoteCriticRM(Remote):
 PPO, MODEL = "trainer.ppo.", "model.ppo."
 
 
-def check(v: Values, dp: dict[str, int]) -> None:
+def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_policy(v, "ppo", "remote_critic_rm", dp)
     prompts = v.size(MODEL + "num_rollout_samples")
     responses = v.size(MODEL + "num_rollouts_per_prompt")

@@ -63,7 +63,7 @@ class ReinforcePolicy(Policy):
     trt_llm: PolicyTrtLlm = section()
 
 
-def check(v: Values, dp: dict[str, int]) -> None:
+def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     responses_key = "trainer.reinforce.num_rollouts_per_prompt"
     check_policy(v, "reinforce", "remote_rm", dp)
     responses = v.size(responses_key)

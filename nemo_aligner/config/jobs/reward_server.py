@@ -51,7 +51,7 @@ class RewardInference(Inference, RewardFunction):
     micro_batch_size: Any = key("${model.forward_micro_batch_size}")
 
 
-def check(v: Values, dp: dict[str, int]) -> None:
+def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_serving(v, "inference")
     check_reward_standardization(v.get("model"))
     check_kind_of_rewards(v, "inference")
@@ -62,6 +62,11 @@ def check(v: Values, dp: dict[str, int]) -> None:
         raise ConfigError(
             f"inference.reward_fn={function} reads text, so it needs the tokenizer of the policy "
             "that it judges: set rm_model_file to the policy's .nemo, or model.tokenizer."
+        )
+    if ranks > 1:
+        raise ConfigError(
+            f"inference.reward_fn={function} is served by one process, but the job has {ranks} "
+            "ranks; set trainer.devices=1, and more inference.reward_fn_workers if needed."
         )
 
 

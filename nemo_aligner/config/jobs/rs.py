@@ -28,7 +28,7 @@ class RSPolicy(Policy):
     top_n_rollouts: int = key(1, at_least=1)
 
 
-def check(v: Values, dp: dict[str, int]) -> None:
+def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_policy(v, "rs", "remote_rm", dp)
     prompts = v.size("model.rs.num_rollout_samples")
     drawn = v.size("model.rs.num_rollouts_per_prompt")

@@ -67,7 +67,7 @@ class SFTModel:
     steerlm2: SteerLM2 = section()
 
 
-def check(values: Values, dp: dict[str, int]) -> None:
+def check(values: Values, dp: dict[str, int], ranks: int) -> None:
     check_sft_data(values, dp, ("train_ds", "validation_ds"))
 
 

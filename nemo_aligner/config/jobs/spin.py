@@ -70,7 +70,7 @@ class SPINLoop(SupervisedLoop):
     alarms: SPINAlarms | None = section()
 
 
-def check(v: Values, dp: dict[str, int]) -> None:
+def check(v: Values, dp: dict[str, int], ranks: int) -> None:
     section, model = "trainer.spin.", "model.spin."
     iterations = v.size(section + "max_iterations")
     _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)

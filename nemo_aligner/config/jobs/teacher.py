@@ -43,7 +43,7 @@ class TeacherModel(Model):
     megatron_amp_O2: bool = key(True)
 
 
-def _check_server(values: Values, dp: dict[str, int]) -> None:
+def _check_server(values: Values, dp: dict[str, int], ranks: int) -> None:
     check_serving(values, "inference")
 
 
@@ -106,7 +106,7 @@ class TopKCommand:
     end_at_idx: int | None = key(None, at_least=0)
 
 
-def _check_logits(v: Values, dp: dict[str, int]) -> None:
+def _check_logits(v: Values, dp: dict[str, int], ranks: int) -> None:
     times = dp | virtual_pipeline_group(v)
     v.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
     limit, length = v.get("data.data.max_seq_length"), v.get("model.encoder_seq_length")
