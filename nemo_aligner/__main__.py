@@ -77,7 +77,7 @@ def run_job(name: str, module: str, arguments: list[str]) -> None:
 
 def show_config(words: list[str], modules: Mapping[str, str]) -> int | None:
     """Print the configuration of the job, or of the tool, that `words` name."""
-    from nemo_aligner.config.meanings import explained
+    from nemo_aligner.config.schema import explained
 
     names = {name.split()[-1]: module for name, module in modules.items()}
     kinds = [*names, "generate", "evaluate"]

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_aligner.config import jobs
 from nemo_aligner.config.fields import ABSENT, Job, Key, meanings
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.meanings import scalar
+from nemo_aligner.config.schema import scalar
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 # Modules below nemo_aligner/config/, with their headings; None: what their docstrings say.
@@ -26,13 +26,7 @@ MODULES = {
     "keys.model": "Model",
     "keys.data": "Data",
     "keys.rollouts": "Jobs that generate",
-    "keys.preferences": "Jobs that learn from preferences",
-    "keys.servers": "Servers",
-    **{
-        f"jobs.{module.name}": None
-        for module in pkgutil.iter_modules(jobs.__path__)
-        if module.name != "shared"
-    },
+    **{f"jobs.{module.name}": None for module in pkgutil.iter_modules(jobs.__path__)},
 }
 INTRODUCTION = """# Configuration keys
 

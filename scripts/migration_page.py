@@ -24,8 +24,7 @@ from nemo_aligner.compat.stand_ins import (
     STAND_INS,
 )
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS
-from nemo_aligner.config.inert_keys import INERT, ONLY
-from nemo_aligner.config.old_forms import LATER, OLD_FORMS
+from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS, ONLY
 from nemo_aligner.config.optim_rules import (
     OPTIMIZERS,
     OTHER_OPTIMIZERS,

@@ -1054,7 +1054,7 @@ MUTANTS = [
     ),
     Mutant(
         "the KL in the reward is the absolute log-ratio by default",
-        "config/jobs/ppo.py",
+        "config/jobs/actors.py",
         "use_absolute_kl: bool = key(False)\n    discount_factor",
         "use_absolute_kl: bool = key(True)\n    discount_factor",
         _unit("test_kl_optimum.py", "test_the_default_reaches_the_optimum[gae-one token]"),

@@ -37,7 +37,7 @@ from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
 from nemo_aligner.algorithms.rollouts import (
     compute_num_rollout_microbatches as compute_num_rollout_microbatches,
 )
-from nemo_aligner.config.jobs.ppo import check_estimator
+from nemo_aligner.config.jobs.actors import check_estimator
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,

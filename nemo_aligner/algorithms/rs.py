@@ -40,7 +40,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
-from nemo_aligner.config.jobs.rs import check_top_n
+from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,

@@ -21,8 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.defaults import CONF, complete_config
-from nemo_aligner.config.inert_keys import INERT, ONLY
-from nemo_aligner.config.old_forms import LATER, old_form_notes
+from nemo_aligner.config.inert_keys import INERT, LATER, ONLY, old_form_notes
 from nemo_aligner.config.rules import (
     RESTORE_KEY,
     RESTORE_KEYS,
@@ -80,7 +79,7 @@ def check_config(
 
     Returns:
         The notes about unknown keys, about keys without effect and about forms of NeMo-Aligner
-        that mean something else here (`inert_keys.py`, `old_forms.py`); rank 0 also logs them, as
+        that mean something else here (`inert_keys.py`); rank 0 also logs them, as
         one warning each.
 
     Raises:

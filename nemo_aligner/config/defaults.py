@@ -17,6 +17,7 @@ leaves it null where a key below needs a value, so that the checks can say so. I
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,27 @@ from nemo_aligner.config.fields import ABSENT, Job, tree_of
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.jobs.reward_model import RMModel
 from nemo_aligner.config.keys.model import RewardHead, TrainedModel
-from nemo_aligner.config.resolvers import register_resolvers
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
 from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
+
+
+def register_resolvers() -> None:
+    """Register the resolvers; may be called any number of times."""
+    OmegaConf.register_new_resolver("multiply", operator.mul, replace=True)
+    OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
+    OmegaConf.register_new_resolver("subtract", operator.sub, replace=True)
+    OmegaConf.register_new_resolver("critic_gives_rewards", _critic_gives_rewards, replace=True)
+
+
+def _critic_gives_rewards(estimator: str, *others: Any) -> bool:
+    """Whether there is a critic, and none of the `others` gives the rewards."""
+    has_critic = estimator not in ADVANTAGE_ESTIMATORS or (
+        ADVANTAGE_ESTIMATORS[estimator].needs_critic
+    )
+    return has_critic and all(other is None for other in others)
+
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 

@@ -354,7 +354,7 @@ def check_recomputation(v: Values, complete: bool) -> None:
     """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`.
 
     A method, and without granularity a number of layers, that has no effect is accepted, as in
-    NeMo-Aligner; for a user's own `old_forms.py` has a warning.
+    NeMo-Aligner; for a user's own `inert_keys.py` has a warning.
     """
     v.choice(RECOMPUTE + "granularity", ("selective", "full"))
     v.choice(RECOMPUTE + "method", ("uniform", "block"))

@@ -23,9 +23,8 @@ from nemo_aligner.config.data_rules import (
 )
 from nemo_aligner.config.defaults import complete_config, model_fallback
 from nemo_aligner.config.fields import RESTORE_KEY
+from nemo_aligner.config.inert_keys import check_later, refuse_model_values
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.model_keys import refuse_model_values
-from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.optim_rules import check_optim
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,

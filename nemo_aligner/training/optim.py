@@ -33,8 +33,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 from omegaconf import DictConfig
 
+from nemo_aligner.config.inert_keys import to_plain
 from nemo_aligner.config.megatron_fields import OPTIM_REFUSED, core_errors, passed_fields
-from nemo_aligner.config.model_keys import to_plain
 from nemo_aligner.config.optim_rules import (
     CONSTANT_SCHEDULES,
     OPTIMIZERS,

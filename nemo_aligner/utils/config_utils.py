@@ -9,5 +9,4 @@ from nemo_aligner.config.checks import (
     inert_notes,
     nearest_key,
 )
-from nemo_aligner.config.defaults import drop_unset
-from nemo_aligner.config.resolvers import register_resolvers
+from nemo_aligner.config.defaults import drop_unset, register_resolvers

@@ -15,8 +15,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner import __main__ as command
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.meanings import explained, meaning
-from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES
+from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES, explained, meaning
 from nemo_aligner.config.values import leaves
 from nemo_aligner.core.endings import ExitCode
 from tests.cases import some_of

@@ -5,7 +5,7 @@
 import pytest
 
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.jobs.rs import check_top_n
+from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.config.parallel_rules import check_expert_parallel
 from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.config.server_rules import (

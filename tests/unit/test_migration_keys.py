@@ -20,8 +20,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS, check_data_impl
 from nemo_aligner.config.defaults import complete, complete_config
-from nemo_aligner.config.inert_keys import INERT, ONLY
-from nemo_aligner.config.old_forms import LATER, OLD_FORMS
+from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS, ONLY
 from nemo_aligner.config.optim_rules import (
     OTHER_OPTIMIZERS,
     OTHER_SCHEDULES,
@@ -301,7 +300,7 @@ def read_names():
     """Attributes, arguments and texts of the code: whatever could read a key."""
     names = set()
     for file in ROOT.glob("nemo_aligner/**/*.py"):
-        tables = "inert_keys.py old_forms.py megatron_fields.py".split()
+        tables = "inert_keys.py megatron_fields.py".split()
         if file.parent.name == "jobs" or file.parent.name == "config" and file.name in tables:
             continue
         for node in ast.walk(ast.parse(file.read_text())):

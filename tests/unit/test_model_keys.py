@@ -19,8 +19,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import CONF, complete_model
-from nemo_aligner.config.inert_keys import INERT, INERT_ARCHITECTURE, ONLY
-from nemo_aligner.config.model_keys import check_model_keys
+from nemo_aligner.config.inert_keys import INERT, INERT_ARCHITECTURE, ONLY, check_model_keys
 from nemo_aligner.config.parallel_rules import check_architecture, check_pipeline_stages
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError

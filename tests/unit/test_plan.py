@@ -58,8 +58,7 @@ from nemo_aligner.plan.parameters import (
     count_weights,
     read_architecture,
 )
-from nemo_aligner.plan.planning import shares
-from nemo_aligner.plan.splits import pass_keys
+from nemo_aligner.plan.splits import pass_keys, shares
 from tests import hugging_face
 from tests.cases import some_of
 from tests.tiny_models import GPT2_LIKE, LLAMA_LIKE, tiny_config

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.checks import check_config
-from nemo_aligner.config.inert_keys import INERT
-from nemo_aligner.config.old_forms import LATER
+from nemo_aligner.config.inert_keys import INERT, LATER
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.core.errors import ConfigError
 from tests.properties import tried

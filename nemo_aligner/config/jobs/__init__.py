@@ -1,29 +1,38 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of jobs and commands, one module each: its own sections, its rules across
-keys, and a `Job` that says which sections it has and which defaults of its own.
+"""The configurations of jobs and commands: their sections, rules across keys, and of each a `Job`
+that says which sections it has and which defaults of its own.
 
-What several jobs share is in `keys/` and `shared.py`.
+What several of these modules share is in `keys/`.
 """
 
-from nemo_aligner.config.fields import Job
 from nemo_aligner.config.jobs import (
-    critic,
+    actors,
     distillation,
-    dpo,
     generate,
-    kto,
-    ppo,
-    reinforce,
+    preferences,
     reward_model,
-    reward_server,
-    rs,
+    servers,
     sft,
-    spin,
-    teacher,
 )
 
-_MODULES = [ppo, critic, rs, reinforce, reward_model, reward_server, sft, dpo, distillation]
-_MODULES += [kto, spin, generate, teacher]
-_VALUES = [value for module in _MODULES for value in vars(module).values()]
-JOBS = {job.name: job for job in _VALUES if isinstance(job, Job)}
+JOBS = {
+    job.name: job
+    for job in (
+        actors.PPO_JOB,
+        servers.CRITIC_JOB,
+        actors.RS_JOB,
+        actors.REINFORCE_JOB,
+        reward_model.JOB,
+        servers.REWARD_SERVER_JOB,
+        sft.JOB,
+        preferences.DPO_JOB,
+        distillation.STUDENT_JOB,
+        preferences.KTO_JOB,
+        preferences.SPIN_JOB,
+        generate.GENERATE,
+        generate.EVALUATE,
+        distillation.TOP_K_LOGITS,
+        distillation.TEACHER_SERVER,
+    )
+}

@@ -7,8 +7,7 @@ from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat
 from nemo_aligner.config.fields import Job, key, section
-from nemo_aligner.config.jobs.shared import NO_RECOMPUTATION, PARALLEL
-from nemo_aligner.config.keys.common import Machines, Pretrained
+from nemo_aligner.config.keys.common import NO_RECOMPUTATION, PARALLEL, Machines, Pretrained
 from nemo_aligner.config.keys.data import Chat
 from nemo_aligner.config.keys.model import Model
 from nemo_aligner.config.keys.rollouts import FunctionWorkers, LengthParams, SamplingParams

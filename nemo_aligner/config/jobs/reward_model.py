@@ -9,8 +9,16 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_aligner.config.fields import ABSENT, Job, key
-from nemo_aligner.config.jobs.shared import FROM_SCRATCH, NEW_DATA, below, wandb
-from nemo_aligner.config.keys.common import ExpManager, Pretrained, SupervisedLoop, Trainer
+from nemo_aligner.config.keys.common import (
+    FROM_SCRATCH,
+    NEW_DATA,
+    ExpManager,
+    Pretrained,
+    SupervisedLoop,
+    Trainer,
+    below,
+    wandb,
+)
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import Peft, RewardHead, TrainedModel
 from nemo_aligner.core.errors import ConfigError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nemo_aligner.config.data_rules import check_sft_data
 from nemo_aligner.config.fields import Job, key, section
-from nemo_aligner.config.jobs.shared import (
+from nemo_aligner.config.keys.common import (
     FROM_SCRATCH,
     NO_LAYERS,
     NO_RECOMPUTATION,
@@ -14,9 +14,13 @@ from nemo_aligner.config.jobs.shared import (
     SIZES,
     VALIDATION_SET,
     VALIDATION_SIZES,
+    Alarms,
+    ExpManager,
+    Named,
+    SupervisedLoop,
+    Trainer,
     below,
 )
-from nemo_aligner.config.keys.common import Alarms, ExpManager, Named, SupervisedLoop, Trainer
 from nemo_aligner.config.keys.data import Examples, PackedSet
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
 from nemo_aligner.config.values import Values

@@ -21,13 +21,13 @@ from nemo_aligner.config.data_rules import (
     holds_tokens,
 )
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.inert_keys import check_later
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.jobs.reward_model import (
     RewardModelType,
     learns_labelled_pairs,
     reward_model_type,
 )
-from nemo_aligner.config.old_forms import check_later
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names

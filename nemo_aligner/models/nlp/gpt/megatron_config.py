@@ -17,9 +17,14 @@ from megatron.core.utils import init_method_normal
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.config.inert_keys import INERT_ARCHITECTURE, ONLY
+from nemo_aligner.config.inert_keys import (
+    INERT_ARCHITECTURE,
+    ONLY,
+    has_no_effect,
+    known_model_keys,
+    to_plain,
+)
 from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, passed_fields
-from nemo_aligner.config.model_keys import has_no_effect, known_model_keys, to_plain
 from nemo_aligner.config.parallel_rules import dtype_name
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.core.errors import ConfigError

@@ -30,7 +30,7 @@ from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.stored_weights import TensorSource, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.model_keys import check_model_keys
+from nemo_aligner.config.inert_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO: the actor."""
+"""The actors of PPO, rejection sampling and REINFORCE."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Job, inert, key, section
-from nemo_aligner.config.jobs.shared import of_actor
-from nemo_aligner.config.keys.common import ExpManager, Pretrained, Trainer
+from nemo_aligner.config.keys.common import DATALOADER, ExpManager, Pretrained, Trainer, of_actor
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import (
@@ -15,6 +14,7 @@ from nemo_aligner.config.keys.rollouts import (
     Policy,
     PolicyTrtLlm,
     Remote,
+    RemoteRM,
     RolloutAlarms,
     RolloutLoop,
     TrtLlm,
@@ -208,7 +208,7 @@ class RemoteCriticRM(Remote):
 PPO, MODEL = "trainer.ppo.", "model.ppo."
 
 
-def check(v: Values, dp: dict[str, int], ranks: int) -> None:
+def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_policy(v, "ppo", "remote_critic_rm", dp)
     prompts = v.size(MODEL + "num_rollout_samples")
     responses = v.size(MODEL + "num_rollouts_per_prompt")
@@ -361,7 +361,7 @@ def _samples_per_step(v: Values) -> int:
     return prompts * v.size(MODEL + "num_rollouts_per_prompt")
 
 
-JOB = Job(
+PPO_JOB = Job(
     "gpt_ppo_actor",
     {
         "trainer": Trainer,
@@ -375,6 +375,135 @@ JOB = Job(
         "model.data": Lines,
     },
     of_actor("ppo", "val_rewards"),
-    check=check,
+    check=check_ppo,
+    records="prompt",
+)
+
+
+@dataclass
+class RSPolicy(Policy):
+    """Rejection sampling.
+
+    Attributes:
+        num_rollouts_per_prompt: responses generated to each prompt
+        top_n_rollouts: how many of them, those with the highest rewards, are trained on
+    """
+
+    num_rollouts_per_prompt: int = key(4, at_least=1)
+    top_n_rollouts: int = key(1, at_least=1)
+
+
+def check_rs(v: Values, dp: dict[str, int], ranks: int) -> None:
+    check_policy(v, "rs", "remote_rm", dp)
+    prompts = v.size("model.rs.num_rollout_samples")
+    drawn = v.size("model.rs.num_rollouts_per_prompt")
+    kept = v.size("model.rs.top_n_rollouts")
+    check_top_n(kept, drawn)
+    check_responses_differ(v, "model.rs.", drawn)
+    batch = v.size("model.global_batch_size")
+    if prompts * kept % batch:
+        raise ConfigError(
+            f"model.rs.num_rollout_samples={prompts} x model.rs.top_n_rollouts={kept} = "
+            f"{prompts * kept} kept responses are not a multiple of "
+            f"model.global_batch_size={batch}; change one of them."
+        )
+
+
+def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
+    """Raise `ConfigError` unless rejection sampling keeps at least one response to a prompt and no
+    more than it draws.
+    """
+    if top_n_rollouts < 1:
+        raise ConfigError(f"model.rs.top_n_rollouts={top_n_rollouts} must be at least 1.")
+    if top_n_rollouts > num_rollouts_per_prompt:
+        raise ConfigError(
+            f"model.rs.top_n_rollouts={top_n_rollouts} is above "
+            f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}: no more responses can "
+            "be kept than were drawn; lower the first or raise the second."
+        )
+
+
+RS_JOB = Job(
+    "gpt_rs_actor",
+    {
+        "trainer": Trainer,
+        "trainer.rs": RolloutLoop,
+        "remote_rm": RemoteRM,
+        "exp_manager": ExpManager,
+        "pretrained_checkpoint": Pretrained,
+        "model": TrainedModel,
+        "model.rs": RSPolicy,
+        "model.peft": PolicyPeft,
+        "model.data": Lines,
+    },
+    of_actor("rs", "val_global_rewards") | DATALOADER,
+    check=check_rs,
+    records="prompt",
+)
+
+
+@dataclass
+class ReinforceAlarms(RolloutAlarms):
+    """Alarms of REINFORCE.
+
+    Attributes:
+        sampling_mismatch: **new**, as for the PPO actor; the first needs a KL penalty
+    """
+
+    sampling_mismatch: float | None = key(0.05, above=0)
+
+
+@dataclass
+class ReinforceLoop(RolloutLoop):
+    """REINFORCE.
+
+    Attributes:
+        initial_policy_kl_penalty: weight of the KL to the reference in the reward; 0: no
+            reference
+        use_absolute_kl: True in NeMo-Aligner: the absolute log-ratio in place of the KL
+        num_rollouts_per_prompt: responses to each prompt, 2 or more
+    """
+
+    initial_policy_kl_penalty: float = key(0.01, at_least=0)
+    use_absolute_kl: bool = key(False)
+    num_rollouts_per_prompt: int = key(4, at_least=1)
+    trt_llm: TrtLlm = section()
+    batch_iterator: BatchIterator = section()
+    alarms: ReinforceAlarms | None = section()
+
+
+@dataclass
+class ReinforcePolicy(Policy):
+    """The actor of REINFORCE."""
+
+    trt_llm: PolicyTrtLlm = section()
+
+
+def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
+    responses_key = "trainer.reinforce.num_rollouts_per_prompt"
+    check_policy(v, "reinforce", "remote_rm", dp)
+    responses = v.size(responses_key)
+    check_compares_responses("REINFORCE", responses_key, responses)
+    check_responses_differ(v, "model.reinforce.", responses, responses_key)
+    prompts, batch = v.size("model.reinforce.num_rollout_samples"), "model.global_batch_size"
+    name = f"model.reinforce.num_rollout_samples x {responses_key}={responses}"
+    require_multiple(name, prompts * responses, {batch: v.size(batch)})
+
+
+REINFORCE_JOB = Job(
+    "gpt_reinforce_actor",
+    {
+        "trainer": Trainer,
+        "trainer.reinforce": ReinforceLoop,
+        "remote_rm": RemoteRM,
+        "exp_manager": ExpManager,
+        "pretrained_checkpoint": Pretrained,
+        "model": TrainedModel,
+        "model.reinforce": ReinforcePolicy,
+        "model.peft": PolicyPeft,
+        "model.data": Lines,
+    },
+    of_actor("reinforce", "val_rewards"),
+    check=check_reinforce,
     records="prompt",
 )

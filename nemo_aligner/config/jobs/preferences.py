@@ -1,0 +1,321 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""DPO, IPO, RPO; KTO; SPIN."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
+from nemo_aligner.config.fields import Job, key, section
+from nemo_aligner.config.keys.common import (
+    CHAT_TOKENS,
+    DATALOADER,
+    NEW_DATA,
+    PARAMS,
+    SIZES,
+    VALIDATION_SET,
+    VALIDATION_SIZES,
+    Alarms,
+    ExpManager,
+    Pretrained,
+    SupervisedLoop,
+    Trainer,
+    below,
+    wandb,
+)
+from nemo_aligner.config.keys.data import Examples, Lines, ShuffledSet, SizedSet
+from nemo_aligner.config.keys.model import Peft, PolicyPeft, TrainedModel
+from nemo_aligner.config.keys.rollouts import Responses
+from nemo_aligner.config.rollout_rules import check_generation, check_reshard
+from nemo_aligner.config.values import Values
+from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
+
+
+@dataclass
+class PreferenceAlarms(Alarms):
+    """Alarms of preference learning.
+
+    Attributes:
+        likelihood_fall, first_rewards, margin: **new**: thresholds of alarms, see
+            [metrics.md](metrics.md); null switches one off
+    """
+
+    likelihood_fall: float | None = key(10.0, above=0)
+    first_rewards: Any = key(0.2)
+    margin: float | None = key(0.0)
+
+
+@dataclass
+class PairAlarms(PreferenceAlarms):
+    """Alarms of learning from pairs.
+
+    Attributes:
+        accuracy: **new**: thresholds of alarms, see [metrics.md](metrics.md); null switches one
+            off
+    """
+
+    accuracy: float | None = key(0.4, at_least=0, at_most=1)
+
+
+@dataclass
+class Preferences:
+    """What DPO, KTO and SPIN have in common.
+
+    Attributes:
+        ref_policy_kl_penalty: beta: how much a difference of log-probs counts, so how far the
+            policy goes from the reference before the loss is satisfied
+        preference_average_log_probs: the log-prob of a response is the mean over its tokens, not
+            the sum; in the preference loss, in the likelihood of the chosen responses
+        log_prob_forward_micro_batch_size: pairs of one forward pass of the reference policy
+    """
+
+    ref_policy_kl_penalty: float = key(0.2, above=0)
+    preference_average_log_probs: bool = key(False)
+    log_prob_forward_micro_batch_size: int = key("${model.micro_batch_size}", at_least=1)
+
+
+@dataclass
+class WeighedPreferences(Preferences):
+    """What DPO and KTO have in common.
+
+    Attributes:
+        sft_average_log_probs: the log-prob of a response is the mean over its tokens, not the
+            sum; in the preference loss, in the likelihood of the chosen responses
+        preference_loss_weight, sft_loss_weight: weights of the preference loss and of the
+            negative log-likelihood of the chosen responses
+        ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept
+            for all epochs and jobs, so that no copy of its weights is; null: they are computed
+            for each batch ([dpo.md](dpo.md#log-probs-that-are-kept))
+    """
+
+    sft_average_log_probs: bool = key("${.preference_average_log_probs}")
+    preference_loss_weight: float = key(1, at_least=0)
+    sft_loss_weight: float = key(0, at_least=0)
+    ref_log_probs_dir: Any = key(None)
+
+
+def check_preferences(values: Values, kind: str) -> None:
+    """What DPO and KTO, `kind`, have in common."""
+    section = f"model.{kind}."
+    folder = values.get(f"{section}ref_log_probs_dir")
+    if folder is not None and not isinstance(folder, str):
+        raise ConfigError(
+            f"{section}ref_log_probs_dir={folder!r} must be a folder, or null: the log-probs of "
+            "the reference policy are not kept."
+        )
+    check_prompts_can_be_read(str(values.get("model.data.data_impl")))
+    check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
+
+
+def check_not_both_0(values: Values, weights: list[str]) -> None:
+    if not any(values.get(key) for key in weights):
+        raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
+
+
+@dataclass
+class DPO(WeighedPreferences):
+    """DPO.
+
+    Attributes:
+        preference_loss: `dpo`, `ipo`, `rpo_sq`, `rpo_bwd_kl` or `rpo_fwd_kl`
+        label_smoothing: **new**: of `dpo`: the share of pairs that are assumed to be the wrong
+            way round, below 0.5
+        gt_reward_scale: of `rpo_*`: factor of the rewards in the data
+    """
+
+    preference_loss: str = key("dpo", choices=DIRECT_PREFERENCE_LOSSES)
+    label_smoothing: float = key(0.0, at_least=0, at_most=0.5)
+    gt_reward_scale: float = key(1.0)
+
+
+@dataclass
+class Pairs(Lines):
+    """Pairs with rewards.
+
+    Attributes:
+        default_chosen_reward, default_rejected_reward: of `rpo_*`: rewards of pairs without
+            `chosen_reward` and `rejected_reward`
+    """
+
+    default_chosen_reward: float | None = key(1.0)
+    default_rejected_reward: float | None = key(0.0)
+
+
+def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
+    dpo = "model.dpo."
+    check_preferences(values, "dpo")
+    loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
+    if smoothing and loss != "dpo":
+        raise ConfigError(
+            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}; "
+            "set it to 0."
+        )
+
+
+DPO_JOB = Job(
+    "gpt_dpo",
+    {
+        "trainer": Trainer,
+        "trainer.dpo": SupervisedLoop,
+        "trainer.dpo.alarms": PairAlarms,
+        "exp_manager": ExpManager,
+        "pretrained_checkpoint": Pretrained,
+        "model": TrainedModel,
+        "model.dpo": DPO,
+        "model.peft": Peft,
+        "model.data": Pairs,
+    },
+    NEW_DATA | wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
+    check=check_dpo,
+    pairs=True,
+    records="pair",
+)
+
+
+@dataclass
+class KTO(WeighedPreferences):
+    """KTO.
+
+    Attributes:
+        desirable_loss_weight, undesirable_loss_weight: weights of chosen and of rejected
+            responses
+    """
+
+    desirable_loss_weight: float = key(1.0, at_least=0)
+    undesirable_loss_weight: float = key(1.0, at_least=0)
+
+
+def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
+    check_preferences(values, "kto")
+    check_not_both_0(
+        values, ["model.kto.desirable_loss_weight", "model.kto.undesirable_loss_weight"]
+    )
+
+
+KTO_JOB = Job(
+    "gpt_kto",
+    {
+        "trainer": Trainer,
+        "trainer.kto": SupervisedLoop,
+        "trainer.kto.alarms": PreferenceAlarms,
+        "exp_manager": ExpManager,
+        "pretrained_checkpoint": Pretrained,
+        "model": TrainedModel,
+        "model.kto": KTO,
+        "model.peft": Peft,
+        "model.data": Lines,
+    },
+    NEW_DATA | DATALOADER | wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
+    check=check_kto,
+    records="labelled",
+)
+
+
+@dataclass
+class SPINAlarms(PairAlarms):
+    """Alarms of SPIN.
+
+    Attributes:
+        truncated_fraction, identical_fraction: **new**: thresholds of alarms, see
+            [metrics.md](metrics.md); null switches one off
+    """
+
+    truncated_fraction: float | None = key(0.9, at_least=0, at_most=1)
+    identical_fraction: float | None = key(0.9, at_least=0, at_most=1)
+
+
+@dataclass
+class SPIN(Preferences, Responses):
+    """SPIN.
+
+    Attributes:
+        ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
+        rollout_micro_batch_size: responses that a data-parallel rank generates together (with
+            `generation.kv_cache_gb` as many as fit in), for as many steps ahead as they are enough
+            for
+    """
+
+    ref_policy_kl_penalty: Any = key(0.2, free=True, required=True)
+    log_prob_forward_micro_batch_size: int = key(1, at_least=1)
+    rollout_micro_batch_size: int = key(32, at_least=1)
+
+
+@dataclass
+class SPINLoop(SupervisedLoop):
+    """SPIN.
+
+    Attributes:
+        max_iterations: iterations, each of `max_epochs` passes against the policy with which it
+            begins; `max_steps` is over all of them
+    """
+
+    max_epochs: int = key(1, at_least=1)
+    max_iterations: int = key(3, at_least=1)
+    alarms: SPINAlarms | None = section()
+
+
+def check_spin(v: Values, dp: dict[str, int], ranks: int) -> None:
+    section, model = "trainer.spin.", "model.spin."
+    iterations = v.size(section + "max_iterations")
+    _check_penalties(v.get(model + "ref_policy_kl_penalty"), iterations)
+    check_generation(v, model)
+    check_reshard(v, section, model + "generation.reshard", dp)
+    check_sft_data(v, dp, ("validation_ds",))
+
+
+def _check_penalties(given: Any, iterations: int) -> None:
+    """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
+    penalties = given if isinstance(given, list) else [given]
+    for penalty in penalties:
+        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+        if not is_number or not 0 < penalty < math.inf:
+            raise ConfigError(
+                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list of "
+                "such numbers."
+            )
+    if isinstance(given, list) and len(given) < iterations:
+        raise ConfigError(
+            f"model.spin.ref_policy_kl_penalty={given} has {len(given)} value(s) for "
+            f"trainer.spin.max_iterations={iterations}; give one number, or one for each."
+        )
+
+
+SPIN_JOB = Job(
+    "gpt_spin",
+    {
+        "trainer": Trainer,
+        "trainer.spin": SPINLoop,
+        "exp_manager": ExpManager,
+        "pretrained_checkpoint": Pretrained,
+        "model": TrainedModel,
+        "model.spin": SPIN,
+        "model.peft": PolicyPeft,
+        "model.data": Examples,
+        "model.data.train_ds": ShuffledSet,
+        "model.data.validation_ds": SizedSet,
+    },
+    {
+        **wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
+        f"{PARAMS}.filename": "megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-"
+        "{iteration}-{epoch}",
+        "model.overwrite_base_config": {
+            "data": {"train_ds": {"file_path": True}, "validation_ds": {"file_path": True}}
+        },
+        "model.data.chat": True,
+        **below("model.data", CHAT_TOKENS),
+        **below(
+            "model.data",
+            dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False),
+        ),
+        "model.data.train_ds.hf_dataset": True,
+        "model.data.validation_ds.hf_dataset": True,
+        **below("model.data.validation_ds", VALIDATION_SET),
+        **below("model.data.validation_ds", {name: f"${{model.{name}}}" for name in SIZES}),
+    },
+    required=VALIDATION_SIZES,
+    check=check_spin,
+    pairs=True,
+    records="example",
+)
