@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "only the tokenizer's own end token ends a response",
-        "generation/end_conditions.py",
+        "generation/text.py",
         "self.token_ids = end_ids(tokenizer)",
         "self.token_ids = [tokenizer.eos_id]",
         _unit(
@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "ranks that divide samples put responses in each other's places",
-        "generation/shared_samples.py",
+        "generation/split.py",
         "tensor_split(size)[rank]",
         "tensor_split(size)[size - 1 - rank]",
         (
@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "data-parallel ranks that generate together get each other's responses",
-        "generation/shared_samples.py",
+        "generation/split.py",
         "for _, lengths, _ in batches[:rank])",
         "for _, lengths, _ in batches[rank + 1 :])",
         (
@@ -198,14 +198,14 @@ MUTANTS = [
     ),
     Mutant(
         "every gloo group opens a device of its own",
-        "parallel/gloo_devices.py",
+        "parallel/rendezvous.py",
         "if key not in _devices:",
         "if rank >= 0:",
         (f"{DISTRIBUTED}test_gloo_devices.py",),
     ),
     Mutant(
         "a packed weight loses its bias",
-        "parallel/cpu_products.py",
+        "parallel/cpu_operations.py",
         "product(x, packed, bias, *_NO_ACTIVATION)",
         "product(x, packed, None, *_NO_ACTIVATION)",
         _unit("test_cpu_products.py", "test_a_packed_weight_multiplies_as_the_weight"),
@@ -251,14 +251,14 @@ MUTANTS = [
     ),
     Mutant(
         "the masks of DPO are those of the tokens, not of their predictions",
-        "models/nlp/gpt/direct_preference.py",
+        "models/nlp/gpt/megatron_gpt_dpo_model.py",
         'both["mask"][:, 1:]',
         'both["mask"][:, :-1]',
         _unit("test_dpo_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
     ),
     Mutant(
         "the reference of DPO learns with the policy",
-        "models/nlp/gpt/reference_policy.py",
+        "models/nlp/gpt/log_probs.py",
         "return self.swapped_weights(self.init_policy_state_dict)",
         "return self.swapped_weights(self.weights_to_cpu())",
         _unit("test_dpo_model.py", "test_twenty_steps_end_at_the_weights_of_trl"),
@@ -325,7 +325,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept log-probs are those of the policy with its adapters",
-        "models/nlp/gpt/reference_policy.py",
+        "models/nlp/gpt/log_probs.py",
         "        if self._reference_is_base():\n            return self.adapters_disabled()",
         "        if self._reference_is_base() and not self._is_reference:\n"
         "            return self.adapters_disabled()",
@@ -425,14 +425,14 @@ MUTANTS = [
     ),
     Mutant(
         "the student's other tokens include the top-k ones",
-        "parallel/vocab_candidates.py",
+        "parallel/vocab_parallel.py",
         "zeros = torch.where(here[..., :count], 0.0, torch.inf)",
         "zeros = torch.where(here[..., :count], torch.inf, torch.inf)",
         _unit("test_vocab_candidates.py", "test_logprobs_and_gradient_against_dense_softmax"),
     ),
     Mutant(
         "the largest logits are those of one slice of the vocabulary",
-        "parallel/vocab_candidates.py",
+        "parallel/vocab_parallel.py",
         "index + shard.first",
         "index",
         (f"{DISTRIBUTED}test_vocab_parallel.py",),
@@ -769,7 +769,7 @@ MUTANTS = [
     ),
     Mutant(
         "with adapters the reference of SPIN is the bare base",
-        "models/nlp/gpt/reference_policy.py",
+        "models/nlp/gpt/log_probs.py",
         "        return False\n",
         "        return self.use_peft\n",
         _unit(
@@ -916,7 +916,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reward of a response stands at the token before its last",
-        "generation/turns.py",
+        "generation/interface.py",
         "rewards[position - 1] = reward",
         "rewards[position - 2] = reward",
         _unit("test_turns.py", "test_conversations_are_those_of_a_naive_loop"),
@@ -1613,7 +1613,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reference policy has the adapters on",
-        "models/nlp/gpt/reference_policy.py",
+        "models/nlp/gpt/log_probs.py",
         "            return self.adapters_disabled()\n",
         "            return self.adapters_merged()\n",
         _unit(

@@ -4,7 +4,7 @@
 
 import random
 
-from nemo_aligner.generation.turns import Reply
+from nemo_aligner.generation.interface import Reply
 
 
 def reply_to(prompt, responses, longest=6):

@@ -35,8 +35,8 @@ RETIRED: dict[str, dict[str, str]] = {
     "nemo_aligner.data.nlp.datasets": {"DPOPackedDataset": _PACKED_PAIRS},
     "nemo_aligner.utils.distributed": {
         "compute_topk_logits_in_batched_sequence": (
-            "use nemo_aligner.models.nlp.gpt.topk_teacher.TopKTeacherModel.top_logits, or the "
-            "script compute_topk_logits.py"
+            "use nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation."
+            "TopKTeacherModel.top_logits, or the script compute_topk_logits.py"
         ),
     },
     "nemo_aligner.utils.parallel_state": {

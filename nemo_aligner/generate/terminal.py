@@ -19,7 +19,7 @@ from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.generate.policy import Policy
 from nemo_aligner.generate.prompts import ChatForm
-from nemo_aligner.generation.streaming import TextStream
+from nemo_aligner.generation.text import TextStream
 from nemo_aligner.parallel import parallel_state
 
 NEW, EXIT = "/new", "/exit"

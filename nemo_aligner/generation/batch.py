@@ -10,7 +10,7 @@ were chosen (`look`). What a slot computed beyond the end of its response is dro
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
 
-A sample may have several turns (`turns.py`): its slot then pauses at the end of each response,
+A sample may have several turns (`interface.py`): its slot then pauses at the end of each response,
 until an observation extends it or it is finished.
 """
 
@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.params import GenerationParams
+from nemo_aligner.generation.interface import Conversation, GenerationParams
 from nemo_aligner.generation.sampling import choose_tokens, sample_uniforms, seen_tokens
-from nemo_aligner.generation.turns import Conversation
+from nemo_aligner.generation.text import EndConditions
 
 
 @dataclass(frozen=True)

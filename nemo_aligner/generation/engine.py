@@ -27,14 +27,18 @@ from nemo_aligner.generation.batch import (
     rounded,
 )
 from nemo_aligner.generation.cache import DecodingPass, ExtensionPass, KeyValueCache, PrefillPass
-from nemo_aligner.generation.decoding_model import DecodingModel
-from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.graphs import StepGraphs
-from nemo_aligner.generation.interface import GenerationOutput, OnTokens, Prompts, TextGenerator
-from nemo_aligner.generation.params import GenerationParams
-from nemo_aligner.generation.shared_samples import divide, drawn, join, until_all_end
-from nemo_aligner.generation.split import Split, training_split
-from nemo_aligner.generation.turns import Conversation, Environment
+from nemo_aligner.generation.decoding_model import DecodingModel, StepGraphs
+from nemo_aligner.generation.interface import (
+    Conversation,
+    Environment,
+    GenerationOutput,
+    GenerationParams,
+    OnTokens,
+    Prompts,
+    TextGenerator,
+)
+from nemo_aligner.generation.split import Split, divide, drawn, join, training_split, until_all_end
+from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.parallel.device import get_device
@@ -79,7 +83,7 @@ class MegatronGenerator(TextGenerator):
     and dropped after the last; ranks may divide the samples of a policy, or generate those of
     several data-parallel ranks together, which then call `generate` equally often.
 
-    With an environment (`turns.py`), one rank of each copy of the weights asks it
+    With an environment (`interface.py`), one rank of each copy of the weights asks it
     (`asks_environment`) and tells the others. The other samples are decoded meanwhile, and a
     conversation goes on from its cached keys.
 

@@ -32,7 +32,9 @@ def main(cfg: DictConfig) -> None:
         from nemo_aligner.launch.experiment import fix_chat_date, log_config
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.processes import launch_processes, resolve_and_create_trainer
-        from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+            TopKTeacherModel,
+        )
 
     teacher = cfg.pretrained_checkpoint.restore_from_path
     cfg.model = complete_model_config(teacher, cfg.model, CONFIG_NAME)

@@ -29,7 +29,9 @@ def main(cfg: DictConfig) -> None:
         from nemo_aligner.launch.experiment import log_config
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
-        from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+            TopKTeacherModel,
+        )
         from nemo_aligner.servers.scoring import model_limits
 
     base = cfg.pretrained_checkpoint.restore_from_path

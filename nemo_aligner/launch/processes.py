@@ -28,8 +28,7 @@ from nemo_aligner.launch import endings
 from nemo_aligner.launch.watchdog import watch
 from nemo_aligner.parallel.device import get_backend
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, has_mpi_ranks
-from nemo_aligner.parallel.gloo_devices import share_gloo_devices
-from nemo_aligner.parallel.rendezvous import join_on_loopback
+from nemo_aligner.parallel.rendezvous import join_on_loopback, share_gloo_devices
 from nemo_aligner.servers.ports import find_free_port
 
 TIMEOUT = timedelta(minutes=30)  # of collectives, and of the wait for all ranks at the start

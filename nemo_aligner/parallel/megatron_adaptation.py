@@ -71,7 +71,7 @@ REMAPPED_CONSTANTS = {
     "megatron.core.utils": {"local_multi_tensor_l2_norm": "norm allocated on 'cuda'"},
 }
 
-# module -> name -> reason. Replaced by a CPU counterpart, see `megatron_on_cpu.py`.
+# module -> name -> reason. Replaced by a CPU counterpart, see `megatron_counterparts.py`.
 REPLACED = {
     "torch.cuda": {
         "current_device": "Megatron Core allocates on the 'current device' everywhere",
@@ -115,7 +115,7 @@ REPLACED = {
 }
 
 # module -> name -> reason. Replaced on any device where Megatron Core trains with PyTorch's Adam,
-# because neither Transformer Engine nor apex is installed; see `native_adam.py`.
+# because neither Transformer Engine nor apex is installed; see `megatron_counterparts.py`.
 REPLACED_FOR_NATIVE_ADAM = {
     "megatron.core.optimizer.distrib_optimizer": {
         "DistributedOptimizer._set_main_param_and_optimizer_states": "loads in place into leaves "
@@ -145,7 +145,7 @@ SWITCHED = {
         "VocabParallelEmbedding.reduce_scatter_embeddings": (_WHOLE_SEQUENCE, _DECODING),
         "RowParallelLinear.explicit_expert_comm": (
             "autograd refuses the bias that is added in place to a sum over one rank",
-            "models/nlp/gpt/megatron_experts.py",
+            "models/nlp/gpt/megatron_layers.py",
         ),
     },
     "megatron.core.models.common.embeddings.rotary_pos_embedding": {
@@ -201,17 +201,17 @@ SWITCHED = {
     "megatron.core.transformer.moe.experts": {
         "SequentialMLP.local_experts": (
             "built for all experts of a layer, so that weights do not depend on the split",
-            "models/nlp/gpt/megatron_experts.py",
+            "models/nlp/gpt/megatron_layers.py",
         ),
         "SequentialMLP.num_local_experts": (
             "goes with `local_experts`",
-            "models/nlp/gpt/megatron_experts.py",
+            "models/nlp/gpt/megatron_layers.py",
         ),
     },
     "megatron.core.transformer.moe.moe_utils": {
         "get_moe_layer_wise_logging_tracker": (
             "the table of balance losses is read and emptied",
-            "megatron_releases.take_balance_table",
+            "megatron_switches.take_balance_table",
         ),
     },
     "torch.distributed.checkpoint.default_planner": {
@@ -223,7 +223,7 @@ SWITCHED = {
     "megatron.core.transformer.moe.moe_logging": {
         "destroy_moe_metrics_tracker": (
             "the table of balance losses is read and emptied",
-            "megatron_releases.take_balance_table",
+            "megatron_switches.take_balance_table",
         ),
     },
 }
@@ -251,7 +251,7 @@ PRIVATE = {
     "megatron.core.transformer.moe.router": {
         "TopKRouter._apply_expert_bias": (
             "overridden: there is no expert bias, and asking for it starts a C++ compiler",
-            "models/nlp/gpt/megatron_experts.py",
+            "models/nlp/gpt/megatron_layers.py",
         ),
     },
     "megatron.core.dist_checkpointing.strategies.torch": {
@@ -309,8 +309,8 @@ def _is_in_this_release(module: str, name: str) -> bool:
 
 TOUCHED = [
     *_flat(REMAPPED_CONSTANTS, "megatron_adaptation.adapt_megatron_core"),
-    *_flat(REPLACED, "megatron_on_cpu.replacements"),
-    *_flat(REPLACED_FOR_NATIVE_ADAM, "native_adam.replacements"),
+    *_flat(REPLACED, "megatron_counterparts.cpu_replacements"),
+    *_flat(REPLACED_FOR_NATIVE_ADAM, "megatron_counterparts.adam_replacements"),
     *_flat(SWITCHED),
     *_flat(PRIVATE),
 ]
@@ -384,19 +384,17 @@ def adapt_megatron_core() -> None:
             it.
     """
     check_touched_names()
-    from nemo_aligner.parallel import native_adam  # which imports the optimizers
+    from nemo_aligner.parallel import megatron_counterparts  # which imports the optimizers
 
-    if native_adam.is_used():
-        _replace(REPLACED_FOR_NATIVE_ADAM, native_adam.replacements())
+    if megatron_counterparts.native_adam_is_used():
+        _replace(REPLACED_FOR_NATIVE_ADAM, megatron_counterparts.adam_replacements())
     if torch.cuda.is_available():
         return
-    from nemo_aligner.parallel.megatron_on_cpu import replacements  # only needed without CUDA
-
     for touched in _flat(REMAPPED_CONSTANTS):
         _owner, _name, function = resolve(touched.module, touched.name)
         function = inspect.unwrap(getattr(function, "__func__", function))
         function.__code__ = _cpu_constant(function.__code__)
-    _replace(REPLACED, replacements())
+    _replace(REPLACED, megatron_counterparts.cpu_replacements())
 
 
 def _replace(names: dict, counterparts: dict[tuple[str, str], Any]) -> None:

@@ -16,11 +16,10 @@ from torch.distributed import ProcessGroup
 
 from nemo_aligner.config.parallel_rules import check_expert_ranks, data_parallel_size
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.parallel.cpu_products import take_products_from_mkl
+from nemo_aligner.parallel.cpu_operations import take_products_from_mkl
 from nemo_aligner.parallel.device import get_backend, keep_freed_memory
-from nemo_aligner.parallel.gloo_devices import share_gloo_devices
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
-from nemo_aligner.parallel.rendezvous import join_on_loopback
+from nemo_aligner.parallel.rendezvous import join_on_loopback, share_gloo_devices
 
 _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context parallelism
 

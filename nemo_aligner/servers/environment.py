@@ -22,7 +22,7 @@ from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.core.types import Rollout, Scores
-from nemo_aligner.generation.turns import Reply
+from nemo_aligner.generation.interface import Reply
 from nemo_aligner.servers import environment_worker
 from nemo_aligner.servers.futures import FutureScores
 from nemo_aligner.servers.reward_function import shown
@@ -58,7 +58,7 @@ def _cannot_start(error: Exception) -> UserError:
 class PythonEnvironment:
     """Replies to responses with the class `spec`; call `close()` or use it in a `with` block.
 
-    It is an `Environment` (`generation/turns.py`), and gives trainers its rewards (`score`).
+    It is an `Environment` (`generation/interface.py`), and gives trainers its rewards (`score`).
 
     Args:
         spec: "path/to/file.py:Class"; a relative path counts from the current folder. The file may

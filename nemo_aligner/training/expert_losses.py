@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.megatron_releases import take_balance_table
+from nemo_aligner.parallel.megatron_switches import take_balance_table
 
 
 def has_balance_losses(config: TransformerConfig) -> bool:

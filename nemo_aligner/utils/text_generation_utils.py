@@ -3,8 +3,11 @@
 """The former place of these names; what each import statement below names is the present one."""
 
 from nemo_aligner.core.retired import retired_names
-from nemo_aligner.generation.end_conditions import EndConditions, verify_is_valid_and_clamp_range_
-from nemo_aligner.generation.params import GenerationParams
-from nemo_aligner.generation.tokenize_batch import tokenize_batch
+from nemo_aligner.generation.interface import GenerationParams
+from nemo_aligner.generation.text import (
+    EndConditions,
+    tokenize_batch,
+    verify_is_valid_and_clamp_range_,
+)
 
 __getattr__ = retired_names(__name__)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
-from nemo_aligner.models.nlp.gpt.step_helpers import (
+from nemo_aligner.models.nlp.gpt.model_functions import (
     clip_gradients,
     finish_validation_step,
     grad_reductions,

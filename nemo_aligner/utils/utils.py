@@ -26,7 +26,7 @@ from nemo_aligner.launch.model_loading import (
     remove_overwritten_fields,
 )
 from nemo_aligner.launch.script_steps import custom_save_ckpt_func, set_autocast_gpu_dtype
-from nemo_aligner.models.nlp.gpt.host_weights import (
+from nemo_aligner.models.nlp.gpt.model_functions import (
     adapter_control,
     convert_to_amp_o2_format,
     copy_model_states_to_cpu,

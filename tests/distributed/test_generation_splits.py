@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.generation import gathered_stages, resharding
+from nemo_aligner.generation import resharding
 from nemo_aligner.parallel import parallel_state
 from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import progress, run_ranks
@@ -102,7 +102,7 @@ def configured_and_damaged(tokenizer_dir, folder):
     split = PP2 | {"ppo": {**PPO, "trt_llm": trt_llm}, "precision": "bf16"}
     model, *_ = matrix.build(tokenizer_dir, folder, "llama", "actor", split)
     assert all(ended or len(ids) > 1 for ids, ended, _ in generated(model)["sampled"])
-    whole = gathered_stages.gather_stages(model.unwrapped(), model._undivided)
+    whole = resharding.gather_stages(model.unwrapped(), model._undivided)
     assert len(whole.decoder.layers) == 4
     assert {tensor.dtype for tensor in whole.parameters()} == {torch.bfloat16}
     honest = torch.distributed.broadcast
@@ -114,7 +114,7 @@ def configured_and_damaged(tokenizer_dir, folder):
 
     torch.distributed.broadcast = flips
     with pytest.raises(RuntimeError, match="different weights after the exchange"):
-        gathered_stages.gather_stages(model.unwrapped(), model._undivided)
+        resharding.gather_stages(model.unwrapped(), model._undivided)
     torch.distributed.broadcast = honest
     assert parallel_state.get_pipeline_model_parallel_world_size() == 2
     destroy_model_parallel()

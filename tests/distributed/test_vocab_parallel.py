@@ -13,11 +13,12 @@ from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import take_share
-from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
 from nemo_aligner.parallel.vocab_parallel import (
+    candidate_logprobs,
     distributed_entropy,
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
+    top_logits,
 )
 from tests.distributed.launcher import run_ranks
 

@@ -128,7 +128,7 @@ def test_steps_as_graphs_choose_the_same_bits(
 ):
     """Also with an environment, and after the weights have changed; the memory comes back."""
     from nemo_aligner.generation import GenerationParams, MegatronGenerator
-    from nemo_aligner.generation.graphs import StepGraphs
+    from nemo_aligner.generation.decoding_model import StepGraphs
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
     from tests.scripted_environment import ScriptedEnvironment
     from tests.tiny_models import tiny_config

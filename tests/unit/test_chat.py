@@ -22,8 +22,8 @@ from nemo_aligner.data.nlp.datasets import (
     RewardModelDataset,
     RLHFDataset,
 )
-from nemo_aligner.generation.end_conditions import EndConditions
-from nemo_aligner.generation.params import GenerationParams
+from nemo_aligner.generation.interface import GenerationParams
+from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from tests.chat_forms import FAMILIES, slow_encoding, write_tokenizer
 from tests.tiny_models import PPO, tiny_config

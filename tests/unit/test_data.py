@@ -38,7 +38,7 @@ from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.batch import tokenize
 from nemo_aligner.generate.responses import Response
-from nemo_aligner.generation.tokenize_batch import tokenize_batch
+from nemo_aligner.generation.text import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.chat_forms import FAMILIES, write_tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from nemo_aligner.core.distillation import distillation_loss, divergence
 from nemo_aligner.core.estimators import DISTILLATION_LOSSES
 from nemo_aligner.core.losses import loss_weights
-from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
+from nemo_aligner.parallel.vocab_parallel import candidate_logprobs, top_logits
 
 B, S, V, K, BETA = 4, 7, 9, 3, 0.3
 LENGTHS = torch.tensor([7, 1, 4, 0])  # of the masks; the last sample does not count

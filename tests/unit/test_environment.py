@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generation.turns import Reply
+from nemo_aligner.generation.interface import Reply
 from nemo_aligner.servers import user_code
 from nemo_aligner.servers.environment import EnvironmentFailedError, PythonEnvironment
 from tests.patience import patience, wait_until

@@ -16,7 +16,7 @@ from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.models.nlp.gpt.megatron_config import build_transformer_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.megatron_releases import take_balance_table
+from nemo_aligner.parallel.megatron_switches import take_balance_table
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
 from tests.tiny_models import tiny_config
 

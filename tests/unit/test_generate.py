@@ -33,7 +33,7 @@ from nemo_aligner.generate.prompts import ChatForm
 from nemo_aligner.generate.responses import Response, read_responses, replaced, write_responses
 from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.generation import GenerationParams
-from nemo_aligner.generation.streaming import TextStream
+from nemo_aligner.generation.text import TextStream
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer

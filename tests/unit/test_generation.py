@@ -12,8 +12,11 @@ from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
 from nemo_aligner.generation.batch import DecodingBatch
 from nemo_aligner.generation.cache import PrefillPass
 from nemo_aligner.generation.decoding_model import DecodingModel
-from nemo_aligner.generation.end_conditions import EndConditions, verify_is_valid_and_clamp_range_
-from nemo_aligner.generation.tokenize_batch import tokenize_batch
+from nemo_aligner.generation.text import (
+    EndConditions,
+    tokenize_batch,
+    verify_is_valid_and_clamp_range_,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_backward

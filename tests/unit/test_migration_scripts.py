@@ -25,8 +25,11 @@ from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
     PolicyWithReference,
 )
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.retired_hooks import RETIRED_HOOKS, RetiredHooks
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import (
+    RETIRED_HOOKS,
+    MegatronGPTModel,
+    RetiredHooks,
+)
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient, SaveFuture
 from nemo_aligner.training import megatron_steps
 from nemo_aligner.utils import train_script_utils as steps

@@ -17,7 +17,7 @@ import pytest
 from nemo_aligner.core.changed_calls import CHANGED_CALLS
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import RETIRED
-from nemo_aligner.models.nlp.gpt.retired_hooks import RETIRED_HOOKS
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import RETIRED_HOOKS
 from tests.cases import in_one_test
 
 FACTS = [

@@ -27,8 +27,8 @@ from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import complete_model_config
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
+    TopKTeacherModel,
 )
-from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.schema import ReplyError, RequestError
 from nemo_aligner.servers.teacher_client import TeacherLogits

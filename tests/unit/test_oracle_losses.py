@@ -24,10 +24,11 @@ from nemo_aligner.core.losses import (
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.preference import dpo_loss
-from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
 from nemo_aligner.parallel.vocab_parallel import (
+    candidate_logprobs,
     distributed_entropy,
     from_parallel_logits_to_logprobs,
+    top_logits,
 )
 from tests.oracle_table import Case, Comparisons
 from tests.oracles import (

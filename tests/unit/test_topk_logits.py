@@ -22,8 +22,8 @@ from nemo_aligner.data.nlp.topk_logits import (
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
+    TopKTeacherModel,
 )
-from nemo_aligner.models.nlp.gpt.topk_teacher import TopKTeacherModel
 from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.parallel import vocab_parallel
-from nemo_aligner.parallel.vocab_candidates import candidate_logprobs, top_logits
+from nemo_aligner.parallel.vocab_parallel import candidate_logprobs, top_logits
 
 B, S, V, REAL = 3, 6, 11, 9
 

@@ -14,7 +14,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.generation.tokenize_batch import tokenize_batch
+from nemo_aligner.generation.text import tokenize_batch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
 

@@ -8,11 +8,14 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import init_method_normal
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -28,9 +31,261 @@ from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, pass
 from nemo_aligner.config.parallel_rules import dtype_name
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.models.nlp.gpt.layer_patterns import layer_pattern
-from nemo_aligner.models.nlp.gpt.megatron_experts import check_expert_stages, expert_settings
-from nemo_aligner.models.nlp.gpt.megatron_positions import YarnTransformerConfig, yarn_settings
+from nemo_aligner.training.expert_losses import expert_layers
+
+
+def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int]:
+    """`model.<key>`, checked: a number of which Megatron Core makes a pattern, or the pattern.
+
+    Args:
+        one: what a layer with 1 has or is, for the message.
+
+    Raises:
+        ConfigError: another number, or a list that is no pattern of the layers.
+    """
+    given = cfg[key]
+    if OmegaConf.is_list(given):
+        given = list(given)
+        good = len(given) == cfg.num_layers and set(given) <= {0, 1}
+    else:
+        good = type(given) is int and given >= least
+    if not good:
+        raise ConfigError(
+            f"model.{key}={given!r} must be a whole number from {least} on, or a list with 1 "
+            f"({one}) or 0 for each of the model.num_layers={cfg.num_layers} layers."
+        )
+    return given
+
+
+POSITION_EMBEDDINGS = ("rope", "yarn", "learned_absolute", "none")
+YARN_KEYS = (
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+# Of `rope`, which Megatron Core's YaRN ignores: the value that changes nothing.
+NOT_WITH_YARN = {
+    "rotary_percentage": 1.0,
+    "rotary_interleaved": False,
+    "seq_len_interpolation_factor": None,
+}
+
+
+@dataclass
+class YarnTransformerConfig(TransformerConfig):
+    """`TransformerConfig` with what Megatron Core reads for YaRN (arXiv 2309.00071) beside it."""
+
+    yarn_rotary_scaling_factor: float = 1.0  # how many times longer sequences become
+    yarn_original_max_position_embeddings: int = 4096  # the longest sequence before
+    # a wave that turns at least so often in that length keeps its frequency
+    yarn_beta_fast: float = 32.0
+    # of one that turns at most so often the frequency is divided by the factor
+    yarn_beta_slow: float = 1.0
+    # queries and keys are multiplied by a function of it, of `yarn_mscale_all_dim` and of the
+    # factor; with None for one of them, of the factor alone
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None  # see there
+    yarn_correction_range_round_to_int: bool = True  # the two bounds are rounded to whole waves
+
+
+def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Fields of `YarnTransformerConfig` alone; none for other positions.
+
+    Raises:
+        ConfigError: YaRN lacks a value, or is combined with what Megatron Core leaves out of it.
+    """
+    if cfg.position_embedding_type != "yarn":
+        return {}
+    for key in YARN_KEYS[:2]:
+        if cfg[key] is None or cfg[key] <= 0:
+            raise ConfigError(
+                f"model.position_embedding_type=yarn needs model.{key}, which is {cfg[key]}; give "
+                "a positive number."
+            )
+    for key, neutral in NOT_WITH_YARN.items():
+        if cfg[key] != neutral:
+            raise ConfigError(
+                f"model.{key}={cfg[key]} with model.position_embedding_type=yarn is not supported "
+                f"by Megatron Core; set it to {'null' if neutral is None else neutral}."
+            )
+    return {key: cfg[key] for key in YARN_KEYS}
+
+
+def position_arguments(cfg: DictConfig) -> dict[str, Any]:
+    """Arguments of `GPTModel` that say how it knows positions.
+
+    Raises:
+        ConfigError: an unsupported kind of positions, or a setting of another kind.
+    """
+    kind, base = cfg.position_embedding_type, cfg.rotary_base
+    if kind not in POSITION_EMBEDDINGS:
+        raise ConfigError(
+            f"model.position_embedding_type={kind!r} is not supported: Megatron Core has "
+            f"{', '.join(POSITION_EMBEDDINGS)}."
+        )
+    if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
+        raise ConfigError(
+            f"model.rotary_base={base!r} must be a positive number: all layers share it in "
+            "Megatron Core (Gemma 3 has two)."
+        )
+    if cfg.scale_positional_embedding and kind != "rope":
+        raise ConfigError(
+            "model.scale_positional_embedding=True scales rotary embeddings, but "
+            f"model.position_embedding_type={kind}; set it to False."
+        )
+    return dict(
+        max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=kind,
+        rotary_percent=cfg.rotary_percentage,
+        rotary_base=base,
+        seq_len_interpolation_factor=cfg.seq_len_interpolation_factor,
+        rope_scaling=cfg.scale_positional_embedding,
+        rope_scaling_factor=cfg.scale_factor,
+    )
+
+
+def expert_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Fields of `TransformerConfig` for a mixture of experts; none for a dense model.
+
+    No token is ever dropped, and the router computes in float32: a policy and its reference, two
+    ranks, training and decoding must choose the same experts.
+
+    Raises:
+        ConfigError: a combination that Megatron Core cannot compute, or that gives other results
+            at another split.
+    """
+    if not cfg.num_moe_experts:
+        if cfg.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"model.expert_model_parallel_size={cfg.expert_model_parallel_size} spreads "
+                "experts over ranks, but model.num_moe_experts is not set; set it, or the size "
+                "to 1."
+            )
+        return {}
+    _check_experts(cfg)
+    _check_shared_experts(cfg)
+    _check_router(cfg)
+    return dict(
+        num_moe_experts=cfg.num_moe_experts,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
+        moe_router_topk=cfg.moe_router_topk,
+        moe_ffn_hidden_size=cfg.moe_ffn_hidden_size,
+        moe_layer_freq=_layers_with_experts(cfg),
+        moe_shared_expert_intermediate_size=cfg.moe_shared_expert_intermediate_size,
+        moe_shared_expert_gate=bool(cfg.moe_shared_expert_gate),
+        moe_router_pre_softmax=bool(cfg.moe_router_pre_softmax),
+        moe_router_load_balancing_type=cfg.moe_router_load_balancing_type,
+        moe_aux_loss_coeff=cfg.moe_aux_loss_coeff,
+        moe_z_loss_coeff=cfg.moe_z_loss_coeff or None,
+        moe_token_dispatcher_type=cfg.moe_token_dispatcher_type,
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=False,
+    )
+
+
+def _layers_with_experts(cfg: DictConfig) -> int | list[int]:
+    """`model.moe_layer_freq`; a list of ones is 1, for checkpoints name mixed layers otherwise."""
+    pattern = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
+    return 1 if pattern == [1] * cfg.num_layers else pattern
+
+
+def check_expert_stages(config: TransformerConfig) -> None:
+    """Check that every pipeline stage has a layer with experts, if the model has experts.
+
+    The optimizer of a stage without them has another form, in which no checkpoint of another split
+    could be loaded.
+
+    Raises:
+        ConfigError: a stage has none.
+    """
+    if not config.num_moe_experts:
+        return
+    has_experts = expert_layers(config)
+    chunks: list[int | None] = [None]
+    if config.virtual_pipeline_model_parallel_size:
+        chunks = list(range(config.virtual_pipeline_model_parallel_size))
+    for stage in range(config.pipeline_model_parallel_size):
+        layers = []
+        for chunk in chunks:
+            first = get_transformer_layer_offset(config, chunk, stage)
+            layers += has_experts[first : first + get_num_layers_to_build(config, chunk, stage)]
+        if not any(layers):
+            raise ConfigError(
+                f"no layer of pipeline stage {stage} has experts with model.moe_layer_freq="
+                f"{config.moe_layer_freq}; use fewer than "
+                f"model.pipeline_model_parallel_size={config.pipeline_model_parallel_size} "
+                "stages, or stages of other sizes (num_layers_in_first_pipeline_stage)."
+            )
+
+
+def _check_shared_experts(cfg: DictConfig) -> None:
+    """Raise `ConfigError` for shared experts that cannot be computed."""
+    size = cfg.moe_shared_expert_intermediate_size
+    if size is not None and cfg.bias:
+        raise ConfigError(
+            f"model.moe_shared_expert_intermediate_size={size} needs model.bias=False: shared "
+            "experts have no bias in Megatron Core."
+        )
+    if cfg.moe_shared_expert_gate and size is None:
+        raise ConfigError(
+            "model.moe_shared_expert_gate=True weights the output of shared experts, but "
+            "model.moe_shared_expert_intermediate_size is not set; set it, or the gate to False."
+        )
+
+
+def _check_experts(cfg: DictConfig) -> None:
+    """Raise `ConfigError` for experts that cannot be computed or split."""
+    experts, tp = cfg.num_moe_experts, cfg.tensor_model_parallel_size
+    if experts % cfg.expert_model_parallel_size:
+        raise ConfigError(
+            f"model.num_moe_experts={experts} must be a multiple of "
+            f"model.expert_model_parallel_size={cfg.expert_model_parallel_size}."
+        )
+    if cfg.moe_token_dispatcher_type != "alltoall":
+        raise ConfigError(
+            f"model.moe_token_dispatcher_type={cfg.moe_token_dispatcher_type!r} is not supported: "
+            "only alltoall lets ranks have samples of different number and length, as generation "
+            "needs."
+        )
+    if tp > 1 and not cfg.sequence_parallel:
+        raise ConfigError(
+            f"model.num_moe_experts={experts} with model.tensor_model_parallel_size={tp} needs "
+            "model.sequence_parallel=True: without it Megatron Core refuses to train."
+        )
+    if tp > 1 and cfg.bias:
+        raise ConfigError(
+            f"model.num_moe_experts={experts} with model.tensor_model_parallel_size={tp} needs "
+            "model.bias=False: experts that are split over tensor-parallel ranks have no bias."
+        )
+
+
+def _check_router(cfg: DictConfig) -> None:
+    """Raise `ConfigError` for a router that cannot choose, learn or be balanced."""
+    top_k, balancing = cfg.moe_router_topk, cfg.moe_router_load_balancing_type
+    if not 1 <= top_k <= cfg.num_moe_experts:
+        raise ConfigError(
+            f"model.moe_router_topk={top_k} must be from 1 to "
+            f"model.num_moe_experts={cfg.num_moe_experts}."
+        )
+    if top_k == 1 and not cfg.moe_router_pre_softmax:
+        raise ConfigError(
+            "model.moe_router_topk=1 needs model.moe_router_pre_softmax=True: the softmax over "
+            "one expert is always 1, so the router would never learn."
+        )
+    if balancing not in ("aux_loss", "none"):
+        raise ConfigError(
+            f"model.moe_router_load_balancing_type={balancing!r} is not supported; use aux_loss "
+            "or none."
+        )
+    if balancing == "none" and cfg.moe_aux_loss_coeff:
+        raise ConfigError(
+            f"model.moe_aux_loss_coeff={cfg.moe_aux_loss_coeff} has no effect with "
+            "model.moe_router_load_balancing_type=none; set it to 0, or the type to aux_loss."
+        )
 
 
 def tanh_gelu(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.losses import loss_weights
 from nemo_aligner.core.types import LabelledResponseBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
-from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
+from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 

@@ -8,9 +8,9 @@ losses; `nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
@@ -32,9 +32,10 @@ from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.inert_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
+    position_arguments,
     torch_dtype,
 )
 from nemo_aligner.models.nlp.gpt.megatron_layers import (
@@ -43,8 +44,6 @@ from nemo_aligner.models.nlp.gpt.megatron_layers import (
     compute_swiglu_at_once,
     scale_embeddings,
 )
-from nemo_aligner.models.nlp.gpt.megatron_positions import position_arguments
-from nemo_aligner.models.nlp.gpt.retired_hooks import RetiredHooks
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
@@ -55,6 +54,56 @@ from nemo_aligner.training.optim import (
     chained_optimizers,
     wrap_with_ddp,
 )
+
+_LOSS = (
+    "override get_loss_and_metrics(batch, forward_only), which passes a loss function of plain "
+    "tensors to nemo_aligner.training.megatron_steps.forward_backward"
+)
+_OUTPUT = (
+    "use nemo_aligner.training.megatron_steps.forward_collect with an output function of plain "
+    "tensors"
+)
+# method -> what replaces it
+RETIRED_HOOKS = {
+    "get_forward_output_and_loss_func": _LOSS,
+    "get_actor_forward_output_and_loss_func": _LOSS,
+    "loss_func": _LOSS,
+    "bt_loss_func": _LOSS,
+    "reg_loss_func": _LOSS,
+    "split_output_tensor": _LOSS,
+    "get_forward_output_only_func": _OUTPUT,
+    "get_logprob_output_only_func": _OUTPUT,
+    "forward_step": _OUTPUT,
+    "model_provider_func": (
+        "override module_provider(pre_process, post_process, vp_stage), which builds the module"
+    ),
+}
+
+
+class RetiredHooks:
+    """Base class of models, with methods that raise `UserError` in the place of the retired ones:
+    refuses classes that override these (`ConfigError`).
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, instead in RETIRED_HOOKS.items():
+            if name in vars(cls):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called in this package: {instead}."
+                )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: RetiredHooks, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UserError(f"{type(self).__name__}.{name} is not used: {RETIRED_HOOKS[name]}.")
+
+    return refuse
+
+
+for _name in RETIRED_HOOKS:
+    setattr(RetiredHooks, _name, _refusing(_name))
+
 
 # NeMo instantiates only classes below these prefixes.
 if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_TARGET_PREFIXES:

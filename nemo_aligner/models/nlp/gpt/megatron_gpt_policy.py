@@ -25,11 +25,9 @@ from nemo_aligner.core.seeds import sample_seeds
 from nemo_aligner.core.types import InferenceBatch, Rollout
 from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
-from nemo_aligner.generation.gathered_stages import gather_stages, undivided
-from nemo_aligner.generation.interface import Prompts
-from nemo_aligner.generation.resharding import divided, reshard
+from nemo_aligner.generation.interface import Environment, Prompts
+from nemo_aligner.generation.resharding import divided, gather_stages, reshard, undivided
 from nemo_aligner.generation.split import Split, regrouped, training_split
-from nemo_aligner.generation.turns import Environment
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.models.nlp.gpt.log_probs import LogProbsMixin
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec, scale_embeddings

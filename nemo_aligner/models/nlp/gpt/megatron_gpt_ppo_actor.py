@@ -18,8 +18,8 @@ from torch import Tensor
 from nemo_aligner.core.losses import ppo_actor_loss
 from nemo_aligner.core.types import PPOTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
-from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
 
 
 class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):

@@ -11,8 +11,8 @@ from nemo_aligner.core.advantages import spread_over_response
 from nemo_aligner.core.losses import reinforce_loss
 from nemo_aligner.core.types import ReinforceTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
+from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
-from nemo_aligner.models.nlp.gpt.reference_policy import ReferencePolicyMixin
 
 
 class MegatronGPTReinforceActorModel(

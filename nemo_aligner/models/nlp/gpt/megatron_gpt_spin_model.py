@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.types import DirectPairBatch, SelfPlayBatch, SFTBatch
-from nemo_aligner.models.nlp.gpt.direct_preference import DirectPreferenceMixin
+from nemo_aligner.models.nlp.gpt.log_probs import MovingReferenceMixin
+from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import DirectPreferenceMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
-from nemo_aligner.models.nlp.gpt.reference_policy import MovingReferenceMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 

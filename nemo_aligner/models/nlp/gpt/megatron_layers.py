@@ -16,9 +16,11 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,10 +28,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
-from nemo_aligner.models.nlp.gpt.megatron_experts import Experts, Router
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
-from nemo_aligner.parallel.cpu_operations import SwiGLUMLP, rms_norm
-from nemo_aligner.parallel.megatron_releases import parts_of, with_class
+from nemo_aligner.parallel.cpu_operations import rms_norm, swiglu
+from nemo_aligner.parallel.megatron_switches import parts_of, with_class
 
 
 class SDPAttention(MegatronModule):
@@ -200,6 +201,72 @@ class LocalNorm:
         for parameter in norm.parameters():
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
         return norm
+
+
+class SwiGLUMLP(MLP):
+    """Megatron Core's feed-forward layer with the activation SwiGLU, without a fused kernel."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[s, b, h]`, and the bias that is still to be added or None."""
+        output: tuple[Tensor, Tensor | None]
+        if per_token_scale is not None:  # of an expert
+            output = super().forward(hidden_states, per_token_scale, **more)
+            return output
+        both, bias = self.linear_fc1(hidden_states)
+        output = self.linear_fc2(swiglu(both if bias is None else both + bias))
+        return output
+
+
+class Router(TopKRouter):
+    """Megatron Core's router, which chooses the best `moe_router_topk` experts of each token, for
+    machines without Transformer Engine.
+
+    Megatron Core's `gating` uses a name that it imports only with Transformer Engine.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Float32 logits `[s, b, experts]` of the hidden states `[s, b, h]`."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(input.float(), self.weight.float(), bias)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Do nothing: there is no expert bias, and Megatron Core's would need a C++ compiler."""
+
+
+class Experts(SequentialMLP):
+    """Megatron Core's sequential experts, with initial weights that do not depend on the split
+    over ranks.
+
+    Every rank draws the weights of all experts of its layer and keeps its own. Megatron Core's CPU
+    initialization draws only those of the rank, so the first expert of every rank would get the
+    same weights.
+    """
+
+    local_experts: Any
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # since 0.19 the name of the module
+    ):
+        assert pg_collection is not None, "Megatron Core passes its groups"
+        ranks, rank = pg_collection.ep.size(), pg_collection.ep.rank()
+        super().__init__(
+            num_local_experts * ranks, config, submodules, pg_collection=pg_collection, **more
+        )
+        mine: Any = self.local_experts[rank * num_local_experts : (rank + 1) * num_local_experts]
+        self.local_experts = torch.nn.ModuleList(mine)
+        self.num_local_experts = num_local_experts
+        for expert in mine:
+            # Tokens reach an expert through the dispatcher, so its layers have nothing to sum over
+            # ranks. Megatron Core leaves the sum out only with several ranks; with one, autograd
+            # rejects the bias that is added to the sum in place.
+            expert.linear_fc2.explicit_expert_comm = True
 
 
 def scale_embeddings(model: Any) -> None:

@@ -1,11 +1,15 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in host memory, by NeMo-Aligner's functions: copies, swaps, names.
+"""What NeMo-Aligner's functions do with a model: weights in host memory (copies, swaps, names),
+and steps of a loop of one's own.
 
-For a `MegatronGPTModel` they are its own methods (`weights_to_cpu`, `load_cpu_weights`,
-`swapped_weights`), whose copies cover every chunk of a pipeline stage and never hold the prefix of
-a precision wrapper, so that `megatron_amp_O2` makes no difference. Other modules are copied by
-their state dict.
+For a `MegatronGPTModel` the weights are handled by its own methods (`weights_to_cpu`,
+`load_cpu_weights`, `swapped_weights`), whose copies cover every chunk of a pipeline stage and
+never hold the prefix of a precision wrapper, so that `megatron_amp_O2` makes no difference. Other
+modules are copied by their state dict.
+
+The steps do what the base class does, whatever the model overrides: a method of a subclass may
+call the function of its own name.
 """
 
 import copy
@@ -17,7 +21,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.interfaces import Optimizer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.training import update
 
 
 def retrieve_model_state_dict_in_cpu(model: Any, megatron_amp_O2: bool = True) -> dict[str, Any]:
@@ -105,3 +111,44 @@ def adapter_control(model: Any) -> Iterator[None]:
         raise UserError(f"{type(model).__name__} cannot switch its adapters off.")
     with disabled():
         yield
+
+
+def prepare_for_training_step(ptl_model: MegatronGPTModel, zero_grad: bool = True) -> None:
+    """Enter training mode and empty the gradient buffers (which `zero_grad=False` does not
+    prevent: Megatron's schedule adds to what is there).
+    """
+    MegatronGPTModel.prepare_for_training_step(ptl_model)
+
+
+def prepare_for_validation_step(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.prepare_for_validation_step(ptl_model)
+
+
+def finish_validation_step(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.finish_validation_step(ptl_model)
+
+
+def set_train(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.set_train(ptl_model)
+
+
+def set_eval(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.set_eval(ptl_model)
+
+
+def set_sync_funcs(ptl_model: MegatronGPTModel, forward_only: bool) -> None:
+    """Do nothing: `wrap_with_ddp` has set Megatron's functions for overlapped communication."""
+
+
+def grad_reductions(ptl_model: MegatronGPTModel) -> None:
+    """Do nothing: Megatron's schedule reduces the gradients over ranks."""
+
+
+def clip_gradients(ptl_model: MegatronGPTModel | Optimizer, clip_val: float | None) -> None:
+    """Set the norm of gradients to which the next step clips, of a model or its optimizer; None or
+    <= 0 switches clipping off.
+    """
+    optimizer: Any = ptl_model
+    if isinstance(ptl_model, MegatronGPTModel):
+        optimizer = ptl_model._optimizer
+    update.clip_gradients(optimizer, clip_val)

@@ -1,13 +1,54 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""When a generated response has ended."""
+"""Text on both sides of generation: texts to a batch of tokens, the ends of responses, and the
+text of a response while its tokens come.
+"""
 
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.tokenizer import Tokenizer, end_ids, keep_special_tokens
+from nemo_aligner.core.tokenizer import (
+    Tokenizer,
+    begins_with_bos,
+    end_ids,
+    keep_special_tokens,
+    response_text,
+    text_tokens,
+)
+
+
+def tokenize_batch(
+    sentences: Sequence[str],
+    tokenizer: Tokenizer,
+    max_len: int,
+    add_BOS: bool | None = None,
+    add_EOS: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Tokenize texts, cut each to `max_len` tokens and pad with eos to exactly `max_len`.
+
+    Args:
+        add_BOS: begin each with bos; None: as the tokenizer itself does it.
+
+    Returns:
+        tokens int64 `[b, max_len]` and lengths int64 `[b]`, on the CPU.
+
+    Raises:
+        UserError: `add_BOS` with a tokenizer that has no bos token.
+    """
+    with_bos = begins_with_bos(tokenizer, add_BOS, "add_BOS")
+    tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
+    lengths = torch.empty(len(sentences), dtype=torch.int64)
+    for i, sentence in enumerate(sentences):
+        ids = text_tokens(tokenizer, sentence, with_bos)
+        if add_EOS:
+            ids = [*ids, tokenizer.eos_id]
+        ids = ids[:max_len]
+        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        lengths[i] = len(ids)
+    return tokens, lengths
 
 
 class EndConditions:
@@ -108,3 +149,42 @@ def verify_is_valid_and_clamp_range_(
     rows = zip(response_tokens.tolist(), response_lengths.tolist(), strict=True)
     ended = [end.at_end(row[:length]) for row, length in rows]
     return inside & torch.tensor(ended, device=inside.device)
+
+
+_INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
+
+
+class TextStream:
+    """Cuts the text of a growing response into pieces that can be shown at once.
+
+    Joined, the pieces are `response_text` of all tokens. A token alone does not decode to its part
+    of the text (a character may take several tokens; SentencePiece drops the space before the
+    first one, and some tokenizers those at the end), so all tokens are decoded each time, and what
+    may still change is held back.
+
+    Args:
+        tokenizer: NeMo tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+
+    def push(self, token: int) -> str:
+        """The text that can be shown once `token` has come; may be empty."""
+        self.ids.append(token)
+        return self._advance(response_text(self.tokenizer, self.ids).rstrip(_INCOMPLETE))
+
+    def finish(self) -> str:
+        """The rest of the text."""
+        text = response_text(self.tokenizer, self.ids)
+        # A tokenizer that changed its mind about what is shown: what follows the common part.
+        self.shown = os.path.commonprefix([self.shown, text])
+        return self._advance(text)
+
+    def _advance(self, text: str) -> str:
+        if not text.startswith(self.shown):  # the end of the text is not settled yet
+            return ""
+        piece, self.shown = text[len(self.shown) :], text
+        return piece

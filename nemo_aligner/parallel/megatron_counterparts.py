@@ -1,14 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""CPU counterparts of the functions that `megatron_adaptation.REPLACED` lists."""
+"""Counterparts of the functions of Megatron Core that `megatron_adaptation` replaces: on a CPU
+(`REPLACED`), and around PyTorch's Adam (`REPLACED_FOR_NATIVE_ADAM`), which Megatron Core's
+distributed optimizer takes where neither Transformer Engine nor apex is installed.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.optimizer
 import torch
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
@@ -89,7 +94,7 @@ def _unless_alone(
     return None if alone else original(output, input_, group=group, async_op=async_op, **options)
 
 
-def replacements() -> dict[tuple[str, str], Any]:
+def cpu_replacements() -> dict[tuple[str, str], Any]:
     """The CPU counterpart of each entry of `REPLACED`, by (module, name)."""
     dispatcher = "megatron.core.transformer.moe.token_dispatcher"
     rotary = "megatron.core.models.common.embeddings.rotary_pos_embedding"
@@ -123,4 +128,39 @@ def replacements() -> dict[tuple[str, str], Any]:
         (mappings.__name__, "_reduce_scatter_along_first_dim"): functools.partial(
             _reduce_scatter_unequal_shares, mappings._reduce_scatter_along_first_dim
         ),
+    }
+
+
+def native_adam_is_used() -> bool:
+    return megatron.core.optimizer.Adam is torch.optim.AdamW
+
+
+def _set_optimizer_states(
+    self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    destination = {"param": main_param, **self.optimizer.state[main_param]}
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            destination[key].copy_(tensor)
+
+
+def adam_replacements() -> dict[tuple[str, str], Any]:
+    """The counterpart of each entry of `REPLACED_FOR_NATIVE_ADAM`, by (module, name)."""
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(load_state_dict)
+    def load_with_own_steps(self: DistributedOptimizer, state_dict: dict) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    optimizer = "megatron.core.optimizer.distrib_optimizer"
+    return {
+        (
+            optimizer,
+            "DistributedOptimizer._set_main_param_and_optimizer_states",
+        ): _set_optimizer_states,
+        (optimizer, "DistributedOptimizer.load_state_dict"): load_with_own_steps,
     }
