@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.training.update import train_on_batch
+from nemo_aligner.training.optim import train_on_batch
 
 VOCABULARY = 8192
 MODEL = {

@@ -321,7 +321,7 @@ def run_case(case: dict[str, Any], section: dict[str, Any], phase: Phases | Phas
     )
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-    from nemo_aligner.training.update import train_on_batch
+    from nemo_aligner.training.optim import train_on_batch
 
     classes = {
         "actor": MegatronGPTActorModel,

@@ -109,7 +109,7 @@ class OneRank:
     """A model in this process, and the three kinds of work."""
 
     def __init__(self, at: countdown.Folders):
-        from nemo_aligner.training.update import train_on_batch
+        from nemo_aligner.training.optim import train_on_batch
 
         self.model = countdown.load_actor(at, **sizes_of(BASE.samples))
         self.training = self.model.setup_megatron_optimization(max_steps=10**6)
@@ -350,7 +350,7 @@ def work(rank: int, ranks: int, port: int, at: countdown.Folders, repeats: int, 
     torch.set_num_threads(1)
     from nemo_aligner.algorithms import rollouts
     from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator, StoreBatchIterator
-    from nemo_aligner.training.update import train_on_batch
+    from nemo_aligner.training.optim import train_on_batch
 
     model = countdown.load_actor(at, **sizes_of(GLOBAL_BATCH))
     training = model.setup_megatron_optimization(max_steps=10**6)

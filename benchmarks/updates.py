@@ -72,7 +72,7 @@ def samples(lengths: Tensor, prompt: int) -> dict[str, Tensor]:
 
 def build_ours(at: countdown.Folders, precision: str, sizes: Sizes = SMALL) -> dict[str, Callable]:
     """Our log-probs and updates of each kind of lengths."""
-    from nemo_aligner.training.update import train_on_batch
+    from nemo_aligner.training.optim import train_on_batch
 
     optim = {"name": "distributed_fused_adam", "lr": LR, "sched": {"name": "constant"}}
     batches = {"micro_batch_size": sizes.micro_batch, "global_batch_size": sizes.samples}

@@ -41,8 +41,8 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.megatron_steps import Batch
+from nemo_aligner.training.optim import learning_rate, optimizer_step
 from nemo_aligner.training.stop_requests import stop_requests
-from nemo_aligner.training.update import learning_rate, optimizer_step
 
 # Of `Policy.train`, where nothing else is given; a checkpoint's own are of another training.
 OPTIM = {

@@ -6,7 +6,6 @@ stand.
 
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
-from nemo_aligner.core.kto import kto_loss
 from nemo_aligner.core.losses import (
     loss_count,
     loss_weights,
@@ -17,4 +16,4 @@ from nemo_aligner.core.losses import (
     reinforce_loss,
     sft_loss,
 )
-from nemo_aligner.core.preference import dpo_loss
+from nemo_aligner.core.preference import dpo_loss, kto_loss

@@ -31,9 +31,8 @@ from nemo_aligner.config.optim_rules import (
     OTHER_SCHEDULES,
     SCHEDULES,
 )
-from nemo_aligner.core.changed_calls import CHANGED_CALLS
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
-from nemo_aligner.core.retired import NOT_HERE, RETIRED
+from nemo_aligner.core.retired import CHANGED_CALLS, NOT_HERE, RETIRED
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import RETIRED_HOOKS
 from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES
 from nemo_aligner.servers import schema

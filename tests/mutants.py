@@ -467,14 +467,14 @@ MUTANTS = [
     ),
     Mutant(
         "KTO pushes rejected responses up",
-        "core/kto.py",
+        "core/preference.py",
         "ratios - reference_point, reference_point - ratios",
         "ratios - reference_point, ratios - reference_point",
         _unit("test_oracle_losses.py", "test_same_as[KTO-trl]"),
     ),
     Mutant(
         "the weights of desirable and undesirable responses are exchanged",
-        "core/kto.py",
+        "core/preference.py",
         "torch.where(good, desirable_loss_weight, undesirable_loss_weight)",
         "torch.where(good, undesirable_loss_weight, desirable_loss_weight)",
         _unit("test_oracle_losses.py", "test_same_as[KTO-nemo-aligner]"),
@@ -529,28 +529,28 @@ MUTANTS = [
     ),
     Mutant(
         "SteerLM 2 learns what should be less probable",
-        "core/steerlm.py",
+        "core/preference.py",
         "torch.where(counts, log_weights.exp() - wanted, 0.0)",
         "torch.where(counts, wanted - log_weights.exp(), 0.0)",
         _unit("test_steerlm2.py", "test_factors_are_the_gradient_by_autograd"),
     ),
     Mutant(
         "the weights of SteerLM 2 forget the earlier policy",
-        "core/steerlm.py",
+        "core/preference.py",
         "log_policy.double() - log_q.double(), -torch.inf",
         "log_policy.double() - 0 * log_q.double(), -torch.inf",
         _unit("test_steerlm2.py", "test_losses_equal_a_naive_loop"),
     ),
     Mutant(
         "a prompt of SteerLM 2 with more responses counts less",
-        "core/steerlm.py",
+        "core/preference.py",
         "(tokens.double().sum(1) / counts.sum(1).clamp(min=1))",
         "tokens.double().sum(1)",
         _unit("test_steerlm2.py", "test_factors_are_the_gradient_by_autograd"),
     ),
     Mutant(
         "the target of SteerLM 2 counts the earlier policy twice",
-        "core/steerlm.py",
+        "core/preference.py",
         "log_p_attributes.double() + log_p_response - log_q",
         "log_p_attributes.double() + log_p_response + log_q",
         _unit("test_steerlm2.py", "test_targets_are_the_normalized_importance_weights"),
@@ -571,7 +571,7 @@ MUTANTS = [
     ),
     Mutant(
         "missing responses of SteerLM 2 share the weight of the others",
-        "core/steerlm.py",
+        "core/preference.py",
         "counts = tokens > 0",
         "counts = tokens >= 0",
         _unit("test_steerlm2.py", "test_losses_equal_a_naive_loop"),
@@ -1029,7 +1029,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reward sits one column late",
-        "core/rewards.py",
+        "core/advantages.py",
         "response_lengths.to(values.device).reshape(-1, 1) - 2)",
         "response_lengths.to(values.device).reshape(-1, 1) - 1).clamp(max=values.shape[1] - 1)",
         _unit(
@@ -1040,7 +1040,7 @@ MUTANTS = [
     ),
     Mutant(
         "the KL penalty is a bonus",
-        "core/rewards.py",
+        "core/advantages.py",
         "per_token - penalty_factor * init_policy_kl",
         "per_token + penalty_factor * init_policy_kl",
         _unit("test_ppo_mathematics.py", "test_worked_vector") + _KL_IN_REWARD,
@@ -1075,7 +1075,7 @@ MUTANTS = [
     ),
     Mutant(
         "the KL penalty of a response is a mean over its tokens, not their sum",
-        "core/rewards.py",
+        "core/advantages.py",
         "per_token - penalty_factor * init_policy_kl",
         "per_token - penalty_factor * init_policy_kl / init_policy_kl.shape[-1]",
         _KL_IN_REWARD,
@@ -1791,7 +1791,7 @@ MUTANTS = [
     ),
     Mutant(
         "frozen layers count as if their weights had gradients",
-        "training/model_flops.py",
+        "training/token_counts.py",
         "(2 if frozen else 3)",
         "3",
         _unit("test_model_flops.py", "test_frozen_layers_have_no_gradient_of_weights"),

@@ -6,7 +6,7 @@ import contextlib
 import runpy
 from pathlib import Path
 
-from nemo_aligner.training import megatron_steps, rank_plans
+from nemo_aligner.training import megatron_steps, micro_batches
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "nlp" / "gpt"
 
@@ -17,7 +17,7 @@ def as_padded():
 
     def plan(model_chunks, tokens, _lengths, micro_batch_size, _tokens, **options):
         options["keep_order"] = options["training"]
-        return rank_plans.plan_of_rank(
+        return micro_batches.plan_of_rank(
             model_chunks, tokens, None, micro_batch_size, None, **options
         )
 
@@ -25,7 +25,7 @@ def as_padded():
     try:
         yield
     finally:
-        megatron_steps.plan_of_rank = rank_plans.plan_of_rank
+        megatron_steps.plan_of_rank = micro_batches.plan_of_rank
 
 
 def run_padded(path: str) -> None:

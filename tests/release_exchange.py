@@ -20,7 +20,7 @@ import torch
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import tiny_config
 
 MIXTURE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}

@@ -57,9 +57,9 @@ from nemo_aligner.servers.server_loop import (
 )
 from nemo_aligner.servers.validation import read_request_id, validate_training_inputs
 from nemo_aligner.training.finite import naming_step
-from nemo_aligner.training.timeline import logged_phase
+from nemo_aligner.training.optim import train_on_batch
+from nemo_aligner.training.timers import logged_phase
 from nemo_aligner.training.token_counts import FORWARD, TRAIN, log_token_counts
-from nemo_aligner.training.update import train_on_batch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

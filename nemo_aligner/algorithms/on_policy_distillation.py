@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import ResponseBatch
 from nemo_aligner.generation import GenerationOutput
 from nemo_aligner.parallel.collectives import sum_over_dp

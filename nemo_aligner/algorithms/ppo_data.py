@@ -23,9 +23,13 @@ from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     TOKEN_ESTIMATORS,
     calculate_grpo_step_advantages,
+    calculate_overlong_penalty,
+    calculate_ppo_rewards,
     clip_advantages,
+    clip_rewards,
     group_rows,
     spread_over_response,
+    sums_of_steps,
 )
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import (
@@ -35,12 +39,6 @@ from nemo_aligner.core.kl import (
     name_kl_estimator,
 )
 from nemo_aligner.core.masks import masked_mean, masked_sum
-from nemo_aligner.core.rewards import (
-    calculate_overlong_penalty,
-    calculate_ppo_rewards,
-    clip_rewards,
-    sums_of_steps,
-)
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward-model job: a reward model, or a function, behind one endpoint.
+"""The reward-model job: a reward model, or a function, behind one endpoint; and
+the teacher of on-policy distillation.
 
 See `servers/server_loop.py` for the threads and the end of the job, `servers/scoring.py` for the
 path of a request, `servers/schema.py` for the endpoint's tensors. N is the number of samples of a
@@ -11,6 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.hosts import Frontend
-from nemo_aligner.servers.schema import Array, Arrays
+from nemo_aligner.servers.schema import Array, Arrays, RequestError
 from nemo_aligner.servers.scoring import Scorer, batcher_options
 from nemo_aligner.servers.server_loop import ServerLoop
 
@@ -169,3 +171,51 @@ class RewardModelServer:
                 "attributes gives one if it merges them: model.regression.merge_attributes=True."
             )
         return {"rewards": rewards.reshape(-1, self.attributes)}
+
+
+# ---------------------------------------------------------- the teacher of on-policy distillation
+
+
+@dataclasses.dataclass
+class TeacherServer(RewardModelServer):
+    """Serves one endpoint, `model_name`: tokens in, the K largest logits behind each of them out.
+
+    The attributes are those of the base class, of which `infer_fn` gives `TopLogits`.
+    """
+
+    NAME: ClassVar[str] = "teacher server"
+
+    def endpoint(self) -> schema.Endpoint:
+        return schema.teacher_endpoint()
+
+    def infer(self, **inputs: Array) -> Arrays:
+        """The largest logits of the samples of a request (`schema.teacher_endpoint`); see the base
+        class.
+
+        Args:
+            inputs: `tokens` int64 [N, S] and `sequence_lengths` int64 [N, 1]; optionally
+                `tokenizer` bytes [N, 1].
+        """
+        reply = super().infer(**inputs)
+        if reply:
+            reply["topk_token_ids"] = reply["topk_token_ids"].astype(np.int32)
+        return reply
+
+    def _score_rows(
+        self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Logits and their tokens [n, S, K], and log-sum-exp [n, S], of this rank's samples."""
+        found: Any = self.infer_fn((tokens, lengths))
+        return {
+            "topk_logits": found.logits,
+            "topk_token_ids": found.token_ids,  # float32 holds every id below 2^24 exactly
+            "log_sum_exp_logits": found.log_sum_exp,
+        }
+
+
+def no_sentences(sentences: list[str]) -> tuple[Any, Any]:
+    """In place of a tokenizer: a teacher is asked about tokens, so raise `RequestError`."""
+    raise RequestError(
+        f"{len(sentences)} 'sentences' came, but a teacher gives logits of tokens: send 'tokens' "
+        "and 'sequence_lengths'."
+    )

@@ -22,7 +22,6 @@ from torch import Tensor
 from nemo_aligner.algorithms import rollout_log
 from nemo_aligner.algorithms.alarms import Alarms, check_rewards
 from nemo_aligner.algorithms.parts import complete_outputs, scores_of
-from nemo_aligner.algorithms.rollout_state import check_all_ranks_agree, check_rollout_size
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
     PPORolloutBatch,
@@ -37,7 +36,7 @@ from nemo_aligner.algorithms.rollouts import (
 )
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.endings import ExitCode, JobStopped
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,
@@ -50,8 +49,10 @@ from nemo_aligner.core.interfaces import (
 from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.source_rank import wait_for_all
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (
     check_progress,
     compute_max_steps,
@@ -60,8 +61,7 @@ from nemo_aligner.training.schedule import (
     warn_of_unreachable_steps,
 )
 from nemo_aligner.training.stop_requests import stop_requests
-from nemo_aligner.training.timeline import log_phase
-from nemo_aligner.training.timers import ScopedTimer
+from nemo_aligner.training.timers import ScopedTimer, log_phase
 from nemo_aligner.training.token_counts import (
     FORWARD,
     TRAIN,
@@ -69,7 +69,6 @@ from nemo_aligner.training.token_counts import (
     in_short,
     log_token_counts,
 )
-from nemo_aligner.training.update import train_on_batch
 
 # "Step" of the random streams of every validation: always the same, so that validations can be
 # compared. Rollouts of critic warm-up have the steps -critic_warmup_steps .. -1.
@@ -578,3 +577,35 @@ class RolloutTrainer(ABC):
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.optimization_step = int(state_dict[f"{self.SECTION}_optimization_step"])
         self.set_max_steps()
+
+
+# --------------------------------------------------------------- checks of a state to resume from
+
+
+def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples: int) -> None:
+    """Refuse the state of a job with rollouts of another size: its steps count something else.
+
+    Raises:
+        UserError: with the remedy.
+    """
+    before = state.get("num_rollout_samples", num_rollout_samples)
+    if before != num_rollout_samples:
+        key = f"model.{section}.num_rollout_samples"
+        raise UserError(
+            f"{key}={num_rollout_samples}, but the checkpoint to resume is of a job with "
+            f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
+            f"{before} prompts. Set {key}={before}, or start again from the checkpoint's .nemo "
+            "file (pretrained_checkpoint.restore_from_path) in another "
+            "exp_manager.explicit_log_dir."
+        )
+
+
+def check_all_ranks_agree(state: dict[str, Any]) -> None:
+    """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
+    states = gathered(state)
+    for rank, other in enumerate(states):
+        if other != states[0]:
+            raise RuntimeError(
+                f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
+                "checkpoint."
+            )

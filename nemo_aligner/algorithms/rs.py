@@ -41,6 +41,7 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.config.jobs.actors import check_top_n
+from nemo_aligner.core.advantages import select_topk
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,
@@ -50,7 +51,6 @@ from nemo_aligner.core.interfaces import (
     RunTimer,
     Scheduler,
 )
-from nemo_aligner.core.rewards import select_topk
 from nemo_aligner.core.types import InferenceBatch, Rollout, RSTrainBatch, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp

@@ -26,6 +26,7 @@ from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, Ru
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.finite import naming_step
+from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (
     check_progress,
     compute_limit_batches,
@@ -44,7 +45,6 @@ from nemo_aligner.training.token_counts import (
     in_short,
     log_token_counts,
 )
-from nemo_aligner.training.update import train_on_batch
 
 
 class SupervisedTrainer:

@@ -83,8 +83,8 @@ from nemo_aligner.checkpoint.optimizer_forms import (
 )
 from nemo_aligner.checkpoint.places import check_complete
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_save_hf
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
-from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 

@@ -23,8 +23,8 @@ from nemo.utils import logging
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nemo_aligner.checkpoint.forms import MARKER
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError
-from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 

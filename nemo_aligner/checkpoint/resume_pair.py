@@ -4,7 +4,7 @@
 
 One of them was killed between the two saves, or was started with another folder. Both keep their
 last two checkpoints, and the critic its first weights as those of step 0 until then: after a death
-they have one of the same step, to which both go back (`launch/pair.py`).
+they have one of the same step, to which both go back (`launch/rollout_job.py`).
 """
 
 import shlex

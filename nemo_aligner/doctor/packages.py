@@ -15,7 +15,7 @@ from types import ModuleType
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding
-from nemo_aligner.launch import versions
+from nemo_aligner.launch import start_up
 from nemo_aligner.servers.triton_environment import check_libpython, check_numpy
 
 PYTHONS = ((3, 10), (3, 13))  # the first, and the first that is too new; as in setup.py
@@ -79,7 +79,7 @@ def unsupported() -> dict[str, str]:
     Without `packaging` nothing but that is known.
     """
     try:
-        found = versions.unsupported()
+        found = start_up.unsupported()
     except ImportError:
         return {"packaging": "packaging (not installed)"}
     return {
@@ -91,7 +91,7 @@ def unsupported() -> dict[str, str]:
 def imported(package: str, wrong: dict[str, str]) -> Finding:
     """Whether a package is there, can be imported and has the right version."""
     wanted = wrong.get(package, package).split(" (")[0]
-    version = versions.installed_version(package)
+    version = start_up.installed_version(package)
     try:
         # What libraries say at their import, as of a missing CUDA, has a finding of its own here.
         logging.disable(logging.WARNING)
@@ -122,8 +122,8 @@ def others(wrong: dict[str, str]) -> Iterator[Finding]:
         wanted, _, there = text.removesuffix(")").partition(" (")
         status = MISSING if there == "not installed" else WARNING
         yield Finding(status, name, there, f"pip install '{wanted}'")
-    if not rest and versions.installed_version(versions.DISTRIBUTION) is None:
-        text = f"{versions.DISTRIBUTION} is not installed, so its requirements are not known"
+    if not rest and start_up.installed_version(start_up.DISTRIBUTION) is None:
+        text = f"{start_up.DISTRIBUTION} is not installed, so its requirements are not known"
         yield Finding(WARNING, "other packages", text, "pip install . in the repository")
     elif not rest:
         yield Finding(OK, "other packages", "as setup.py asks")
@@ -172,7 +172,7 @@ def transformer_engine(gpu: bool) -> Finding:
     except Exception as error:
         # A job takes it where it is installed.
         return Finding(MISSING, subject, f"does not import ({_first_line(error)})", BROKEN_ENGINE)
-    return Finding(OK, subject, versions.installed_version("transformer-engine") or "there")
+    return Finding(OK, subject, start_up.installed_version("transformer-engine") or "there")
 
 
 def apex() -> Finding:

@@ -92,8 +92,8 @@ def model_rewards(
     from nemo_aligner.config.rules import check_values
     from nemo_aligner.config.server_rules import check_one_reward_per_sample
     from nemo_aligner.generate.policy import check_same_weights, model_config
+    from nemo_aligner.launch.model_loading import load_reward_model
     from nemo_aligner.launch.processes import launch_processes
-    from nemo_aligner.launch.reward_models import load_reward_model
     from nemo_aligner.parallel import parallel_state
     from nemo_aligner.servers.scoring import Scorer
 

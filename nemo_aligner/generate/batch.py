@@ -16,7 +16,7 @@ from nemo.utils import logging
 from tqdm import tqdm
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
 from nemo_aligner.data.nlp.json_lines import Record

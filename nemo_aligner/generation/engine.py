@@ -16,8 +16,8 @@ from megatron.core.utils import unwrap_model
 from nemo.utils import logging
 from torch import Tensor
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.generation.batch import (
     DecodingBatch,

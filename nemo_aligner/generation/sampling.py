@@ -12,7 +12,7 @@ on other samples.
 import torch
 from torch import Tensor
 
-from nemo_aligner.core.seeds import _splitmix64
+from nemo_aligner.core.tensors import _splitmix64
 
 _GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: SplitMix64's step
 

@@ -47,9 +47,8 @@ def serve_model(cfg: DictConfig) -> None:
         from nemo_aligner.algorithms.reward_server import RewardModelServer
         from nemo_aligner.checkpoint.nemo_archive import check_restore_path
         from nemo_aligner.launch.experiment import log_config
-        from nemo_aligner.launch.model_loading import complete_model_config
+        from nemo_aligner.launch.model_loading import complete_model_config, load_reward_model
         from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
-        from nemo_aligner.launch.reward_models import load_reward_model
         from nemo_aligner.servers.scoring import model_limits
         from nemo_aligner.servers.steps import scores_of_places
 

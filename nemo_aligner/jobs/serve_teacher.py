@@ -24,7 +24,7 @@ CONFIG_NAME = "inference_teacher"
 @job_main(CONFIG_NAME, jobs=2)
 def main(cfg: DictConfig) -> None:
     with long_imports():
-        from nemo_aligner.algorithms.teacher_server import TeacherServer, no_sentences
+        from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
         from nemo_aligner.core.errors import UserError
         from nemo_aligner.launch.experiment import log_config
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo

@@ -46,9 +46,11 @@ def main(cfg: DictConfig) -> None:
 
         from nemo_aligner.algorithms.ppo import PPOTrainer
         from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.own_functions import own_function
-        from nemo_aligner.launch.pair import load_state_of_pair
-        from nemo_aligner.launch.rollout_job import train_on_rollouts
+        from nemo_aligner.launch.rollout_job import (
+            load_state_of_pair,
+            own_function,
+            train_on_rollouts,
+        )
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models from `.nemo` files, built with the file's configuration and that of the user."""
+"""Models from `.nemo` files, built with the file's configuration and that of the user; reward
+models ready to score."""
 
 import os
 from collections.abc import Callable
@@ -19,8 +20,11 @@ from nemo_aligner.config.defaults import base_dropout, complete_model, drop_unse
 from nemo_aligner.config.parallel_rules import default_precision
 from nemo_aligner.config.rules import job_of_model
 from nemo_aligner.config.values import laid_over, plain_dict, resolved
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 
 Model = TypeVar("Model", bound=MegatronGPTModel)
@@ -219,3 +223,28 @@ def load_from_nemo(
     )
     logging.info(f"{cls.__name__} restored from {restore_path}")
     return (model, cfg) if return_updated_cfg else model
+
+
+def load_reward_model(
+    model_cfg: DictConfig, trainer: Trainer | None, restore_path: Path, key: str
+) -> MegatronGPTRewardModel:
+    """The reward model in `restore_path`; every rank calls it.
+
+    Args:
+        model_cfg: complete section `model`, with what the file says.
+        key: that `restore_path` comes from, for the message.
+
+    Raises:
+        UserError: the weights hold no head that was trained to give rewards.
+    """
+    model_class = reward_model_class(model_cfg.reward_model_type)
+    model = load_from_nemo(model_class, model_cfg, trainer, restore_path=restore_path)
+    assert isinstance(model, MegatronGPTRewardModel)
+    if not model.has_trained_head:
+        raise UserError(
+            f"{key}={restore_path} holds no head that was trained to give rewards: a "
+            "language model has none, and a critic's gives values. Train a reward model from it "
+            "(train_reward_model.py) and name that one."
+        )
+    model.prepare_for_inference()
+    return model

@@ -4,14 +4,30 @@
 for rewards, train, resume.
 """
 
-from collections.abc import Callable
+import atexit
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+from nemo.utils import logging
 from omegaconf import DictConfig
+from torch import Tensor
 
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer, compute_num_optimizer_steps
+from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
+from nemo_aligner.checkpoint.dist_ckpt import failing_together
+from nemo_aligner.checkpoint.folders import read_state
+from nemo_aligner.checkpoint.resume_pair import step_to_resume
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.reward_models import read_reward_servers
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import PromptLoaderBuilder
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.data.nlp.builders import (
@@ -22,11 +38,18 @@ from nemo_aligner.data.nlp.builders import (
     collate_with_pad_to_max_batch,
     single_validation_set,
 )
-from nemo_aligner.data.nlp.datasets import RLHFDataset
+from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
 from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
-from nemo_aligner.launch.score_sources import start_score_source
+from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
-from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.servers.critic_client import CriticStatus
+from nemo_aligner.servers.environment import PythonEnvironment
+from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RewardsInJob, ScoreSource
+from nemo_aligner.servers.reward_function import RewardFunction
+from nemo_aligner.servers.reward_url import TAKEN, RewardServers
+from nemo_aligner.servers.reward_worker import LoadError, load_named
 from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
@@ -167,3 +190,226 @@ def train_on_rollouts(
         trainer.fit()
     finally:
         client.communicator.close()
+
+
+# ------------------------------------------------------------------------- a user's own functions
+
+
+def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Callable | None:
+    """The function that the value `named` of `key` names; None where it is None.
+
+    Args:
+        named: path/to/file.py:function of a file that exists.
+        parameters: names that it is called with; its result has the shape of the first one.
+
+    Raises:
+        ConfigError: there is no such function, or it cannot be called in this way; when it is
+            called: what it returns is no tensor of that shape, or has no gradient to pass on.
+    """
+    if named is None:
+        return None
+    path, _, name = named.rpartition(":")
+    called = f"{name}({', '.join(f'{each}=...' for each in parameters)})"
+    import_path = list(sys.path)
+    try:
+        function = load_named(os.path.abspath(path), name, "function", inspect.isfunction)
+        inspect.signature(function).bind(**dict.fromkeys(parameters))
+        if inspect.iscoroutinefunction(function):
+            raise TypeError("it is async")
+    except LoadError as error:
+        raise ConfigError(f"{key}={named}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}={named}: {error}. It is called as {called}.") from None
+    finally:  # what is beside the file must not hide modules that this rank imports later
+        folder = os.path.dirname(os.path.abspath(path))
+        sys.path[:] = import_path if folder in import_path else [*import_path, folder]
+
+    @functools.wraps(function)
+    def checked(**arguments: Any) -> Tensor:
+        result, like = function(**arguments), arguments[parameters[0]]
+        is_tensor = isinstance(result, Tensor)
+        if not is_tensor or result.shape != like.shape:
+            found = f"shape {list(result.shape)}" if is_tensor else f"type {type(result).__name__}"
+            raise ConfigError(
+                f"{key}={named} returns the {found}; it must return a tensor of the shape of "
+                f"{parameters[0]}, {list(like.shape)}."
+            )
+        if like.requires_grad and not result.requires_grad:
+            raise ConfigError(
+                f"{key}={named} returns a tensor without gradient; compute it from "
+                f"{parameters[0]}, without detach() or no_grad()."
+            )
+        return result
+
+    return checked
+
+
+# ------------------------------------------------------- what gives the rewards in the job itself
+
+
+def start_score_source(
+    cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
+) -> ScoreSource | None:
+    """What `model.<kind>.environment` or `trainer.<kind>.reward_fn` names; None: servers of this
+    package give the rewards. All ranks call it. Its processes end with the job.
+
+    Args:
+        cfg: the whole configuration.
+        kind: "ppo", "rs" or "reinforce".
+        remote: section of the servers, which says how long one may take to come up.
+        policy: a `MegatronGPTPolicyModel`; it gets the environment.
+        prompts: data sets whose records have columns that the reward may ask for.
+
+    Raises:
+        UserError: the code cannot be used; on all ranks.
+    """
+    options, section = cfg.model[kind].environment, f"model.{kind}.environment"
+    if options.path is not None:
+        with failing_together():
+            policy.environment = _environment(options, section, policy)
+            atexit.register(policy.environment.close)
+        return policy.environment
+    options, section = cfg.trainer[kind], f"trainer.{kind}"
+    if options.reward_fn is None:
+        return None
+    function = None
+    with failing_together():
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            function = _function(options, section, policy, cfg[remote].init_timeout_s)
+            atexit.register(function.close)
+            check_names(function, prompts[0].lines[int(prompts[0].documents[0])])
+    asked = next(filter(None, gathered(function and function.columns)), None)
+    if asked is None:
+        return RewardsInJob(function, None)
+    with failing_together():  # each rank checks its share of the records
+        share = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        columns = PromptColumns(prompts, asked, share)
+    return RewardsInJob(function, columns)
+
+
+def check_names(function: RewardFunction, record: Mapping[str, Any]) -> None:
+    """Refuse or warn of columns of a record that the reward does not get, as another has the name.
+
+    Raises:
+        UserError: the parameter that gets the lengths is called like a column.
+    """
+    name = function.third
+    if name in record and not name.startswith("len"):
+        raise UserError(
+            f"{function.title} has '{name}', a column of the records, as its third parameter, "
+            f"which gets the lengths: write (prompts, responses, lengths, {name})."
+        )
+    taken = [name for name in TAKEN if name in record]
+    if function.is_served and taken:
+        logging.warning(
+            f"{function.title} does not get these columns of the records, as its own fields have "
+            f"the names: {', '.join(taken)}. Rename them in the data if it needs them."
+        )
+
+
+def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnvironment:
+    return PythonEnvironment(
+        options.path,
+        policy.tokenizer,
+        max_turns=options.max_turns,
+        workers=options.workers,
+        timeout_s=options.timeout_s,
+        fallback=options.fallback,
+        section=section,
+        starts_workers=policy.generator.asks_environment,
+    )
+
+
+def _function(
+    options: DictConfig, section: str, policy: Any, init_timeout_s: float
+) -> RewardFunction:
+    servers = read_reward_servers(options, section)
+    return RewardFunction(
+        RewardServers(servers, init_timeout_s) if servers else options.reward_fn,
+        policy.tokenizer,
+        workers=options.reward_fn_workers * (len(servers.urls) if servers else 1),
+        timeout_s=options.reward_fn_timeout_s,
+        fallback=options.reward_fn_fallback,
+        per=options.rewards_per,
+        step_end=options.step_end,
+        section=section,
+        gives_columns=True,
+    )
+
+
+# ----------------------------------------------------------- the state of an actor and its critic
+
+
+class ResumableCritic(Protocol):
+    """The remote critic (`servers/critic_client.py`), or what stands in its place."""
+
+    def status(self) -> CriticStatus | None:
+        """Where it stands; None if it cannot say. Every rank calls it."""
+
+    def go_to(self, actor_step: int) -> bool:
+        """Have it load its checkpoint of a step; False if that is damaged. Every rank calls it."""
+
+
+def load_state_of_pair(
+    cfg: DictConfig, ckpt_callback: CheckpointCallback, rm_critic: ResumableCritic
+) -> dict[str, Any] | None:
+    """Resume the actor as `exp_manager` asks, and the critic at the same step; all ranks call it.
+
+    Where they have no step in common, the actor resumes alone, and the check before its first
+    rollout says what to do (`check_status`).
+
+    Returns:
+        The counters of the checkpoint that was loaded, None for a fresh start.
+
+    Raises:
+        UserError: as `load_trainer_state`.
+    """
+    status = None if cfg.exp_manager is None else rm_critic.status()
+    while status is not None:
+        folders = _checkpoints(cfg, ckpt_callback)
+        step = step_to_resume(folders, status["checkpoints"])
+        folder = None if step is None else folders.get(step)
+        if step is None or (_is_named(cfg) and folder is None):
+            break
+        if folder is not None and not _is_named(cfg) and not ckpt_callback.is_sound(folder):
+            continue
+        if not rm_critic.go_to(step):
+            status = rm_critic.status()
+            continue
+        if step < max(folders, default=0):
+            logging.warning(
+                f"the critic has no checkpoint of actor step {max(folders)}: the actor goes back "
+                f"to step {step}, the newest of both."
+            )
+        if _is_named(cfg):
+            return ckpt_callback.load_latest(folder)
+        if folder is not None:
+            return ckpt_callback.load_sound(folder)
+        if _must_resume(cfg):
+            raise no_checkpoint_error(ckpt_callback.root)
+        ckpt_callback.start_anew()
+        return None
+    return load_trainer_state(cfg, ckpt_callback)
+
+
+def _checkpoints(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict[int, Path]:
+    """Folders that the actor may resume from, by its step, as rank 0 sees them."""
+    options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
+    found: dict[int, str] = {}
+    if options.resume_from_checkpoint:
+        stored = read_state(Path(options.resume_from_checkpoint))
+        if stored is not None:
+            found = {int(stored["trainer"]["step"]): options.resume_from_checkpoint}
+    elif options.resume_if_exists:
+        found = ckpt_callback.saved_at("step")
+    return {step: Path(folder) for step, folder in gathered(found)[0].items()}
+
+
+def _is_named(cfg: DictConfig) -> bool:
+    """Whether the user has named the checkpoint to resume from."""
+    return bool(cfg.exp_manager.get("resume_from_checkpoint"))
+
+
+def _must_resume(cfg: DictConfig) -> bool:
+    options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
+    return bool(options.resume_if_exists and not options.resume_ignore_no_checkpoint)

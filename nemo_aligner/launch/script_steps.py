@@ -1,19 +1,24 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that NeMo-Aligner's own scripts are made of, under its names and signatures.
+"""The steps and helpers that NeMo-Aligner's own scripts are made of, under its names and
+signatures.
 
 Its scripts let Lightning set the model up and NeMo's `exp_manager` make the checkpoint callback.
 Here the same calls, in the same order, reach `MegatronGPTModel.setup_megatron_optimization` and
 `CheckpointCallback`. The scripts of this package do not use them: see `launch/experiment.py`.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import hydra
 import torch
 from lightning.pytorch import Trainer
+from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
@@ -28,6 +33,7 @@ from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.experiment import CHECKPOINT_OPTIONS
 from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_checkpoint_callback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.schedule import (
     compute_max_steps,
     compute_num_steps_per_epoch,
@@ -309,3 +315,83 @@ def set_autocast_gpu_dtype(precision: int | str) -> None:
     dtype = {16: torch.float16, "bf16": torch.bfloat16}.get(precision)
     if dtype is not None:
         torch.set_autocast_dtype("cuda", dtype)
+
+
+# ----------------------------------------------------------------------------- marks of functions
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def deprecated_in_version(
+    version: str, message: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator: a call warns (`DeprecationWarning`) that `version` will remove the function.
+
+    Args:
+        message: what to use in its place.
+    """
+
+    def decorator(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            text = f"{function.__name__} is deprecated; version {version} will not have it."
+            warnings.warn(f"{text} {message or ''}".strip(), DeprecationWarning, stacklevel=2)
+            return function(*args, **kwargs)
+
+        return run
+
+    return decorator
+
+
+def surpress_user_warnings(f: Callable[P, R]) -> Callable[P, R]:
+    """Decorator, spelled as in NeMo-Aligner: a call shows no `UserWarning`."""
+
+    @functools.wraps(f)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return f(*args, **kwargs)
+
+    return run
+
+
+def configure_batch_sizes(mbs: int, gbs: int, dp: int = 1) -> None:
+    """Tell Megatron the sizes of the next passes, of `gbs` over `dp` data-parallel ranks."""
+    reconfigure_num_microbatches_calculator(
+        rank=parallel_state.get_rank(),
+        rampup_batch_size=None,
+        global_batch_size=gbs,
+        micro_batch_size=mbs,
+        data_parallel_size=dp,
+    )
+
+
+class InferenceMetricsHandler:
+    """Several metrics by name, called together.
+
+    A metric has `update(batch, generation_output)`, `compute() -> float` and `reset()`.
+
+    `metrics_config`: from name to what Hydra makes the metric of (`_target_`, ...), or None.
+    """
+
+    def __init__(self, metrics_config: DictConfig | dict[str, Any] | None) -> None:
+        self.metrics: Mapping[str, Any] = hydra.utils.instantiate(metrics_config or {})
+
+    def has_metrics(self) -> bool:
+        """Whether there is one."""
+        return len(self.metrics) > 0
+
+    def update(self, batch: Mapping[str, Any], generation_output: Mapping[str, Any]) -> None:
+        """Give every metric a batch and what the model generated for it."""
+        for metric in self.metrics.values():
+            metric.update(batch, generation_output)
+
+    def compute(self) -> dict[str, float]:
+        """The value of every metric."""
+        return {name: metric.compute() for name, metric in self.metrics.items()}
+
+    def reset(self) -> None:
+        """Start every metric anew."""
+        for metric in self.metrics.values():
+            metric.reset()

@@ -26,8 +26,13 @@ from types import FrameType
 
 import torch
 
-from nemo_aligner.core.endings import ExitCode, ending_file, note_ending, stand_in_for_rank_zero
-from nemo_aligner.core.progress import progress
+from nemo_aligner.core.endings import (
+    ExitCode,
+    ending_file,
+    note_ending,
+    progress,
+    stand_in_for_rank_zero,
+)
 from nemo_aligner.launch import endings, watchdog_process
 from nemo_aligner.servers.control_group import JobStore, StoreLostError
 from nemo_aligner.training.stop_requests import SIGNALS, stop_requests

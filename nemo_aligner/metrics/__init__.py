@@ -8,4 +8,4 @@ from nemo_aligner.core.metrics import (
     explained_variance_from_moments,
     explained_variance_moments,
 )
-from nemo_aligner.training.inference_metrics import InferenceMetricsHandler
+from nemo_aligner.launch.script_steps import InferenceMetricsHandler

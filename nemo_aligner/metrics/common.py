@@ -2,4 +2,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where NeMo-Aligner's scripts import this name from."""
 
-from nemo_aligner.training.inference_metrics import InferenceMetricsHandler
+from nemo_aligner.launch.script_steps import InferenceMetricsHandler

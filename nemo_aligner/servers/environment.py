@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo.utils import logging
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError, cause_in
-from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.generation.interface import Reply

@@ -20,8 +20,8 @@ from torch import Tensor
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import RewardModelSpec, read_reward_models
+from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.core.rewards import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from nemo.utils import logging
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError, cause_in
-from nemo_aligner.core.progress import progress
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.servers import reward_worker
 from nemo_aligner.servers.reward_url import RewardServers, UrlWorker

@@ -16,8 +16,8 @@ from typing import Any
 from nemo.utils import logging
 
 from nemo_aligner.config.reward_models import RewardServersSpec
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import LostPeerError, one_line
-from nemo_aligner.core.progress import progress
 from nemo_aligner.servers.reward_worker import (
     ALL_COLUMNS,
     BadScoreError,

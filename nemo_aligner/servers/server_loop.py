@@ -44,7 +44,7 @@ from typing import Any
 import torch.distributed as dist
 from nemo.utils import logging
 
-from nemo_aligner.core.endings import ExitCode, note_ending
+from nemo_aligner.core.endings import ExitCode, note_ending, progress
 from nemo_aligner.core.errors import (
     LostPeerError,
     ServerEndingError,
@@ -52,7 +52,6 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     cause_of,
 )
-from nemo_aligner.core.progress import progress
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
-from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device

@@ -31,8 +31,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.progress import progress
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import take_share
 from nemo_aligner.parallel.device import get_device
@@ -43,9 +43,14 @@ from nemo_aligner.training.expert_losses import (
     take_balance_losses,
 )
 from nemo_aligner.training.finite import check_finite
-from nemo_aligner.training.model_flops import attended_pairs, pass_flops
-from nemo_aligner.training.rank_plans import Plan, plan_of_rank
-from nemo_aligner.training.token_counts import FORWARD, TRAIN, count_tokens
+from nemo_aligner.training.micro_batches import Plan, plan_of_rank
+from nemo_aligner.training.token_counts import (
+    FORWARD,
+    TRAIN,
+    attended_pairs,
+    count_tokens,
+    pass_flops,
+)
 
 Batch = dict[str, torch.Tensor]
 ModelChunks = Sequence[torch.nn.Module]

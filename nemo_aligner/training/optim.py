@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer and learning-rate schedule from NeMo's `model.optim` keys, with Megatron Core's parts.
+"""Optimizer and learning-rate schedule from NeMo's `model.optim` keys, with Megatron Core's parts;
+and one update by them.
 
 The schedule counts optimizer updates. CosineAnnealing is: linear warm-up over `warmup_steps`
 updates, cosine from `lr` to `min_lr` until `max_steps - constant_steps`, then `min_lr` (in a job
@@ -44,7 +45,8 @@ from nemo_aligner.config.optim_rules import (
     steps_of,
     unread_keys,
 )
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError, NonFiniteError
+from nemo_aligner.core.interfaces import Optimizer, Scheduler, Trainable
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
@@ -391,3 +393,64 @@ def _own_schedule(
         lr_decay_style="constant" if constant else "cosine",
         **_constant_weight_decay(optim_cfg.weight_decay),
     )
+
+
+# ------------------------------------------------------------------------------------- one update
+
+
+def clip_gradients(optimizer: Optimizer, clip_val: float | None) -> None:
+    """Set the gradient norm to which the next step clips; None or <= 0: it does not."""
+    for part in chained_optimizers(optimizer):
+        part.config.clip_grad = float(clip_val or 0.0) if (clip_val or 0.0) > 0 else 0.0
+
+
+def optimizer_step(
+    optimizer: Optimizer, scheduler: Scheduler, clip_val: float | None
+) -> float | None:
+    """Clip to `clip_val`, update the weights and the learning rate; all ranks call it.
+
+    Returns:
+        The gradient norm before clipping, or None when clipping is off.
+
+    Raises:
+        NonFiniteError: the gradient norm is NaN or infinite, or the optimizer refused the step.
+    """
+    clip_gradients(optimizer, clip_val)
+    succeeded, grad_norm, _num_zeros = optimizer.step()
+    if not succeeded or (grad_norm is not None and not math.isfinite(grad_norm)):
+        raise NonFiniteError(
+            f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower "
+            "model.optim.lr or check "
+            "the data."
+        )
+    scheduler.step(increment=1)
+    return grad_norm if (clip_val or 0.0) > 0 else None
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """Current learning rate of the first parameter group."""
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def train_on_batch(
+    model: Trainable,
+    optimizer: Optimizer,
+    scheduler: Scheduler,
+    batch: Any,
+    clip_val: float | None,
+) -> dict[str, Any]:
+    """One optimizer update on a global batch, of which each rank has its share; all ranks call it.
+
+    Returns:
+        The model's metrics, `loss`, `lr` (that of this update) and, with clipping, `grad_norm`.
+
+    Raises:
+        NonFiniteError: loss or gradient is NaN or infinite; no weight has changed.
+    """
+    optimizer.zero_grad()
+    model.prepare_for_training_step()
+    loss, metrics = model.get_loss_and_metrics(batch=batch, forward_only=False)
+    model.finish_training_step()
+    report = {**metrics, "loss": float(loss), "lr": learning_rate(optimizer)}
+    grad_norm = optimizer_step(optimizer, scheduler, clip_val)
+    return report if grad_norm is None else report | {"grad_norm": float(grad_norm)}

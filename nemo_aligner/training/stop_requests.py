@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending
-from nemo_aligner.core.progress import progress
+from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending, progress
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:

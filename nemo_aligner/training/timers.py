@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Durations of named phases, and the wall-clock limit of a run."""
+"""Durations of named phases, the timeline of a job, and the wall-clock limit of a run."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.progress import progress
+from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 
@@ -211,3 +212,21 @@ def _seconds(duration: str | timedelta | None) -> float:
         )
     days, hours, minutes, seconds = map(int, parts)
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+
+
+# ----------------------------------------------------------------------------------- the timeline
+
+FILE = "timeline"  # .jsonl
+
+
+def log_phase(logger: Logger, step: int, phase: str, start: float, seconds: float) -> None:
+    """Append a phase to the timeline; `start` in seconds since the epoch, as jobs compare it."""
+    logger.log_samples(FILE, [{"phase": phase, "start": start, "seconds": seconds}], step=step)
+
+
+@contextmanager
+def logged_phase(logger: Logger, step: int, phase: str) -> Iterator[None]:
+    """Append the scope to the timeline of the job, unless it raises."""
+    start, clock = time.time(), time.monotonic()
+    yield
+    log_phase(logger, step, phase, start, time.monotonic() - clock)

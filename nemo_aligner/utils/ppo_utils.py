@@ -5,11 +5,15 @@
 from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
+    calculate_overlong_penalty,
+    calculate_ppo_rewards,
     calculate_reinforce_returns,
     calculate_rloo_advantages,
     calculate_rloo_baseline,
     clip_advantages,
+    clip_rewards,
     group_rows,
+    select_topk,
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, FixedKLController, calculate_kl_penalty
@@ -22,10 +26,4 @@ from nemo_aligner.core.masks import (
     masked_sum,
     whiten,
 )
-from nemo_aligner.core.rewards import (
-    calculate_overlong_penalty,
-    calculate_ppo_rewards,
-    clip_rewards,
-    select_topk,
-)
-from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tensors import sample_seeds

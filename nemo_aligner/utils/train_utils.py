@@ -12,4 +12,4 @@ from nemo_aligner.models.nlp.gpt.model_functions import (
     set_sync_funcs,
     set_train,
 )
-from nemo_aligner.training.update import learning_rate, optimizer_step
+from nemo_aligner.training.optim import learning_rate, optimizer_step

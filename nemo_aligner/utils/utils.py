@@ -5,7 +5,6 @@
 from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_reference
 from nemo_aligner.checkpoint.folders import extract_value_from_ckpt
 from nemo_aligner.checkpoint.restore_connector import CustomSaveRestoreConnector
-from nemo_aligner.core.deprecation import deprecated_in_version, surpress_user_warnings
 from nemo_aligner.core.masks import masked_mean, masked_std
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tensors import (
@@ -25,7 +24,13 @@ from nemo_aligner.launch.model_loading import (
     load_from_nemo,
     remove_overwritten_fields,
 )
-from nemo_aligner.launch.script_steps import custom_save_ckpt_func, set_autocast_gpu_dtype
+from nemo_aligner.launch.script_steps import (
+    configure_batch_sizes,
+    custom_save_ckpt_func,
+    deprecated_in_version,
+    set_autocast_gpu_dtype,
+    surpress_user_warnings,
+)
 from nemo_aligner.models.nlp.gpt.model_functions import (
     adapter_control,
     convert_to_amp_o2_format,
@@ -36,6 +41,5 @@ from nemo_aligner.models.nlp.gpt.model_functions import (
 )
 from nemo_aligner.parallel.collectives import get_global_set
 from nemo_aligner.parallel.device import clear_memory, cuda_dict, log_memory
-from nemo_aligner.training.batch_sizes import configure_batch_sizes
 
 __getattr__ = retired_names(__name__)

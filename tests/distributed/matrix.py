@@ -57,7 +57,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.megatron_steps import forward_collect
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.distributed.launcher import progress
 from tests.padded_runs import as_padded
 from tests.scripted_environment import ScriptedEnvironment

@@ -16,7 +16,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.folders import complete_checkpoints
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.distributed.launcher import progress
 from tests.distributed.matrix import (
     ROLES,

@@ -52,7 +52,7 @@ def error_of(function, *args):
 
 
 def update(actor, optimizer, scheduler, batch, **watch):
-    from nemo_aligner.training.update import optimizer_step
+    from nemo_aligner.training.optim import optimizer_step
 
     optimizer.zero_grad()
     actor.prepare_for_training_step()

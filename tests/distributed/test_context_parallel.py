@@ -24,7 +24,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions, take_share
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 

@@ -25,7 +25,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 

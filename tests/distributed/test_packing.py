@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.distributed import matrix
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import tiny_config

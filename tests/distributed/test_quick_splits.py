@@ -69,7 +69,7 @@ def global_batch() -> dict[str, torch.Tensor]:
 def update(actor, optimizer, scheduler) -> list[float]:
     """Loss, gradient norm and ratio of one update; all ranks call it."""
     from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.training.update import optimizer_step
+    from nemo_aligner.training.optim import optimizer_step
 
     size, rank = (
         parallel_state.get_data_parallel_world_size(),

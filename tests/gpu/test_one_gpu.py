@@ -37,7 +37,7 @@ def make_actor(tokenizer_dir, optimizer="distributed_fused_adam"):
 
 def rollout_and_update(actor, optimizer, scheduler):
     from nemo_aligner.core.masks import create_mask
-    from nemo_aligner.training.update import optimizer_step
+    from nemo_aligner.training.optim import optimizer_step
 
     ids = [
         actor.tokenizer.text_to_ids(text)

@@ -13,14 +13,15 @@ from nemo_aligner.core import advantages
 from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
+    calculate_overlong_penalty,
     calculate_reinforce_returns,
     calculate_rloo_advantages,
     clip_advantages,
+    clip_rewards,
     spread_over_response,
 )
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.core.masks import create_mask, masked_mean_var, masked_sum, whiten
-from nemo_aligner.core.rewards import calculate_overlong_penalty, clip_rewards
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")

@@ -155,7 +155,7 @@ def test_public_names_stay_where_scripts_import_them(where):
 
 
 # Modules that write down the time of day, or compare two clocks for the user.
-WALL_CLOCK = """doctor.machine training.loggers training.timeline training.timers report.elements
+WALL_CLOCK = """doctor.machine training.loggers training.timers report.elements
 checkpoint.nemo_writing core.endings data.nlp.chat_template launch.experiment"""
 
 

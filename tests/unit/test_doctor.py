@@ -17,7 +17,7 @@ import pytest
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.doctor import machine, packages
 from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding, summary
-from nemo_aligner.launch import versions
+from nemo_aligner.launch import start_up
 from nemo_aligner.servers import triton_environment
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def faked(monkeypatch):
             return modules.get(name)
 
         monkeypatch.setattr(importlib, "import_module", import_module)
-        monkeypatch.setattr(versions, "installed_version", installed.get)
+        monkeypatch.setattr(start_up, "installed_version", installed.get)
 
     return fake
 
@@ -139,7 +139,7 @@ def test_requirements_without_a_line_of_their_own(monkeypatch):
         "psutil>=5.9": "not installed",
         "rich>=13": "installed: 1",
     }
-    monkeypatch.setattr(versions, "unsupported", lambda: found)
+    monkeypatch.setattr(start_up, "unsupported", lambda: found)
     missing, other = packages.others(packages.unsupported())
     says(missing, MISSING, "psutil +not installed. pip install 'psutil>=5.9'")
     says(other, WARNING, "rich +installed: 1. pip install 'rich>=13'")
@@ -148,7 +148,7 @@ def test_requirements_without_a_line_of_their_own(monkeypatch):
 
 
 def test_an_installation_without_metadata(monkeypatch):
-    monkeypatch.setattr(versions, "DISTRIBUTION", "not-installed-at-all")
+    monkeypatch.setattr(start_up, "DISTRIBUTION", "not-installed-at-all")
     (finding,) = packages.others(packages.unsupported())
     says(finding, WARNING, "not-installed-at-all is not installed.*pip install .")
 

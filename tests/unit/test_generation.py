@@ -20,7 +20,7 @@ from nemo_aligner.generation.text import (
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_backward
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.cases import some_of
 from tests.naive_generation import naive_generate
 from tests.tiny_models import PPO, tiny_config

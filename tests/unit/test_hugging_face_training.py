@@ -14,7 +14,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests import hugging_face
 from tests.cases import some_of
 from tests.tiny_models import tiny_config

@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.preference import kto_loss, kto_statistics, log_ratios
 
 SAMPLES, WIDTH, BETA = 7, 9, 0.4
 LENGTHS = torch.tensor([9, 2, 4, 7, 1, 3, 8])  # of the masks; each begins at a column

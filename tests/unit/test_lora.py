@@ -27,7 +27,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorM
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.training.megatron_steps import forward_collect
-from nemo_aligner.training.update import train_on_batch
+from nemo_aligner.training.optim import train_on_batch
 from tests.cases import some_of
 from tests.tiny_models import PPO, tiny_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
-from nemo_aligner.core import advantages, kl, losses, masks, metrics, rewards
+from nemo_aligner.core import advantages, kl, losses, masks, metrics
 from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
 
@@ -135,7 +135,7 @@ CASES = {
     ),
     "token rewards": (
         slot_by_slot(
-            lambda kl: rewards.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
+            lambda kl: advantages.calculate_ppo_rewards(kl, torch.ones(ROWS), LENGTHS, kl, 0.1)
         ),
         ("kl",),
         SLOTS,

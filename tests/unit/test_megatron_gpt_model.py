@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint.forms import MARKER
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.megatron_steps import forward_backward, forward_collect
-from nemo_aligner.training.update import learning_rate, optimizer_step
+from nemo_aligner.training.optim import learning_rate, optimizer_step
 from tests.cases import some_of
 from tests.tiny_models import tiny_config
 

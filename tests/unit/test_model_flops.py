@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_aligner.training import token_counts
-from nemo_aligner.training.model_flops import attended_pairs, pass_flops, peak_tflops
+from nemo_aligner.training.token_counts import attended_pairs, pass_flops, peak_tflops
 from tests.distributed import matrix
 
 ROWS, WIDTH = 2, 12

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.core.changed_calls import CHANGED_CALLS
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.retired import RETIRED
+from nemo_aligner.core.retired import CHANGED_CALLS, RETIRED
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import RETIRED_HOOKS
 from tests.cases import in_one_test
 

@@ -18,7 +18,7 @@ from nemo_aligner.algorithms.on_policy_distillation import (
     OnPolicyDistillationTrainer,
     response_batch,
 )
-from nemo_aligner.algorithms.teacher_server import TeacherServer, no_sentences
+from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.responses import ResponseDataset

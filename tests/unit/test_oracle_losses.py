@@ -12,7 +12,6 @@ import torch
 
 from nemo_aligner.core.distillation import distillation_loss
 from nemo_aligner.core.estimators import REWARD_PREFERENCE_LOSSES
-from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.losses import (
     calculate_entropy,
     loss_weights,
@@ -23,7 +22,7 @@ from nemo_aligner.core.losses import (
     sft_loss,
 )
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
-from nemo_aligner.core.preference import dpo_loss
+from nemo_aligner.core.preference import dpo_loss, kto_loss, kto_statistics, log_ratios
 from nemo_aligner.parallel.vocab_parallel import (
     candidate_logprobs,
     distributed_entropy,

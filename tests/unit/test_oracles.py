@@ -11,19 +11,17 @@ from torch import Tensor
 from nemo_aligner.core.advantages import (
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
+    calculate_overlong_penalty,
+    calculate_ppo_rewards,
     calculate_reinforce_returns,
     calculate_rloo_advantages,
     calculate_rloo_baseline,
+    clip_rewards,
+    select_topk,
     spread_over_response,
 )
 from nemo_aligner.core.kl import AdaptiveKLController, calculate_kl_penalty
 from nemo_aligner.core.masks import create_mask, masked_mean, masked_std
-from nemo_aligner.core.rewards import (
-    calculate_overlong_penalty,
-    calculate_ppo_rewards,
-    clip_rewards,
-    select_topk,
-)
 from nemo_aligner.parallel.collectives import normalize_tensor
 from tests.oracle_table import GROUP_SIZE, Case, Comparisons
 from tests.oracles import nemo_aligner_ppo_utils, oracle

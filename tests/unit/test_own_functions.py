@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.launch.own_functions import own_function
+from nemo_aligner.launch.rollout_job import own_function
 
 FILE = """
 import beside

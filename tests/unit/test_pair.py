@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.launch.pair import load_state_of_pair
+from nemo_aligner.launch.rollout_job import load_state_of_pair
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from tests.cases import some_of
 from tests.tiny_models import tiny_config

@@ -14,7 +14,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt import megatron_gpt_policy
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.megatron_steps import forward_collect
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
 

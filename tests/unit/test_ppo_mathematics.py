@@ -10,12 +10,16 @@ import random
 import pytest
 import torch
 
-from nemo_aligner.core.advantages import calculate_advantages_and_returns, calculate_rloo_baseline
+from nemo_aligner.core.advantages import (
+    calculate_advantages_and_returns,
+    calculate_ppo_rewards,
+    calculate_rloo_baseline,
+    select_topk,
+)
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.losses import calculate_entropy
 from nemo_aligner.core.masks import create_mask, masked_mean, masked_std
-from nemo_aligner.core.rewards import calculate_ppo_rewards, select_topk
-from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
 
 NAN = float("nan")

@@ -15,8 +15,8 @@ import torch
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.config.server_rules import check_kind_of_rewards
 from nemo_aligner.config.values import Values
+from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token, sums_of_steps
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.rewards import add_token_rewards, reward_at_last_token, sums_of_steps
 from nemo_aligner.servers.reward_client import RMFutureResult
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import ReplyError, reward_model_endpoint

@@ -22,7 +22,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
 )
 from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow

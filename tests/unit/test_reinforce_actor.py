@@ -14,7 +14,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
     MegatronGPTReinforceActorModel,
 )
 from nemo_aligner.training.megatron_steps import forward_collect
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
 TEMPERATURE = 0.7

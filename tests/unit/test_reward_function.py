@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.launch.score_sources import check_names
+from nemo_aligner.launch.rollout_job import check_names
 from nemo_aligner.servers import reward_function, user_code
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.schema import RequestError

@@ -18,7 +18,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.training.megatron_steps import forward_collect
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.tiny_models import PPO, tiny_config
 
 

@@ -8,10 +8,10 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.core.advantages import select_topk
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
-from nemo_aligner.core.rewards import select_topk
-from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tensors import sample_seeds
 from tests.ppo_fakes import (
     EOS,
     MAX_NEW_TOKENS,

@@ -17,7 +17,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.jobs.sft import check_steerlm2
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.steerlm import prompt_weights, target_weights
+from nemo_aligner.core.preference import prompt_weights, target_weights
 from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
 from nemo_aligner.data.nlp.steerlm2 import (
     LOG_P_ATTRIBUTES,
@@ -27,7 +27,7 @@ from nemo_aligner.data.nlp.steerlm2 import (
 )
 from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
 from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
-from nemo_aligner.training.update import optimizer_step
+from nemo_aligner.training.optim import optimizer_step
 from tests.oracles import nemo_aligner_steerlm2_loss
 from tests.tiny_models import tiny_config
 

@@ -31,7 +31,7 @@ import datetime, sys, threading, time
 from pathlib import Path
 import torch.distributed as dist
 from nemo_aligner.core.endings import keep_ending_in
-from nemo_aligner.core.progress import progress
+from nemo_aligner.core.endings import progress
 from nemo_aligner.launch import watchdog
 from nemo_aligner.launch.watchdog import Watchdog, watch
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with attributes and several responses to each, for SteerLM 2.0 (`core/steerlm.py`)."""
+"""Prompts with attributes and several responses to each: SteerLM 2.0 (`core/preference.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.steerlm import target_weights
+from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within

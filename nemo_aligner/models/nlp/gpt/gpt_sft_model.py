@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.seeds import sample_seeds
+from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.generation.text import tokenize_batch

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.kto import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.losses import loss_weights
+from nemo_aligner.core.preference import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.types import LabelledResponseBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
@@ -30,7 +30,7 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     with adapters whose base is the reference policy.
 
     Attributes:
-        loss_settings: arguments of `core.kto.kto_loss`.
+        loss_settings: arguments of `core.preference.kto_loss`.
     """
 
     CONFIG_NAME = "gpt_kto"

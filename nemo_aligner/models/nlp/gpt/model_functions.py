@@ -23,7 +23,7 @@ from torch import Tensor
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.interfaces import Optimizer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.training import update
+from nemo_aligner.training import optim
 
 
 def retrieve_model_state_dict_in_cpu(model: Any, megatron_amp_O2: bool = True) -> dict[str, Any]:
@@ -151,4 +151,4 @@ def clip_gradients(ptl_model: MegatronGPTModel | Optimizer, clip_val: float | No
     optimizer: Any = ptl_model
     if isinstance(ptl_model, MegatronGPTModel):
         optimizer = ptl_model._optimizer
-    update.clip_gradients(optimizer, clip_val)
+    optim.clip_gradients(optimizer, clip_val)
