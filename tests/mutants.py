@@ -1443,21 +1443,21 @@ MUTANTS = [
     ),
     Mutant(
         "a large scoring request is scored in one go",
-        "servers/slices.py",
+        "servers/requests.py",
         "    if own.shape[1] <= size:\n",
         "    if own.shape[1] > 0:\n",
         _unit("test_slices.py", "test_slices_have_the_micro_batches_of_the_whole"),
     ),
     Mutant(
         "slices have other micro-batches than the request",
-        "servers/slices.py",
+        "servers/requests.py",
         "np.argsort(-own,",
         "np.argsort(own,",
         _unit("test_slices.py", "test_slices_have_the_micro_batches_of_the_whole"),
     ),
     Mutant(
         "the critic learns between two slices of a request",
-        "servers/slices.py",
+        "servers/scoring.py",
         "lambda: not self._scoring)",
         "lambda: self._scoring >= 0)",
         _unit(
@@ -1467,7 +1467,7 @@ MUTANTS = [
     ),
     Mutant(
         "small scoring requests stand behind large ones",
-        "servers/slices.py",
+        "servers/direct_replies.py",
         "    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES\n",
         "    return length > SMALL_BYTES\n",
         _unit("test_slices.py", "test_large_requests"),
@@ -1830,7 +1830,7 @@ MUTANTS = [
     ),
     Mutant(
         "strangers may take the lease of an actor that works",
-        "servers/lease.py",
+        "servers/admission.py",
         "if self._holder not in (None, lease) and (self._working or silent < LEASE_S):",
         "if False:",
         _unit("test_front.py", "test_only_the_holder_of_the_lease_changes_the_server"),

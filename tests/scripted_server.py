@@ -12,8 +12,7 @@ import time
 
 import numpy as np
 
-from nemo_aligner.servers.pieces import MOST_ROWS
-from nemo_aligner.servers.schema import Endpoint, reward_model_endpoint
+from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, reward_model_endpoint
 
 
 def triton_config(endpoint: Endpoint, max_batch_size: int | None = None) -> dict:

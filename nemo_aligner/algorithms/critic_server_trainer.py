@@ -38,9 +38,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
-from nemo_aligner.servers.hosts import Frontend
-from nemo_aligner.servers.pieces import PieceStore
-from nemo_aligner.servers.requests import pad_rows
+from nemo_aligner.servers.requests import PieceStore, pad_rows
 from nemo_aligner.servers.schema import Array, Arrays
 from nemo_aligner.servers.scoring import (
     Inputs,
@@ -51,6 +49,7 @@ from nemo_aligner.servers.scoring import (
 )
 from nemo_aligner.servers.server_loop import (
     BackgroundWork,
+    Frontend,
     OperationFailedError,
     ServerLoop,
     ServerStoppingError,

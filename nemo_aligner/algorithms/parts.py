@@ -20,7 +20,7 @@ from nemo_aligner.core.errors import SaveError, ServerRequestError, UserError, c
 from nemo_aligner.core.interfaces import Critic, Logger, PendingScores
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.source_rank import OtherFuture, await_on_source, wait_for_all
+from nemo_aligner.servers.futures import OtherFuture, await_on_source, wait_for_all
 
 
 class _Completed:

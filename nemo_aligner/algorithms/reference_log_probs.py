@@ -27,12 +27,11 @@ from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import DamagedFileError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
 from nemo_aligner.data.nlp.index_files import code_fingerprint, file_fingerprint, key
 from nemo_aligner.data.nlp.reference_log_probs import META, ShardWriter, WithReferenceLogProbs
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 FORM = 1  # of the files, and of what is computed
 # Micro-batches that are computed together, then written: samples of similar length share one.

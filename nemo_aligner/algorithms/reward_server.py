@@ -20,10 +20,9 @@ from nemo_aligner.config.access import server_token
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.hosts import Frontend
 from nemo_aligner.servers.schema import Array, Arrays, RequestError
 from nemo_aligner.servers.scoring import Scorer, batcher_options
-from nemo_aligner.servers.server_loop import ServerLoop
+from nemo_aligner.servers.server_loop import Frontend, ServerLoop
 
 
 @dataclasses.dataclass
@@ -75,7 +74,7 @@ class RewardModelServer:
     token_file: str | None = None
     max_request_mb: float = 64  # largest body of a request, in MiB
     # of a large request, so many samples per data-parallel rank are scored before other requests
-    # have their turn, in their order; None: as many micro-batches as `servers/slices.py` says,
+    # have their turn, in their order; None: as many micro-batches as `servers/requests.py` says,
     # which suits a model
     slice_rows: int | None = None
     # frontend, tls_certificate, tls_key: section `server` of the configuration: "triton" or

@@ -50,7 +50,7 @@ from nemo_aligner.core.types import InferenceBatch, Rollout, Scores
 from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.servers.source_rank import wait_for_all
+from nemo_aligner.servers.futures import wait_for_all
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (

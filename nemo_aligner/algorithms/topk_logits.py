@@ -16,12 +16,12 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.topk_logits import EXAMPLE, TopKExample, check_record, to_line
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import TopKTeacherModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered, on_rank_zero
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 
 class _Source(NamedTuple):

@@ -33,7 +33,7 @@ class PendingScores(Protocol):
     """The scores of one rollout micro-batch, while a server computes them.
 
     Attributes:
-        pending: what this rank itself waits for (see `servers/source_rank.py:wait_for_all`);
+        pending: what this rank itself waits for (see `servers/futures.py:wait_for_all`);
             empty on a rank that gets the outcome from another.
     """
 

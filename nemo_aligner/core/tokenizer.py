@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the project uses of NeMo's tokenizers, and the text of a response."""
 
+import hashlib
 import inspect
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -107,3 +109,31 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
         found |= {*inner.all_special_ids, *inner.get_added_vocab().values()}
     found |= set(getattr(tokenizer, "special_token_to_id", {}).values())  # added to SentencePiece
     return frozenset(id_ for id_ in found if id_ is not None)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+    """Return a short text that is equal for two tokenizers if their ids mean the same tokens.
+
+    Args:
+        tokenizer: of NeMo, of any kind.
+
+    Returns:
+        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id of the end
+        token, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids.
+        It does not depend on the kind of tokenizer, nor on a padding token that the export of a
+        reward model has added at its end. None if there is no tokenizer, or it cannot list its
+        tokens.
+    """
+    if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
+        return None
+    inner = getattr(tokenizer, "tokenizer", None)
+    if inner is not None and hasattr(inner, "get_vocab"):  # Hugging Face: its ids may have holes
+        tokens = sorted((id_, token) for token, id_ in inner.get_vocab().items())
+    else:
+        tokens = list(enumerate(tokenizer.ids_to_tokens(list(range(tokenizer.vocab_size)))))
+    size = tokenizer.vocab_size
+    if tokens and tokens[-1][1] == PADDING:  # no sample has it
+        tokens.pop()
+        size -= 1
+    digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+    return f"{size} tokens, end {tokenizer.eos_id}, {digest[:12]}"

@@ -142,7 +142,7 @@ def tokens_of(response: Response, tokenizer: Any) -> list[int]:
     Those that the policy read and wrote if its tokenizer is the same, as in training; else those
     of the texts, with the end token unless the response was cut off.
     """
-    from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+    from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 
     has_tokens = response.prompt_tokens is not None and response.response_tokens is not None
     if has_tokens and response.tokenizer == tokenizer_fingerprint(tokenizer):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tensors import sample_seeds
-from nemo_aligner.core.tokenizer import response_text
+from nemo_aligner.core.tokenizer import response_text, tokenizer_fingerprint
 from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.generate.policy import Policy
@@ -25,7 +25,6 @@ from nemo_aligner.generate.prompts import ChatForm, prompt_text
 from nemo_aligner.generate.responses import Response, read_prompts, write_responses
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 
 @dataclasses.dataclass(frozen=True)

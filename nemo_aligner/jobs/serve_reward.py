@@ -49,8 +49,8 @@ def serve_model(cfg: DictConfig) -> None:
         from nemo_aligner.launch.experiment import log_config
         from nemo_aligner.launch.model_loading import complete_model_config, load_reward_model
         from nemo_aligner.launch.processes import init_distributed, resolve_and_create_trainer
+        from nemo_aligner.servers.reward_function import scores_of_places
         from nemo_aligner.servers.scoring import model_limits
-        from nemo_aligner.servers.steps import scores_of_places
 
     restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
     cfg.model = complete_model_config(restore_path, cfg.model, CONFIG_NAME)

@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> None:
         )
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-        from nemo_aligner.servers.rewards_in_place_of_critic import RewardsInPlaceOfCritic
+        from nemo_aligner.servers.reward_client import RewardsInPlaceOfCritic
 
     settings = cfg.trainer.ppo
     own_loss, own_advantages = (

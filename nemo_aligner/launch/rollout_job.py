@@ -48,8 +48,8 @@ from nemo_aligner.servers.critic_client import CriticStatus
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RewardsInJob, ScoreSource
 from nemo_aligner.servers.reward_function import RewardFunction
-from nemo_aligner.servers.reward_url import TAKEN, RewardServers
-from nemo_aligner.servers.reward_worker import LoadError, load_named
+from nemo_aligner.servers.web import TAKEN, RewardServers
+from nemo_aligner.servers.worker import LoadError, load_named
 from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
 
 if TYPE_CHECKING:

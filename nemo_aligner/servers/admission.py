@@ -4,7 +4,7 @@
 
 What may pass is a GET to the general paths and to those of an endpoint that is served, and a POST
 to an endpoint that is served, in one body of known and limited size, whose JSON can be read; with
-the token, if the server has one; and with the lease, if it changes the server (lease.py). A
+the token, if the server has one; and with the lease, if it changes the server (admission.py). A
 request for an earlier start of this server is refused: its client does not know that the weights
 went back to the last checkpoint. A tensor without elements is refused: no endpoint takes one, and
 in PyTriton it would fail every request that Triton hands over with it. Nothing here reads a
@@ -13,12 +13,15 @@ socket: a front hands over method, path and headers, and keeps to the sizes and 
 Each error goes to its client in one line.
 """
 
+import contextlib
 import hmac
 import json
 import re
+import threading
+import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +34,16 @@ from nemo_aligner.core.errors import (
     cause_of,
     one_line,
 )
-from nemo_aligner.servers.exchange import INSTANCE_HEADER, token_header
-from nemo_aligner.servers.lease import LEASE_HEADER, LEASE_PATH, LeaseBook
+from nemo_aligner.servers.exchange import (
+    INSTANCE_HEADER,
+    LEASE_HEADER,
+    LEASE_PATH,
+    LEASE_S,
+    token_header,
+)
 from nemo_aligner.servers.schema import Endpoint
+
+_ID = re.compile(r"[!-~]{16,64}")
 
 SMALL_BODY = 2**16  # of a request without samples
 LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
@@ -229,3 +239,65 @@ def failure_of(name: str, error: Exception) -> tuple[int, str]:
 
 def error_body(line: str) -> bytes:
     return json.dumps({"error": line}).encode()
+
+
+class LeaseBook:
+    """Who holds the lease of a server; any thread may call it. Unless `required`, clients that
+    know no lease, such as NeMo-Aligner's, may change the server while nobody holds it.
+    """
+
+    def __init__(self, required: bool):
+        self.required = required
+        self._lock = threading.Lock()
+        self._holder: str | None = None
+        self._seen = 0.0  # the holder's last sign of life
+        self._working = 0  # its requests that are being worked on
+
+    def renew(self, lease: str | None) -> str | None:
+        """Give the lease to the actor with this id, or renew its own; returns why not, or None."""
+        if lease is None or not _ID.fullmatch(lease):
+            return f"{LEASE_HEADER} must be 16 to 64 printable characters."
+        with self._lock:
+            silent = time.monotonic() - self._seen
+            if self._holder not in (None, lease) and (self._working or silent < LEASE_S):
+                return (
+                    f"another actor holds the lease of this server and was heard of {silent:.0f} "
+                    f"s ago. It loses the lease {LEASE_S:.0f} s after its end; if it runs, give "
+                    "this actor a critic of its own."
+                )
+            self._holder, self._seen = lease, time.monotonic()
+        return None
+
+    def give_back(self, lease: str | None) -> None:
+        with self._lock:
+            if lease == self._holder:
+                self._holder = None
+
+    def refusal(self, endpoint: str, lease: str | None) -> str | None:
+        """Return why a request that changes the server may not pass; None if it may."""
+        with self._lock:
+            silent = time.monotonic() - self._seen
+            held = self._holder is not None and (self._working > 0 or silent < LEASE_S)
+            if lease == self._holder if lease is not None else not (self.required or held):
+                return None
+        remedy = (
+            "Restart this actor."
+            if lease is not None
+            else "Clients that know no lease, such as NeMo-Aligner's, need a critic with "
+            "trainer.ppo.require_lease=False, and that no actor holds its lease."
+        )
+        return f"{endpoint} is for the actor that holds the lease of this server. {remedy}"
+
+    @contextlib.contextmanager
+    def working_for(self, lease: str | None) -> Iterator[None]:
+        """Keep the lease of a holder while its request is worked on."""
+        with self._lock:
+            mine = lease is not None and lease == self._holder
+            self._working += mine
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working -= mine
+                if mine:
+                    self._seen = time.monotonic()

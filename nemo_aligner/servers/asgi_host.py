@@ -43,9 +43,13 @@ from nemo_aligner.servers.admission import (
     read_head,
 )
 from nemo_aligner.servers.direct_replies import JSON, DirectReplies, Reply, error_reply
-from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
+from nemo_aligner.servers.exchange import (
+    HEARTBEAT_HEADER,
+    HEARTBEAT_S,
+    INSTANCE_HEADER,
+    LEASE_HEADER,
+)
 from nemo_aligner.servers.kserve import model_config, model_metadata
-from nemo_aligner.servers.lease import LEASE_HEADER
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
 

@@ -20,9 +20,13 @@ connected to, and a request that another one gets is an error; the remedy is to 
 """
 
 import concurrent.futures
+import contextlib
+import http.client
+import json
 import ssl
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,9 +34,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.core.errors import LostPeerError, ServerRequestError
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.servers.exchange import (
     INSTANCE_HEADER,
+    LEASE_HEADER,
+    LEASE_PATH,
+    LEASE_S,
     MAX_MISSED_PROBES,
     ConnectionLostError,
     Exchange,
@@ -41,12 +48,14 @@ from nemo_aligner.servers.exchange import (
     NotServingError,
     UntrustedServerError,
     http_status,
+    make_connection,
     token_header,
     type_and_message,
 )
-from nemo_aligner.servers.lease import LEASE_HEADER, Lease
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
+
+RENEWAL_S = 5.0
 
 MAX_IN_FLIGHT = 128
 PROBE_INTERVAL_S = 10.0
@@ -299,3 +308,82 @@ class ServerConnection:
         except UntrustedServerError:
             return False
         return status == 200
+
+
+class LeaseTakenError(UserError):
+    """Another actor has the lease of this critic."""
+
+
+class Lease:
+    """The lease of one actor, renewed by a thread of its own until `close`.
+
+    Attributes:
+        id: that requests name; None for a server that knows no lease.
+
+    Raises:
+        LeaseTakenError: another actor has kept it for longer than it could without renewing it.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None, tls: ssl.SSLContext | None = None):
+        self._address, self._token, self._tls = (host, port), token, tls
+        self.id: str | None = uuid.uuid4().hex
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep, daemon=True, name=f"lease of {host}:{port}"
+        )
+        self._take()
+        if self.id is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        if self._closed.is_set() or self.id is None:
+            return
+        self._closed.set()
+        self._thread.join(15.0)
+        self._ask("DELETE")
+
+    def _take(self) -> None:
+        """Wait for the lease of an actor that has ended, and for a reply."""
+        deadline = time.monotonic() + LEASE_S + 2 * RENEWAL_S
+        is_said = False
+        while (reply := self._ask("POST"))[0] in (None, 409):
+            if time.monotonic() > deadline:
+                break
+            if not is_said:
+                is_said = True
+                logging.info(f"waiting for the lease of {self._where}: {reply[1]}")
+            time.sleep(1.0)
+        status, error = reply
+        if status == 409:
+            raise LeaseTakenError(f"the critic at {self._where} cannot be used: {error}")
+        if status is None:
+            logging.warning(f"{self._where} has not replied to requests for its lease")
+        if status is not None and status != 200:
+            self.id = None  # a server of others
+
+    @property
+    def _where(self) -> str:
+        return "{}:{}".format(*self._address)
+
+    def _ask(self, method: str) -> tuple[int | None, str]:
+        """Return HTTP status, None without a reply, and the server's error."""
+        connection = make_connection(*self._address, 10.0, self._tls)
+        headers = {**token_header(self._token), LEASE_HEADER: str(self.id)}
+        with contextlib.closing(connection):
+            try:
+                connection.request(method, LEASE_PATH, headers=headers)
+                response = connection.getresponse()
+                body = response.read()
+            except (OSError, http.client.HTTPException):
+                return None, "no reply"
+        try:
+            return response.status, str(json.loads(body)["error"])
+        except (ValueError, KeyError, TypeError):
+            return response.status, ""
+
+    def _keep(self) -> None:
+        """Thread: renew the lease. A server that is gone is noticed by the requests."""
+        while not self._closed.wait(RENEWAL_S):
+            status, error = self._ask("POST")
+            if status == 409:
+                logging.error(f"this actor has lost the lease of {self._where}: {error}")

@@ -24,11 +24,19 @@ from torch import Tensor
 from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
-from nemo_aligner.servers.futures import FutureScores, PendingReply
+from nemo_aligner.servers.futures import (
+    Awaitable,
+    FutureScores,
+    PendingReply,
+    RankZeroFuture,
+    get_future_result,
+    outcome_or_error,
+    try_on_source,
+)
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload, training_payload, used_values
 from nemo_aligner.servers.reward_client import (
@@ -39,13 +47,6 @@ from nemo_aligner.servers.reward_client import (
 )
 from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.served_model import ADDITIONS, ServerMismatchError
-from nemo_aligner.servers.source_rank import (
-    Awaitable,
-    RankZeroFuture,
-    get_future_result,
-    outcome_or_error,
-    try_on_source,
-)
 from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
 _WITHOUT_STATUS = {a.name: a.without for a in ADDITIONS}[schema.CRITIC_STATUS]

@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_aligner.servers.admission import HEAD_SIZE_HEADER, error_body, failure_of
-from nemo_aligner.servers.kserve import Buffer, decode_request, encode_reply, wanted_outputs
+from nemo_aligner.servers.kserve import (
+    Buffer,
+    decode_request,
+    encode_reply,
+    rows_of,
+    wanted_outputs,
+)
 from nemo_aligner.servers.schema import Endpoint, Handler
-from nemo_aligner.servers.slices import is_large
+
+# A request is large above this number of samples, or bytes of its body.
+SMALL_ROWS, SMALL_BYTES = 32, 2**17
 
 JSON, BINARY = "application/json", "application/octet-stream"
 
@@ -77,3 +85,8 @@ class DirectReplies:
         if size is None:
             return 200, {"Content-Type": JSON}, body
         return 200, {"Content-Type": BINARY, HEAD_SIZE_HEADER: str(size)}, body
+
+
+def is_large(head: dict[str, Any], length: int) -> bool:
+    """Whether a scoring request, with a body of `length` bytes, is for the large ones' line."""
+    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES

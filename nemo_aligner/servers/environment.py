@@ -27,8 +27,13 @@ from nemo_aligner.servers import environment_worker
 from nemo_aligner.servers.futures import FutureScores
 from nemo_aligner.servers.reward_function import shown
 from nemo_aligner.servers.schema import Arrays
-from nemo_aligner.servers.user_code import ClosedError, Workers, split_spec
-from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
+from nemo_aligner.servers.user_code import (
+    ClosedError,
+    WorkerEndedError,
+    WorkerProcess,
+    Workers,
+    split_spec,
+)
 
 if TYPE_CHECKING:
     from nemo_aligner.core.tokenizer import Tokenizer

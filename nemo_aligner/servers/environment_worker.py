@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_aligner.servers.reward_worker import (
+from nemo_aligner.servers.worker import (
     BadScoreError,
     LoadError,
     Outcome,

@@ -33,6 +33,10 @@ from nemo_aligner.core.errors import ServerRequestError, UserError, cause_in, on
 from nemo_aligner.servers.kserve import Buffer, decode_reply, encode_request
 from nemo_aligner.servers.schema import Arrays
 
+LEASE_PATH = "/v2/nemo_aligner/lease"
+LEASE_HEADER = "NeMo-Aligner-Lease"
+LEASE_S = 30.0
+
 CONNECT_TIMEOUT_S = 10.0
 # A smaller body is sent as one part: to copy it costs less than a call of the system per tensor.
 ONE_PART_BYTES = 2**20

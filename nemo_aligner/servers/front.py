@@ -48,12 +48,15 @@ from nemo_aligner.servers.admission import (
     read_head,
 )
 from nemo_aligner.servers.direct_replies import DirectReplies, Reply, error_reply, shutting_down
-from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, INSTANCE_HEADER
+from nemo_aligner.servers.exchange import (
+    HEARTBEAT_HEADER,
+    HEARTBEAT_S,
+    INSTANCE_HEADER,
+    LEASE_HEADER,
+)
 from nemo_aligner.servers.kserve import Buffer, encode_request, rows_of
-from nemo_aligner.servers.lease import LEASE_HEADER
-from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.ports import check_port_is_free, port_error
-from nemo_aligner.servers.schema import Endpoint, Handler
+from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
 
 PART_BYTES = 2**20
 # Parameter of a request that holds its name.

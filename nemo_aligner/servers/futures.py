@@ -3,15 +3,31 @@
 """Replies that are still to come: on the rank that sent the request, and on all ranks."""
 
 import concurrent.futures
+import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from nemo.utils import logging
+from torch import Tensor
 
+from nemo_aligner.core.endings import progress
+from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.core.types import Scores
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.schema import Arrays
+
+# Ranks that wait for another rank's reply hear from it this often, so no collective times out...
+HEARTBEAT_S = 30.0
+# ...and this often when all ranks wait for replies of their own: a failure of one should end the
+# others soon.
+JOINT_HEARTBEAT_S = 10.0
 
 T = TypeVar("T")
 
@@ -97,3 +113,183 @@ class FutureScores(FutureResult[Any]):
     def result(self) -> Any:
         """The rewards float32 `[b, 1]`, as NeMo-Aligner's clients give them."""
         return self.scores().rewards[:, None]
+
+
+class Awaitable(Protocol):
+    """What one rank waits for, such as a `PendingReply`."""
+
+    def done(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`; True once there is a result or an error."""
+
+    def result(self) -> Any:
+        """Return the result, or raise the error."""
+
+
+def await_on_source(
+    pending: Awaitable | Exception | None, src: int, group: dist.ProcessGroup | None
+) -> Any:
+    """Return the result that rank `src` waits for, on every rank of `group`.
+
+    Args:
+        pending: on `src` what it waits for, or an exception of the attempt to send; ignored
+            elsewhere.
+
+    Raises:
+        ServerRequestError: on every rank, with the cause.
+    """
+    alone = group is None or dist.get_world_size(group) == 1
+    is_source = alone or dist.get_rank() == src
+    result: Any
+    while True:
+        state, result = _poll(pending, HEARTBEAT_S) if is_source else ("pending", None)
+        if not alone:
+            box = [(state, result)]
+            dist.broadcast_object_list(box, src=src, group=group)
+            state, result = box[0]
+        if state == "done":
+            return result
+        if state == "failed":
+            raise result
+
+
+def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str, Any]:
+    """Return ("done", result), ("failed", error) or, after `timeout_s`, ("pending", None)."""
+    progress.made()  # the peer has a time limit of its own
+    try:
+        if pending is None:
+            raise RuntimeError("nothing was sent on the rank that sends")
+        if isinstance(pending, Exception):
+            raise pending
+        return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
+    except Exception as error:  # of any kind: the other ranks must not wait forever
+        return "failed", _error_for_all_ranks(error)
+
+
+def _error_for_all_ranks(error: Exception) -> ServerRequestError:
+    """`error` as every rank raises it: it can be sent, and its kind is that of the request."""
+    kind = LostPeerError if isinstance(error, LostPeerError) else ServerRequestError
+    return kind(str(readable_error(error)))
+
+
+def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
+    """Return once every rank has its replies; every rank of the job calls it.
+
+    Ranks may wait for different numbers of replies, and for different times: no rank goes on to a
+    collective of the job, which has a time limit, before all can. When one rank's request fails,
+    all ranks raise here.
+
+    Args:
+        pending: what this rank waits for, the `pending` of its futures; may be empty.
+
+    Raises:
+        ServerRequestError: the same on all ranks, that of the lowest rank whose request failed.
+    """
+    left = list(pending)
+    while True:
+        deadline = time.monotonic() + JOINT_HEARTBEAT_S
+        failure = None
+        while left and failure is None:
+            state, result = _poll(left[0], max(deadline - time.monotonic(), 0.0))
+            if state == "pending":
+                break
+            if state == "failed":
+                failure = result
+            left.pop(0)
+        outcomes = gathered((failure, not left))
+        for error, _ in outcomes:
+            if error is not None:
+                raise error
+        if all(finished for _, finished in outcomes):
+            return
+
+
+def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[Tensor]:
+    """Arrays `keys` of the reply to `future`, which the source rank of the model-parallel group
+    has, on this rank's device; every rank of the group calls it.
+    """
+    reply = await_on_source(
+        future,
+        parallel_state.get_model_parallel_src_rank(),
+        parallel_state.get_model_parallel_group(),
+    )
+    return [torch.from_numpy(np.array(reply[key])).to(get_device()) for key in keys]
+
+
+def try_on_source(send: Callable[[], T]) -> T | Exception | None:
+    """Return `send()`, or the exception it raises, on the model-parallel source rank; None
+    elsewhere.
+
+    The other ranks learn of an exception when all ask for the result: the source rank alone must
+    not leave them waiting.
+    """
+    if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
+        return None
+    return outcome_or_error(send)
+
+
+def outcome_or_error(send: Callable[[], T]) -> T | Exception:
+    """`send()`, or the exception it raises as one that users can read."""
+    try:
+        return send()
+    except Exception as error:
+        return readable_error(error)
+
+
+def readable_error(error: Exception) -> Exception:
+    """`error`, or one that names its type if its message alone says little."""
+    return (
+        error
+        if isinstance(error, (ServerRequestError, UserError))
+        else ServerRequestError(repr(error))
+    )
+
+
+class RankZeroFuture(FutureResult[T]):
+    """The outcome of a request that rank 0 has `pending`; `result()` ends on all together."""
+
+    def __init__(self, pending: Awaitable | Exception | None):
+        self._pending = pending
+        self._outcome: Arrays | ServerRequestError | None = None
+        self.pending = () if pending is None else (pending,)
+
+    def reply(self) -> Arrays:
+        """Wait for the reply and return its arrays by wire name; can be called again."""
+        if self._outcome is None:
+            try:
+                self._outcome = await_on_source(
+                    self._pending, 0, dist.group.WORLD if dist.is_initialized() else None
+                )
+            except ServerRequestError as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
+
+
+def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:
+    """`get_future_result` by NeMo-Aligner's form: of one key its tensor, of several a list; any
+    object with `result()` may be waited for.
+    """
+    if not (future is None or isinstance(future, (Exception, PendingReply))):
+        future = OtherFuture(future)
+    results = get_future_result(future, *keys)
+    return results[0] if len(keys) == 1 else results
+
+
+class OtherFuture(FutureResult[Any]):
+    """What a future of a user or of another library gives, as something that `await_on_source`
+    and `wait_for_all` wait for; `read` makes the result of it, or of None without a future.
+    """
+
+    def __init__(self, future: Any, read: Callable[[Any], Any] = lambda got: got) -> None:
+        self._read = functools.cache(lambda: read(None if future is None else future.result()))
+        self.pending = (self,)
+
+    def done(self, timeout_s: float) -> bool:
+        """True: `result()` itself waits."""
+        return True
+
+    def result(self) -> Any:
+        return self._read()
+
+    scores = result

@@ -15,8 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.servers.pieces import MOST_ROWS
-from nemo_aligner.servers.schema import Array, Arrays, Endpoint, RequestError, TensorSpec
+from nemo_aligner.servers.schema import (
+    MOST_ROWS,
+    Array,
+    Arrays,
+    Endpoint,
+    RequestError,
+    TensorSpec,
+)
 from nemo_aligner.servers.validation import validate_request
 
 # Kind and bytes of a numpy dtype, as in `dtype.str`.

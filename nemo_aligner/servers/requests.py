@@ -2,14 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server's view of a request: decoded, tokenized and padded for the model."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
+from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.servers.schema import Arrays, RequestError
+
+# A client sends one piece after the other: without the next one for this long it is gone.
+PIECE_TIMEOUT_S = 120.0
+
+# Tokens of a slice per data-parallel rank, padding included, unless one micro-batch has more.
+SLICE_TOKENS = 2**14
+# Micro-batches of a slice per pipeline stage, where there are several: the stages wait for each
+# other at the ends of each slice.
+SLICE_MICRO_BATCHES_PER_STAGE = 4
 
 
 def decode_bytes_ndarray(str_ndarray: np.ndarray) -> np.ndarray:
@@ -125,3 +138,154 @@ def pad_batch_and_strip_sequence(
     tokens = pad_rows(tokens, pad_to_multiple)
     lengths = pad_rows(sequence_lengths, pad_to_multiple)
     return {"inputs": tokens, "sequence_length": lengths}, tokens.shape[0] - rows, width
+
+
+def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
+    """Return how many samples of each data-parallel rank make a slice: whole micro-batches.
+
+    `width` is S, and a forward pass has `micro_batch_size` samples per data-parallel rank.
+    """
+    count = max(SLICE_TOKENS // (micro_batch_size * width), 1)
+    if pipeline_stages > 1:
+        count = max(count, SLICE_MICRO_BATCHES_PER_STAGE * pipeline_stages)
+        count = -(-count // pipeline_stages) * pipeline_stages  # as virtual stages need it
+    return count * micro_batch_size
+
+
+def cut_rows(lengths: np.ndarray, shares: int, size: int, by_length: bool) -> list[np.ndarray]:
+    """Return the places of the samples of each slice, int64 [n].
+
+    A slice holds as many samples of each rank's share, and its own shares are those.
+
+    Args:
+        lengths: int64 [N], a multiple of `shares`.
+        shares: the samples are shared out evenly to so many ranks, in their order.
+        size: samples of each share that make a slice.
+        by_length: the longest samples of each share come first, as in the micro-batches of a
+            model (training/micro_batches.py); else they stay in their order.
+    """
+    own = lengths.reshape(shares, -1)
+    if own.shape[1] <= size:
+        return [np.arange(len(lengths))]
+    places = np.arange(own.shape[1])[None].repeat(shares, 0)
+    if by_length:
+        places = np.argsort(-own, axis=1, kind="stable")
+    places = places + np.arange(shares)[:, None] * own.shape[1]
+    starts = range(0, own.shape[1], size)
+    return [places[:, start : start + size].reshape(-1) for start in starts]
+
+
+class PieceStore:
+    """The pieces of one request until all have come, none for `timeout_s`, or another's first."""
+
+    def __init__(self, timeout_s: float = PIECE_TIMEOUT_S):
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._request_id: str | None = None
+        self._arrays: Arrays = {}
+        self._rows = 0  # that have come
+        self._timer: threading.Timer | None = None
+
+    def add(self, request_id: str, first: int, rows: int, arrays: Arrays) -> Arrays | None:
+        """Keep a piece; returns the arrays of the whole request with the last one, else None.
+
+        Pieces come in order; the first one starts the request anew. The last one that came may
+        come again, if its sender did not get the reply.
+
+        Args:
+            arrays: of the piece, [n, ...] each, with content that has been checked.
+
+        Raises:
+            RequestError: the piece does not continue the request, or the memory of this machine
+                cannot hold the whole. What had come is dropped.
+        """
+        count = len(next(iter(arrays.values())))
+        with self._lock:
+            self._stop_timer()
+            again = request_id == self._request_id and 0 < first + count == self._rows
+            try:
+                if first == 0:
+                    self._start(request_id, rows, arrays)
+                elif again:
+                    self._rows = first
+                self._check(request_id, first, count, rows, arrays)
+            except RequestError:
+                self._forget()
+                raise
+            for name, array in arrays.items():
+                self._arrays[name][first : first + count] = array
+            self._rows += count
+            if self._rows == rows:
+                whole = self._arrays
+                self._forget()
+                return whole
+            self._timer = threading.Timer(self.timeout_s, self._give_up, (request_id, self._rows))
+            self._timer.daemon = True
+            self._timer.start()
+        return None
+
+    def drop(self) -> None:
+        with self._lock:
+            self._stop_timer()
+            self._forget()
+
+    # ---- callers hold the lock ----
+
+    def _start(self, request_id: str, rows: int, arrays: Arrays) -> None:
+        self._forget()
+        count = len(next(iter(arrays.values())))
+        needed = rows * sum(array.nbytes for array in arrays.values()) // max(count, 1)
+        free = psutil.virtual_memory().available
+        if needed > free:
+            raise RequestError(
+                f"the request has {rows} rows, {needed / 2**30:.1f} GiB, but the memory of the "
+                f"server's machine has {free / 2**30:.1f} GiB left. Use smaller rollouts "
+                "(model.ppo.num_rollout_samples), or a machine with more memory."
+            )
+        self._request_id = request_id
+        self._arrays = {
+            name: np.empty((rows, *array.shape[1:]), array.dtype) for name, array in arrays.items()
+        }
+
+    def _check(self, request_id: str, first: int, count: int, rows: int, arrays: Arrays) -> None:
+        if request_id != self._request_id or first != self._rows:
+            came = (
+                f"{self._rows} rows of it have come"
+                if request_id == self._request_id
+                else ("its first rows have not come, or were dropped since")
+            )
+            raise RequestError(
+                f"a piece of request {request_id} begins with row {first}, but {came}. Send all "
+                "pieces in order, one after the other."
+            )
+        for name, whole in self._arrays.items():
+            if arrays[name].shape[1:] != whole.shape[1:] or len(whole) != rows:
+                raise RequestError(
+                    f"a piece of request {request_id} has '{name}' {list(arrays[name].shape)} of "
+                    f"{rows} rows, but the first piece promised {list(whole.shape)} in all."
+                )
+        if count == 0 or first + count > rows:
+            raise RequestError(
+                f"a piece of request {request_id} has the rows {first} to {first + count} of "
+                f"{rows}."
+            )
+
+    def _forget(self) -> None:
+        self._request_id, self._arrays, self._rows = None, {}, 0
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ---- timer thread ----
+
+    def _give_up(self, request_id: str, rows: int) -> None:
+        with self._lock:
+            if (request_id, rows) != (self._request_id, self._rows):
+                return  # a piece has come at this very moment
+            self._forget()
+        logging.warning(
+            f"critic_train: no further piece of request {request_id} for {self.timeout_s:.0f} s; "
+            f"the {rows} row(s) that had come are dropped"
+        )

@@ -22,18 +22,25 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import RewardModelSpec, read_reward_models
 from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.core.types import Rollout, Scores
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
+from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.fleet import Fleet
-from nemo_aligner.servers.futures import FutureScores, PendingReply, SentRequest
+from nemo_aligner.servers.futures import (
+    FutureResult,
+    FutureScores,
+    PendingReply,
+    SentRequest,
+    await_on_source,
+    try_on_source,
+    wait_for_all,
+)
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload
 from nemo_aligner.servers.reward_function import RewardFunction, then
 from nemo_aligner.servers.schema import Array, Arrays
-from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
 
 # The YAML file (conf/) that holds the defaults of a section.
 _JOB_OF_SECTION = {
@@ -330,3 +337,48 @@ def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
         token=read_token(cfg.token_file, setting),
         tls=client_tls(cfg.tls_ca_file, setting),
     )
+
+
+class NoCriticFuture(FutureResult[None]):
+    """The outcome of an update or a checkpoint where there is no critic: None, at once."""
+
+    def result(self) -> None:
+        return None
+
+
+class RewardsInPlaceOfCritic(RemoteGPTRMClient):
+    """A `Critic` for advantage estimators without a critic.
+
+    Remote reward models give the rewards; nothing is trained or saved. Every rank constructs one.
+
+    Args:
+        cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
+            `RemoteGPTRMClient`, which also lists the errors and the other arguments.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        tokenizer: object | None = None,
+        max_length: int | None = None,
+        score_source: ScoreSource | None = None,
+    ):
+        super().__init__(cfg, tokenizer, "remote_critic_rm", max_length, score_source)
+
+    def infer_rm_critic(self, rollout_batch: Rollout) -> FutureScores:
+        return self.infer_rm(rollout_batch)
+
+    def train(self, rollout_batch: PPOTrainBatch) -> NoCriticFuture:
+        return NoCriticFuture()
+
+    def save(self, actor_step: int | None = None) -> NoCriticFuture:
+        return NoCriticFuture()
+
+    def status(self) -> None:
+        """None: there is no critic."""
+
+    def go_to(self, actor_step: int) -> bool:
+        return True
+
+    def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
+        """Do nothing: there is no critic that could be at another step."""

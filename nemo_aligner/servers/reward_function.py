@@ -4,7 +4,7 @@
 worker processes; or a web server in its place. A score is a number, or a list of them for the
 steps or tokens of a response.
 
-Samples are decoded and shared out to the workers (`reward_worker.py`, or `reward_url.py`); each is
+Samples are decoded and shared out to the workers (`worker.py`, or `web.py`); each is
 a call of its own with its own time limit. Each worker is driven by one thread, which starts it,
 feeds it chunks of samples, reads the scores as they come, and kills and replaces it when a sample
 takes too long or ends it. N is the number of samples of a request, S their padded token length, P
@@ -14,6 +14,7 @@ Why no library's pool: concurrent.futures has no time limits and breaks when a w
 5.2 lost scores beside crashing functions, and its workers start by importing the server's script.
 """
 
+import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -21,21 +22,26 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from nemo.utils import logging
+from torch import Tensor
 
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError, cause_in
-from nemo_aligner.core.tokenizer import response_text
-from nemo_aligner.servers import reward_worker
-from nemo_aligner.servers.reward_url import RewardServers, UrlWorker
-from nemo_aligner.servers.reward_worker import Sample
+from nemo_aligner.core.tokenizer import (
+    Tokenizer,
+    decode_with_special_tokens,
+    response_text,
+    special_ids,
+)
+from nemo_aligner.servers import worker as reward_worker
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.servers.steps import steps_of
-from nemo_aligner.servers.user_code import Workers, split_spec
-from nemo_aligner.servers.worker_process import WorkerEndedError, WorkerProcess
+from nemo_aligner.servers.user_code import WorkerEndedError, WorkerProcess, Workers, split_spec
+from nemo_aligner.servers.web import RewardServers, UrlWorker
+from nemo_aligner.servers.worker import Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +75,7 @@ class RewardFunction:
         gives_columns: whether columns of the prompts' records come with the samples.
 
     Attributes:
-        columns: those that the function asks for (`reward_worker.py:columns_of`).
+        columns: those that the function asks for (`worker.py:columns_of`).
         third: the name of its parameter that gets the lengths.
         is_served: web servers score.
 
@@ -453,3 +459,87 @@ def shown(value: Any) -> str:
         if len(text) <= SHOWN_CHARACTERS
         else f"{text[:SHOWN_CHARACTERS]}[... {len(text)} characters]"
     )
+
+
+class Steps(NamedTuple):
+    """The steps of a response."""
+
+    # of the response, with special tokens, one of which may end a step, but without those that
+    # stand behind the last step, such as the end token
+    text: str
+    # in the token ids of the response, of the tokens that end the steps, ascending; a token that
+    # ends several steps stands there as often
+    places: list[int]
+
+
+def step_ends(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> list[int]:
+    """Places in `response`, token ids, of the tokens that complete a `step_end`, ascending."""
+    response = list(response)
+
+    def completed(tokens: int) -> int:
+        return decode_with_special_tokens(tokenizer, response[:tokens]).count(step_end)
+
+    # The count grows with the tokens, so each place is found by bisection.
+    return [
+        bisect.bisect_left(range(len(response)), number, key=lambda place: completed(place + 1))
+        for number in range(1, completed(len(response)) + 1)
+    ]
+
+
+def steps_of(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> Steps:
+    """The steps of `response`, token ids: as many as `step_end` occurs in the text, and one more
+    if text follows the last of them, which is not blank, or if it does not occur at all.
+    """
+    places = step_ends(tokenizer, response, step_end)
+    kept, special = list(response), special_ids(tokenizer)
+    while len(kept) > (places[-1] + 1 if places else 0) and kept[-1] in special:
+        kept.pop()
+    text = decode_with_special_tokens(tokenizer, kept)
+    if response and (not places or text.split(step_end)[-1].strip()):
+        places.append(len(response) - 1)
+    return Steps(text, places)
+
+
+def scores_of_places(
+    scores: Tensor,
+    tokens: Tensor,
+    lengths: Tensor,
+    prompt_lengths: Tensor,
+    tokenizer: Tokenizer,
+    per: str,
+    step_end: str | None,
+) -> Tensor:
+    """The scores of a reward model at the response tokens that `per` says: all ("token"), or those
+    that complete a `step_end` ("step").
+
+    Args:
+        scores: float32 [N, S], at every position.
+        tokens: int64 [N, S].
+        lengths, prompt_lengths: int64 [N]; a row that fills up a batch has prompt length 0.
+
+    Returns:
+        float32 [N, S], NaN elsewhere.
+
+    Raises:
+        RuntimeError: a score at such a token is not finite.
+    """
+    has_reward = torch.zeros(scores.shape, dtype=torch.bool)
+    bounds = zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)
+    rows = tokens.tolist()
+    for row, (start, end) in enumerate(bounds):
+        response = rows[row][start:end]
+        if per == "token":
+            places = list(range(len(response)))
+        else:
+            assert step_end is not None
+            places = step_ends(tokenizer, response, step_end)
+        columns = [start + place for place in places]
+        has_reward[row, columns] = True
+    has_reward = has_reward.to(scores.device)
+    bad = (has_reward & ~scores.isfinite()).any(1).nonzero().flatten().tolist()
+    if bad:
+        raise RuntimeError(
+            f"the reward model's scores of the tokens of row {bad[0]} are not finite: look for "
+            "NaN in its weights (a diverged training, a damaged checkpoint)."
+        )
+    return scores.masked_fill(~has_reward, float("nan"))

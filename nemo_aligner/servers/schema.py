@@ -23,6 +23,9 @@ from nemo_aligner.core.errors import UserError
 if TYPE_CHECKING:
     from pytriton.model_config import Tensor
 
+# Most samples of a scoring request: between two requests of a client others have their turn.
+MOST_ROWS = 512
+
 # Names of the critic's endpoints; those of another server are in `remote_critic_rm.critic.name`.
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
@@ -153,7 +156,7 @@ def critic_train_endpoint() -> Endpoint:
 
     `request_id` (up to 64 characters) makes a repeated request harmless: the same id is applied
     once. A request that is too large for one body comes in pieces of its rows, in order, with one
-    `request_id` (pieces.py). The reply to the last one is that of the whole; before, `loss_mean`
+    `request_id` (requests.py). The reply to the last one is that of the whole; before, `loss_mean`
     is NaN.
     """
     piece = "first row of this piece, and the rows of all pieces together"

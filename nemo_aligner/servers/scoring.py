@@ -4,35 +4,36 @@
 
 A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.reply_to`), its
 samples are shared out to the data-parallel ranks, scored, and gathered in their order
-(`Scorer.forward`). A large request is scored in slices (slices.py). Padding, stripping, slices and
-the merging of requests never change a score. N is the number of samples of a request, n that of
-one data-parallel rank's share, S the padded token length.
+(`Scorer.forward`). A large request is scored in slices (requests.py). Padding, stripping, slices
+and the merging of requests never change a score. N is the number of samples of a request, n that
+of one data-parallel rank's share, S the padded token length.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gather_tensor
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
-from nemo_aligner.servers.pieces import MOST_ROWS
 from nemo_aligner.servers.requests import (
     calculate_inference_batch_padding_multiple,
+    cut_rows,
     pad_batch_and_strip_sequence,
     pad_rows,
     process_inputs,
+    slice_size,
 )
-from nemo_aligner.servers.schema import Arrays, RequestError
+from nemo_aligner.servers.schema import MOST_ROWS, Arrays, RequestError
 from nemo_aligner.servers.server_loop import OperationFailedError, ServerLoop
-from nemo_aligner.servers.slices import Turns, cut_rows, slice_size
 from nemo_aligner.servers.validation import validate_scoring_inputs, validate_tokenizer
 
 # Arrays of a request by wire name; optional inputs that were not sent are absent or None.
@@ -118,7 +119,7 @@ class Scorer:
             several slices is scored by the first of them in all its slices, then by the next, so
             that weights which take turns in one module are not swapped for each slice.
         slice_rows: samples per data-parallel rank that make a slice, in their order. None: whole
-            micro-batches, with the longest samples first, as many as slices.py says.
+            micro-batches, with the longest samples first, as many as requests.py says.
 
     Attributes:
         turns: what changes the model takes its turn there.
@@ -279,3 +280,42 @@ class Scorer:
             name: gather_outputs(torch.as_tensor(outputs[name])) for name in sorted(outputs)
         }
         return {name: array for name, array in gathered.items() if array is not None}
+
+
+class Turns:
+    """Several threads may score at once, but none while one changes the model."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._scoring = 0
+        self._waiting = 0  # to change the model, or changing it
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """The model stays as it is; waits until nobody wants to change it. One client at a time
+        changes it, and waits for each change.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+            self._scoring += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._scoring -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the model; waits for the end of what is scored. Several changes may wait for
+        their turns in the queue of the server.
+        """
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._scoring)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()

@@ -25,7 +25,6 @@ from nemo_aligner.servers.exchange import (
     token_header,
 )
 from nemo_aligner.servers.kserve import numpy_type
-from nemo_aligner.servers.pieces import LARGEST_BODY, PIECE_BYTES, piece_rows
 from nemo_aligner.servers.schema import (
     ATTRIBUTES,
     Array,
@@ -35,6 +34,11 @@ from nemo_aligner.servers.schema import (
     RequestError,
     TensorSpec,
 )
+
+# Body of one piece: at most half of what a server of this package takes by default.
+PIECE_BYTES = 2**25
+# Of a server that takes no pieces; the rest is left for the header of the body.
+LARGEST_BODY = 2**31 - 2**20
 
 
 @dataclass(frozen=True)
@@ -337,3 +341,10 @@ def _standard_form(endpoint: Endpoint, reply: Arrays) -> Arrays:
             array = array[:, None]
         standard[spec.name] = array.astype(spec.dtype, copy=False)
     return standard
+
+
+def piece_rows(arrays: Arrays, limit: int) -> int:
+    """Return how many rows of `arrays`, [N, ...] each, have at most `limit` bytes; at least 1."""
+    rows = len(next(iter(arrays.values())))
+    size = sum(array.nbytes for array in arrays.values())
+    return max(rows if size <= limit else rows * limit // size, 1)

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a server job: its endpoints on rank 0 (hosts.py), one loop on every rank, signals
-and failures.
+"""The life of a server job: its endpoints on rank 0, one loop on every rank, signals and failures.
 
 Who does what:
 * The threads of the host (rank 0) only check requests and put jobs on a queue
@@ -11,7 +10,7 @@ Who does what:
 * Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
   so that an idle rank never waits in a collective of the model's groups, a lost rank is noticed,
   and a stop request on any rank reaches all.
-* A large scoring request comes in slices, each a job of its own (slices.py): other requests, a
+* A large scoring request comes in slices, each a job of its own (requests.py): other requests, a
   stop request and the watch over the host have their turns between them.
 * A watcher thread on every rank sees signals even while the main thread is in a collective, passes
   them on through the job's store, and ends the process when the main thread cannot.
@@ -33,17 +32,19 @@ import os
 import queue
 import select
 import signal
+import ssl
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from nemo.utils import logging
 
+from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.endings import ExitCode, note_ending, progress
 from nemo_aligner.core.errors import (
     LostPeerError,
@@ -55,12 +56,58 @@ from nemo_aligner.core.errors import (
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
-from nemo_aligner.servers.hosts import Frontend
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 from nemo_aligner.training.stop_requests import REPEATED_S
 
 CHECK_INTERVAL_S = 5.0  # between two looks at what hosts the endpoints
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
+
+
+class Host(Protocol):
+    """Hosts endpoints at `host:port`; see `TritonHost`."""
+
+    name: str
+    host: str
+    port: int
+
+    def start(
+        self,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        batcher: Mapping[str, Any],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Serve `endpoints`; returns once all are ready."""
+
+    def failure(self) -> str | None:
+        """Why it can serve no more; None while it can. To be called every few seconds."""
+
+    def stop(self) -> None:
+        """End it, after the last replies."""
+
+    def kill(self) -> None:
+        """End what it runs outside this process, at once."""
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """How a server job hosts its endpoints: the section `server` of its configuration."""
+
+    kind: str = "triton"  # "triton" or "asgi"
+    tls: ssl.SSLContext | None = None  # of a server that encrypts; None: it does not
+
+    @classmethod
+    def read(cls, kind: str, certificate: str | None, key: str | None) -> "Frontend":
+        """Return it for these values of the configuration; `ConfigError` if they cannot work."""
+        return cls(kind, read_frontend(kind, certificate, key))
+
+    def make_host(self, host: str, port: int, access: Access) -> Host:
+        if self.kind == "asgi":
+            from nemo_aligner.servers.asgi_host import AsgiHost
+
+            return AsgiHost(host, port, access, self.tls)
+        from nemo_aligner.servers.triton_host import TritonHost
+
+        return TritonHost(host, port, access)
 
 
 class OperationFailedError(ServerRequestError):

@@ -18,10 +18,16 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.config.reward_models import read_teacher
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
-from nemo_aligner.servers.futures import FutureResult, PendingReply
+from nemo_aligner.servers.futures import (
+    FutureResult,
+    PendingReply,
+    await_on_source,
+    try_on_source,
+    wait_for_all,
+)
 from nemo_aligner.servers.payloads import scoring_payload
 from nemo_aligner.servers.reward_client import (
     complete_section,
@@ -29,7 +35,6 @@ from nemo_aligner.servers.reward_client import (
     make_communicator,
     send_to_fleets,
 )
-from nemo_aligner.servers.source_rank import await_on_source, try_on_source, wait_for_all
 
 SETTING = "remote_teacher"
 

@@ -3,6 +3,7 @@
 """Triton in a server job's rank 0, the front before it, and the removal of all they leave."""
 
 import contextlib
+import functools
 import gc
 import glob
 import os
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from nemo.utils import logging
@@ -21,13 +22,13 @@ from nemo.utils import logging
 from nemo_aligner.core.leftovers import SHARED_MEMORY, shared_memory_prefix, temporary_folder
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front, SocketConnection
-from nemo_aligner.servers.locks import lock_method
-from nemo_aligner.servers.pieces import MOST_ROWS
-from nemo_aligner.servers.schema import Arrays, Endpoint, Handler, triton_tensors
+from nemo_aligner.servers.schema import MOST_ROWS, Arrays, Endpoint, Handler, triton_tensors
 from nemo_aligner.servers.triton_environment import (
     folder_of_workspaces,
     prepare_triton_environment,
 )
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Within which Triton is ready, or is started again; after the last the job gives up. It needs a
 # few seconds; one that hangs for a reason that `_check_start` does not see costs the first.
@@ -36,6 +37,21 @@ LOOK_S = 0.2  # between two looks at its processes while it starts
 REPLACED_S = 15.0  # within which Triton replaces a stub that it has ended itself
 PROBE_S = 5.0  # within which a Triton that runs says so
 MOST_UNANSWERED = 6  # probes in a row
+
+
+def lock_method(lock_name: str) -> Callable[[Method], Method]:
+    """Decorator: run the method while holding the lock named by e.g. "self.lock"."""
+    attribute = lock_name.removeprefix("self.")
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def locked(self: object, *args: Any, **kwargs: Any) -> Any:
+            with getattr(self, attribute):
+                return method(self, *args, **kwargs)
+
+        return locked  # type: ignore[return-value]
+
+    return decorate
 
 
 class TritonStartError(RuntimeError):

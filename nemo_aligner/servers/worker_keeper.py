@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program between a server and a worker (`reward_worker.py`); one process per worker.
+"""The program between a server and a worker (`worker.py`); one process per worker.
 
     python worker_keeper.py SERVER_PID REQUESTS_FD REPLIES_FD WORKER_COMMAND...
 

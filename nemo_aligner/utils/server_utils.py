@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.futures import FutureResult
-from nemo_aligner.servers.locks import lock_method
 from nemo_aligner.servers.requests import (
     calculate_inference_batch_padding_multiple,
     decode_bytes_ndarray,
@@ -14,3 +13,4 @@ from nemo_aligner.servers.requests import (
     process_inputs,
 )
 from nemo_aligner.servers.triton_environment import find_libpython, prepare_triton_environment
+from nemo_aligner.servers.triton_host import lock_method

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.servers import source_rank
-from nemo_aligner.servers.source_rank import wait_for_all
+from nemo_aligner.servers import futures
+from nemo_aligner.servers.futures import wait_for_all
 from tests.distributed.launcher import run_ranks
 
 
@@ -44,7 +44,7 @@ def wait_longer_than_a_collective_may(replies):
     torch.distributed.distributed_c10d._set_pg_timeout(
         timedelta(seconds=2), torch.distributed.group.WORLD
     )
-    source_rank.JOINT_HEARTBEAT_S = 0.5
+    futures.JOINT_HEARTBEAT_S = 0.5
     start = time.monotonic()
     wait_for_all([Reply(seconds) for seconds in replies[torch.distributed.get_rank()]])
     return time.monotonic() - start
@@ -56,7 +56,7 @@ def test_a_rank_that_is_done_waits_for_the_others_without_a_time_limit():
 
 
 def hear_of_a_failure(kind):
-    source_rank.JOINT_HEARTBEAT_S = 0.5
+    futures.JOINT_HEARTBEAT_S = 0.5
     errors = {
         "reply": Reply(0.2, ServerRequestError("the model said no")),
         "sending": UserError("the rollout is too wide"),

@@ -142,7 +142,7 @@ def workers_of(job: ScriptJob) -> list[psutil.Process]:
     return [
         child
         for child, command in commands.items()
-        if "reward_worker.py" in command and "worker_keeper.py" not in command
+        if "worker.py" in command and "worker_keeper.py" not in command
     ]
 
 

@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers import exchange
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.cases import some_of

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
 from tests.patience import patience

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import lease
+from nemo_aligner.servers import connection
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
 from tests.functional.critic_job import NAP, CriticJob
@@ -337,7 +337,8 @@ SAVE = InferRequest(
 
 def test_strangers_neither_train_nor_save(job, monkeypatch):
     """They have the token, and no lease; not before the actor comes, beside it, or after it."""
-    monkeypatch.setattr(lease, "LEASE_S", 0.0)  # a second actor waits less for the first to end
+    # A second actor waits less for the first to end.
+    monkeypatch.setattr(connection, "LEASE_S", 0.0)
     checkpoint = job.directory / "checkpoint.json"
 
     def refused():

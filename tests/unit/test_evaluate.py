@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.evaluate import table
 from nemo_aligner.evaluate.__main__ import main
 from nemo_aligner.evaluate.measures import Bootstrap, Number, Scored, measure
@@ -25,7 +26,6 @@ from nemo_aligner.generate.responses import Response, read_responses, write_resp
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow

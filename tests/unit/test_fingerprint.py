@@ -5,8 +5,7 @@
 import json
 import re
 
-from nemo_aligner.core.tokenizer import PADDING
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
+from nemo_aligner.core.tokenizer import PADDING, tokenizer_fingerprint
 
 
 def test_the_fingerprint_of_a_hugging_face_tokenizer(

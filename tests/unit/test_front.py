@@ -17,16 +17,15 @@ import pytest
 from nemo_aligner.config.reward_models import RewardModelSpec
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.servers import asgi_host, http_communicator
+from nemo_aligner.servers import admission, asgi_host, exchange, http_communicator
+from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import front as front_module
-from nemo_aligner.servers import lease as lease_module
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.connection import ServerConnection
+from nemo_aligner.servers.connection import LeaseTakenError, ServerConnection
 from nemo_aligner.servers.exchange import Exchange, InferRequest, http_status
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.lease import LeaseTakenError
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.schema import (
     critic_infer_endpoint,
@@ -398,7 +397,7 @@ A, B = "a" * 32, "b" * 32
 
 
 def lease(front, method, holder):
-    return ask(front, method, lease_module.LEASE_PATH, NeMo_Aligner_Lease=holder)[0]
+    return ask(front, method, exchange.LEASE_PATH, NeMo_Aligner_Lease=holder)[0]
 
 
 def save(front, holder=None):
@@ -430,7 +429,8 @@ def test_an_id_of_a_lease_has_a_limit(front, holder):
 
 def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch):
     assert lease(front, "POST", A) == 200
-    monkeypatch.setattr(lease_module, "LEASE_S", 0.0)
+    monkeypatch.setattr(connection_module, "LEASE_S", 0.0)
+    monkeypatch.setattr(admission, "LEASE_S", 0.0)
     assert save(front, A)[0] == 200  # nobody else has asked
     # The reply is there a moment before the request is no longer worked on.
     wait_until(lambda: lease(front, "POST", B) == 200, 5)
@@ -438,7 +438,8 @@ def test_a_silent_holder_loses_the_lease_to_the_next_one_only(front, monkeypatch
 
 
 def test_a_holder_whose_request_is_worked_on_keeps_the_lease(front, monkeypatch):
-    monkeypatch.setattr(lease_module, "LEASE_S", 0.0)
+    monkeypatch.setattr(connection_module, "LEASE_S", 0.0)
+    monkeypatch.setattr(admission, "LEASE_S", 0.0)
     assert lease(front, "POST", A) == 200
     with front.admission.leases.working_for(A):
         assert lease(front, "POST", B) == 409
@@ -454,7 +455,7 @@ def test_clients_without_a_lease_where_they_are_welcome(make_front, triton):
 
 
 def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypatch):
-    lost, connect = [], lease_module.make_connection
+    lost, connect = [], connection_module.make_connection
 
     def flaky(host, port, *rest):
         if not lost:
@@ -462,7 +463,7 @@ def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypat
             port = find_free_port()  # nobody listens
         return connect(host, port, *rest)
 
-    monkeypatch.setattr(lease_module, "make_connection", flaky)
+    monkeypatch.setattr(connection_module, "make_connection", flaky)
     connection = ServerConnection(*front.address, patience(20), "x")
     connection.take_lease()
     assert lost and save(front, connection._lease.id)[0] == 200
@@ -471,8 +472,9 @@ def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypat
 
 @some_of("make_front", [make_asgi_front, make_triton_front], indirect=True)
 def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
-    monkeypatch.setattr(lease_module, "RENEWAL_S", 0.05)
-    monkeypatch.setattr(lease_module, "LEASE_S", 3.0)
+    monkeypatch.setattr(connection_module, "RENEWAL_S", 0.05)
+    monkeypatch.setattr(connection_module, "LEASE_S", 3.0)
+    monkeypatch.setattr(admission, "LEASE_S", 3.0)
     connections = [ServerConnection(*front.address, patience(20), "x") for _ in range(2)]
     first, second = connections
     first.take_lease()

@@ -5,7 +5,7 @@
 import threading
 import time
 
-from nemo_aligner.servers import locks
+from nemo_aligner.servers import triton_host
 
 
 def test_lock_method_serialises_callers():
@@ -14,7 +14,7 @@ def test_lock_method_serialises_callers():
             self.lock = threading.Lock()
             self.inside = self.most = 0
 
-        @locks.lock_method("self.lock")
+        @triton_host.lock_method("self.lock")
         def enter(self):
             self.inside += 1
             self.most = max(self.most, self.inside)

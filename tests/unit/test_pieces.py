@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Train requests in pieces (servers/pieces.py): how a client cuts them, and how the server puts
+"""Train requests in pieces (servers/requests.py): how a client cuts them, and how the server puts
 them together.
 """
 
@@ -9,10 +9,10 @@ import json
 import numpy as np
 import pytest
 
-from nemo_aligner.servers import exchange, pieces, schema, served_model
-from nemo_aligner.servers.pieces import PieceStore, piece_rows
+from nemo_aligner.servers import exchange, requests, schema, served_model
+from nemo_aligner.servers.requests import PieceStore
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
+from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies, piece_rows
 from tests.patience import patience, wait_until
 
 TRAIN = schema.critic_train_endpoint()
@@ -144,7 +144,7 @@ def test_another_request_takes_the_place_of_one_that_was_given_up():
 
 def test_more_than_the_machine_can_hold_is_refused(monkeypatch):
     memory = type("Memory", (), {"available": 1000})
-    monkeypatch.setattr(pieces.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(requests.psutil, "virtual_memory", lambda: memory)
     store = PieceStore()
     with pytest.raises(RequestError, match="10 rows, .* GiB left. Use smaller rollouts"):
         store.add("abc", 0, ROWS, {"tokens": np.zeros((1, 100))})

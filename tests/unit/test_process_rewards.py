@@ -18,9 +18,14 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token, sums_of_steps
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.servers.reward_client import RMFutureResult
-from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
+from nemo_aligner.servers.reward_function import (
+    RewardFunction,
+    RewardFunctionError,
+    scores_of_places,
+    step_ends,
+    steps_of,
+)
 from nemo_aligner.servers.schema import ReplyError, reward_model_endpoint
-from nemo_aligner.servers.steps import scores_of_places, step_ends, steps_of
 from nemo_aligner.servers.validation import validate_reply
 from tests.ppo_fakes import make_trainer
 from tests.unit.test_ppo_data import ROWS, STAND_IN, WIDTH, scored_rollout

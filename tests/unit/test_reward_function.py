@@ -292,7 +292,7 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
         and "failed on sample 2 of 4: " in message
         and f"; prompt 'p', response '{word}', length 1. " in message
     ), message
-    assert "inference.reward_fn_fallback" in message and "reward_worker.py" not in message
+    assert "inference.reward_fn_fallback" in message and "worker.py" not in message
     assert "\n" not in message
     # The place, and in the log the traceback.
     assert ("(reward.py:8 in score)" in message) == (word == "raise"), message

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.servers import slices
-from nemo_aligner.servers.scoring import Scorer
+from nemo_aligner.servers import requests
+from nemo_aligner.servers.direct_replies import is_large
+from nemo_aligner.servers.scoring import Scorer, Turns
 from nemo_aligner.training.micro_batches import plan_micro_batches
 from tests.patience import patience, wait_until
 
@@ -27,7 +28,7 @@ def test_slices_have_the_micro_batches_of_the_whole(shares):
     generator = np.random.default_rng(shares)
     for count in (1, 2, 5, 8):
         lengths = generator.integers(1, 9, 4 * count * shares)
-        cut = slices.cut_rows(lengths, shares, 8, by_length=True)
+        cut = requests.cut_rows(lengths, shares, 8, by_length=True)
         assert len(cut) == -(-count // 2)
         for share in range(shares):
             own = list(range(share * 4 * count, (share + 1) * 4 * count))
@@ -39,33 +40,33 @@ def test_slices_have_the_micro_batches_of_the_whole(shares):
 
 
 def test_samples_of_a_function_stay_in_order():
-    cut = slices.cut_rows(np.array([1, 9, 1, 9, 1, 9]), 2, 2, by_length=False)
+    cut = requests.cut_rows(np.array([1, 9, 1, 9, 1, 9]), 2, 2, by_length=False)
     assert [rows.tolist() for rows in cut] == [[0, 1, 3, 4], [2, 5]]
-    cut = slices.cut_rows(np.array([1, 9, 5]), 1, 3, by_length=True)
+    cut = requests.cut_rows(np.array([1, 9, 5]), 1, 3, by_length=True)
     assert [rows.tolist() for rows in cut] == [[0, 1, 2]]  # one slice is the request itself
 
 
 def test_slices_are_whole_micro_batches_of_all_stages():
-    assert slices.slice_size(64, 4, 1) == 256
-    assert slices.slice_size(4096, 4, 1) == 4
-    assert slices.slice_size(10**6, 4, 1) == 4
-    assert slices.slice_size(4096, 4, 4) == 16 * 4
-    assert slices.slice_size(200, 4, 3) == 21 * 4
+    assert requests.slice_size(64, 4, 1) == 256
+    assert requests.slice_size(4096, 4, 1) == 4
+    assert requests.slice_size(10**6, 4, 1) == 4
+    assert requests.slice_size(4096, 4, 4) == 16 * 4
+    assert requests.slice_size(200, 4, 3) == 21 * 4
 
 
 def test_large_requests():
     def head(*rows):
         return {"inputs": [{"shape": [count, 1]} for count in rows]}
 
-    assert not slices.is_large(head(1, 32), 2**17)
-    assert slices.is_large(head(1, 33), 10)
-    assert slices.is_large(head(1), 2**17 + 1)
+    assert not is_large(head(1, 32), 2**17)
+    assert is_large(head(1, 33), 10)
+    assert is_large(head(1), 2**17 + 1)
     for odd in ({}, {"inputs": 3}, {"inputs": []}, head("x"), {"inputs": [{"shape": []}]}):
-        assert not slices.is_large(odd, 10)
+        assert not is_large(odd, 10)
 
 
 def test_a_change_waits_for_what_is_scored_and_scoring_for_the_change():
-    turns, order = slices.Turns(), []
+    turns, order = Turns(), []
     release, begun = threading.Event(), threading.Event()
 
     def score(name, until=None):
@@ -108,7 +109,7 @@ class Loop:
 
 @pytest.mark.parametrize("slice_rows", [None, 3])
 def test_the_passes_of_all_slices_make_the_scores(monkeypatch, slice_rows):
-    monkeypatch.setattr(slices, "SLICE_TOKENS", 12)
+    monkeypatch.setattr(requests, "SLICE_TOKENS", 12)
     assert not parallel_state.is_initialized()
 
     def values(tokens, lengths, _prompt_lengths):

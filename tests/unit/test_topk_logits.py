@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.topk_logits import write_topk_logits
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp.topk_logits import (
     KnowledgeDistillationDataset,
@@ -24,7 +25,6 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
     TopKTeacherModel,
 )
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check
 

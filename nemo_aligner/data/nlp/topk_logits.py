@@ -12,7 +12,7 @@
 | `top_k` | K |
 | `index` | number of the example in its data set |
 | `rows` | number of lines of the whole file |
-| `tokenizer` | fingerprint of the teacher's tokenizer (`servers/fingerprint.py`) |
+| `tokenizer` | fingerprint of the teacher's tokenizer (`core/tokenizer.py`) |
 | `teacher` | checksum of the teacher's weights (`MegatronGPTModel.checksum_of_base`) |
 | `checksum` | XXH3 of all of these |
 
@@ -32,12 +32,11 @@ import torch
 import xxhash
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
 from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within
 from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import open_records, settings_of
-from nemo_aligner.servers.fingerprint import tokenizer_fingerprint
 
 EXAMPLE = ("tokens", "labels", "loss_mask")
 ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "<f4"}

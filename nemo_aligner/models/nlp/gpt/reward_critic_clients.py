@@ -8,5 +8,5 @@ from nemo_aligner.servers.critic_client import (
     SaveFuture,
     TrainFuture,
 )
+from nemo_aligner.servers.futures import result_of_future as get_future_result
 from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RMFutureResult
-from nemo_aligner.servers.source_rank import result_of_future as get_future_result

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program that runs a user's reward function, one process per worker of `reward_function.py`.
 
-    python reward_worker.py FILE FUNCTION REQUESTS_FD REPLIES_FD PARENT_PID
+    python worker.py FILE FUNCTION REQUESTS_FD REPLIES_FD PARENT_PID
 
 It is started as a script and needs only the standard library, so that a worker starts in a moment,
 also after its predecessor was killed. Lines of JSON go through the two pipes:
