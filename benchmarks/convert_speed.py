@@ -36,7 +36,7 @@ SHARD_BYTES = 1_000_000_000
 CHILD = """
 import resource, sys, time
 from pathlib import Path
-from nemo_aligner.convert import hugging_face as convert
+from nemo_aligner.convert import conversions as convert
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start, cpu = time.perf_counter(), time.process_time()
 options = convert.Options(dtype=sys.argv[4], overwrite=True, progress=False)

@@ -95,7 +95,7 @@ def build_peer(shape: Shape = SMALL) -> Any:
 @contextmanager
 def folders(shape: Shape = SMALL) -> Iterator[Folders]:
     """The model on disk, in both forms."""
-    from nemo_aligner.convert import hugging_face as convert
+    from nemo_aligner.convert import conversions as convert
 
     with tempfile.TemporaryDirectory() as name:
         found = Folders(Path(name, "hugging_face"), Path(name, "nemo"))

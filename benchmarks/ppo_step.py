@@ -103,7 +103,7 @@ def write_reward_model(at: countdown.Folders, folder: Path) -> countdown.Folders
     """A reward model with the same layers and a random head, in both forms."""
     from transformers import AutoModelForSequenceClassification
 
-    from nemo_aligner.convert import hugging_face as convert
+    from nemo_aligner.convert import conversions as convert
 
     found = countdown.Folders(folder / "hugging_face", folder / "nemo")
     torch.manual_seed(4)

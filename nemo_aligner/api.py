@@ -28,7 +28,7 @@ from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.optim_rules import check_optim
 from nemo_aligner.config.values import Values, plain_dict
-from nemo_aligner.convert.hugging_face import Options, check_target, from_nemo
+from nemo_aligner.convert.conversions import Options, check_target, from_nemo
 from nemo_aligner.core.endings import ExitCode, note_ending
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens

@@ -106,7 +106,7 @@ MUTANTS = [
     # --- generation
     Mutant(
         "Megatron-LM's number of query groups counts without its switch",
-        "checkpoint/megatron_args.py",
+        "checkpoint/megatron_keys.py",
         'if args.get("group_query_attention", "num_query_groups" in args):',
         'if "num_query_groups" in args:',
         _unit("test_megatron_folders.py", "test_arguments_of_two_ages"),
@@ -1386,7 +1386,7 @@ MUTANTS = [
     ),
     Mutant(
         "a pair resumes from the newest checkpoint of each",
-        "checkpoint/resume_pair.py",
+        "checkpoint/folders.py",
         "{0, *actor_steps} & set(critic_steps)",
         "{0, *actor_steps}",
         _unit("test_resume_pair.py", "test_a_pair_resumes_from_the_newest_step_of_both"),
@@ -1538,14 +1538,14 @@ MUTANTS = [
     # --- Hugging Face
     Mutant(
         "gate and partner are exchanged",
-        "checkpoint/hugging_face/rows.py",
+        "checkpoint/hugging_face/architecture.py",
         "[Run(name, 0, share) for name in self.names]",
         "[Run(name, 0, share) for name in reversed(self.names)]",
         _unit("test_hugging_face_folders.py", "test_a_folder_loads_directly[Llama 2]"),
     ),
     Mutant(
         "keys and values of one matrix are exchanged",
-        "checkpoint/hugging_face/rows.py",
+        "checkpoint/hugging_face/architecture.py",
         "starts = [0, heads.groups * query, heads.groups * (query + key)]",
         "starts = [0, heads.groups * (query + key), heads.groups * query]",
         _unit("test_hugging_face_folders.py", "test_a_folder_loads_directly[Phi 3]"),
@@ -1566,7 +1566,7 @@ MUTANTS = [
     ),
     Mutant(
         "the padding of the vocabulary is written",
-        "checkpoint/hugging_face/export.py",
+        "checkpoint/hugging_face/writing.py",
         "rest = (vocab_rows, *rest[1:])",
         "rest = (rest[0], *rest[1:])",
         _unit("test_convert.py", "test_a_model_of_this_package_goes_to_hugging_face"),
@@ -1643,21 +1643,21 @@ MUTANTS = [
     ),
     Mutant(
         "the scale of adapters of PEFT is forgotten",
-        "checkpoint/hugging_face/peft_reading.py",
+        "checkpoint/hugging_face/peft.py",
         "            alpha=self._alpha,",
         "            alpha=self._rank,",
         _unit("test_peft_folders.py", "test_steps_of_sft_equal_those_of_peft[Llama-modules0]"),
     ),
     Mutant(
         "the A of projections change places in adapters of PEFT",
-        "checkpoint/hugging_face/peft_reading.py",
+        "checkpoint/hugging_face/peft.py",
         "layer, index))\n            if adapter is not None:",
         "layer, len(result) - 1 - index))\n            if adapter is not None:",
         _unit("test_peft_folders.py", "test_adapters_of_peft_give_the_same_logits[Qwen 2]"),
     ),
     Mutant(
         "rows of B are written for PEFT in the order of query groups",
-        "checkpoint/hugging_face/peft_writing.py",
+        "checkpoint/hugging_face/peft.py",
         "rows[run.name][run.start : run.start + run.count] = b[first : first + run.count]",
         "rows[run.name][run.start : run.start + run.count] = b[run.start : run.start + run.count]",
         _unit(

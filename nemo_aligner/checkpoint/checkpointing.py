@@ -72,7 +72,7 @@ from nemo_aligner.checkpoint.folders import (
     try_names,
     why_unranked,
 )
-from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER
+from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER, check_complete
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
 from nemo_aligner.checkpoint.optimizer_forms import (
     FULLY_RESHARDABLE,
@@ -81,7 +81,6 @@ from nemo_aligner.checkpoint.optimizer_forms import (
     read_main_weights,
     sharded_optimizer_state,
 )
-from nemo_aligner.checkpoint.places import check_complete
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_save_hf
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of Megatron-LM and of Megatron-Bridge, read where they lie:
+"""Checkpoints of Megatron-LM, Megatron-Bridge and NeMo 2.0, read where they lie.
+Of the first two:
 
     latest_checkpointed_iteration.txt   a number, or `release`
     iter_0000010/ or release/
@@ -12,10 +13,20 @@
 
 The optimizer's states are not read. Nothing of a folder is run: what its files may name is in
 `data_only.py`, and a `_target_` in the YAML is a text.
+
+Of NeMo 2.0:
+
+    context/model.yaml   the constructor arguments of the model, defaults included
+    context/<files>      the tokenizer
+    weights/             distributed checkpoint (torch_dist), in which `module.` precedes the names
+
+No class of either is imported: `megatron_keys.py` and `NEMO2_MODELS` say what becomes of each
+argument.
 """
 
 import argparse
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,19 +34,22 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import forms, megatron_args, transformer_fields
+from nemo_aligner.checkpoint import forms, megatron_keys
 from nemo_aligner.checkpoint.data_only import COMMON_FILE, COMMON_OBJECT, read_objects
 from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
-from nemo_aligner.checkpoint.places import (
+from nemo_aligner.checkpoint.forms import (
     BRIDGE_FILE,
+    NEMO2_CONTEXT,
+    NEMO2_MODEL,
+    NEMO2_WEIGHTS,
     RANK_FILE,
     TRACKER,
     is_iteration,
-    is_megatron,
     rank_folders,
 )
-from nemo_aligner.checkpoint.rank_files import RankTensors
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
+from nemo_aligner.checkpoint.megatron_keys import last_name
+from nemo_aligner.checkpoint.old_weights import RankTensors
 from nemo_aligner.checkpoint.stored_weights import EitherName, TensorSource, unnumbered
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.parallel_rules import pad_vocab_size
@@ -63,9 +77,6 @@ _PLACES = re.compile(
     r"|pre_mlp_layernorm\.|mlp\.(linear_fc1\.(layer_norm_)?|linear_fc2\.|router\.|"
     r"experts\.experts\.linear_fc[12]\.|shared_experts\.(linear_fc[12]\.|gate_))))(weight|bias)"
 )
-
-
-is_folder = is_megatron
 
 
 def locate(path: Path) -> Path:
@@ -105,7 +116,7 @@ def read_config(path: Path) -> DictConfig:
     if (folder / BRIDGE_FILE).is_file():
         return OmegaConf.create(_bridge_keys(folder))
     args = _args(folder)
-    keys = megatron_args.model_keys(args, _refusal(f"{folder}: args"))
+    keys = megatron_keys.argument_keys(args, _refusal(f"{folder}: args"))
     keys["override_vocab_size"] = args.get("padded_vocab_size")
     keys[ORIGIN] = {**(args.get(ORIGIN) or {}), "vocab_size": args.get("vocab_size")}
     keys["tokenizer"] = _tokenizer_keys(folder, args)
@@ -114,7 +125,7 @@ def read_config(path: Path) -> DictConfig:
     return OmegaConf.create(keys)
 
 
-def _refusal(where: str) -> transformer_fields.Refusal:
+def _refusal(where: str) -> megatron_keys.Refusal:
     return lambda name, value: UserError(
         f"{where}.{name}={value!r} has no counterpart here and would change the model; use "
         "another checkpoint."
@@ -147,7 +158,7 @@ def _bridge_keys(folder: Path) -> dict[str, Any]:
             f"{file} has a section peft: the checkpoint holds adapters alone. Merge them with "
             "their base in Megatron-Bridge, and name that checkpoint."
         )
-    provider = transformer_fields.last_name(model)
+    provider = megatron_keys.last_name(model)
     known = _PROVIDERS.fullmatch(provider)
     if known is None:
         raise UserError(
@@ -155,7 +166,7 @@ def _bridge_keys(folder: Path) -> dict[str, Any]:
             "Core's GPT, Llama, Mistral, Qwen 2 and 3, Nemotron and Gemma."
         )
     fields = {name: value for name, value in model.items() if name not in _OF_PROVIDER}
-    keys = transformer_fields.model_keys(fields, _refusal(f"{file}: model"), experts=True)
+    keys = megatron_keys.model_keys(fields, _refusal(f"{file}: model"), experts=True)
     rows = ids = model.get("vocab_size")
     if rows and model.get("should_pad_vocab"):
         multiple = model.get("make_vocab_size_divisible_by") or 128
@@ -273,3 +284,142 @@ def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
     if not args.get("untie_embeddings_and_output_weights"):
         tensors.tensors.pop("model.output_layer.weight", None)  # the last stage's copy
     return tensors
+
+
+_NEMO2_PREFIX = "module."
+_NEMO2_REMEDY = (
+    "convert it to a .nemo with scripts/checkpoint_converters of NeMo 2.0 to 2.4, or use another "
+    "checkpoint"
+)
+
+# Model classes that are Megatron Core's GPT with these arguments, and keys that the class itself
+# stands for.
+NEMO2_MODELS: dict[str, dict[str, Any]] = {
+    "GPTModel": {},
+    "LlamaModel": {},
+    "MistralModel": {},
+    "NemotronModel": {},
+    "Qwen2Model": {},
+    "Qwen3Model": {},
+    "StarcoderModel": {},
+    "Starcoder2Model": {},
+    "Phi3Model": {},
+    "GemmaModel": {"apply_embedding_scaling": True},
+}
+# Llama 3.1's change of the rotary frequencies: `scale_factor` is a key, the others are constants.
+ROPE_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
+TOKEN_KINDS = ("mask", "bos", "eos", "pad", "sep", "cls", "unk")
+
+
+def nemo2_weights(path: Path) -> TorchDistTensors:
+    """The nemo2_weights in a folder of NeMo 2.0; `UserError` if there are none."""
+    folder = path / NEMO2_WEIGHTS
+    if not folder.is_dir():
+        raise UserError(f"{path} has no folder {NEMO2_WEIGHTS}; copy it again.")
+    return TorchDistTensors(folder, prefix=_NEMO2_PREFIX)
+
+
+def read_nemo2_config(path: Path) -> DictConfig:
+    """The section `model` for the model in a folder of NeMo 2.0.
+
+    Raises:
+        UserError: an argument or a class has no counterpart here; the message names it.
+    """
+    file = path / NEMO2_CONTEXT / NEMO2_MODEL
+    if not file.is_file():
+        raise UserError(
+            f"{path}/{NEMO2_CONTEXT} has no {NEMO2_MODEL}: an early NeMo 2.0 wrote it, without "
+            "the values of the model's defaults, or it is incomplete. Copy it again, or load and "
+            "save it with NeMo 2.1 or later."
+        )
+    arguments: Any = OmegaConf.to_container(read_yaml(file, path), resolve=False)
+    for section in ("config", "tokenizer"):
+        if not isinstance(arguments, Mapping) or not isinstance(arguments.get(section), Mapping):
+            raise UserError(f"{file} has no section {section}; it is not NeMo 2.0's.")
+    model_class = last_name(arguments.get("_target_"))
+    if model_class not in NEMO2_MODELS:
+        raise UserError(
+            f"{file} describes a {model_class}; models that load from NeMo 2.0: "
+            f"{', '.join(NEMO2_MODELS)}. {_NEMO2_REMEDY.capitalize()}."
+        )
+    keys = _nemo2_keys(arguments["config"], file) | NEMO2_MODELS[model_class]
+    keys["tokenizer"] = _nemo2_tokenizer_keys(arguments["tokenizer"], file)
+    return OmegaConf.create(keys)
+
+
+def _nemo2_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def refusal(name: str, value: Any) -> UserError:
+        return UserError(
+            f"{file}: config.{name}={value!r} has no counterpart here and would change the model; "
+            f"{_NEMO2_REMEDY}."
+        )
+
+    given = dict(arguments)
+    factor = given.pop("scale_factor", None)
+    constants = {name: given.pop(name) for name in ROPE_SCALING.keys() & given.keys()}
+    keys = megatron_keys.model_keys(given, refusal, experts=False)
+    keys["max_position_embeddings"] = keys.get("encoder_seq_length")
+    if factor is not None:
+        for name, value in constants.items():
+            if value != ROPE_SCALING[name]:
+                raise refusal(name, value)
+        keys |= {"scale_positional_embedding": True, "scale_factor": factor}
+    return keys
+
+
+def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    context = file.parent
+    kind = last_name(arguments.get("_target_"))
+    if kind == "AutoTokenizer":
+        special = {
+            f"{name}_token": arguments[f"{name}_token"]
+            for name in TOKEN_KINDS
+            if arguments.get(f"{name}_token") is not None
+        }
+        more = arguments.get("additional_special_tokens")
+        # NeMo writes names such as megatron-gpt-345m_vocab where it was given none.
+        files = {
+            key: path
+            for key, name in (("vocab_file", "vocab_file"), ("merge_file", "merges_file"))
+            if (path := _in_context(arguments.get(name), context)) and Path(path).is_file()
+        }
+        given = {"library": "huggingface"}
+        if len(files) == 2:
+            given = {"library": "megatron", "type": "GPT2BPETokenizer"}
+        return {
+            "type": _in_context(arguments.get("pretrained_model_name"), context),
+            **given,
+            **files,
+            "use_fast": bool(arguments.get("use_fast", True)),
+            "special_tokens": special | ({"additional_special_tokens": more} if more else {}),
+            "chat_template": arguments.get("chat_template"),
+        }
+    if kind == "SentencePieceTokenizer":
+        return {
+            "library": "sentencepiece",
+            "model": _in_context(arguments.get("model_path"), context),
+            "sentencepiece_legacy": bool(arguments.get("legacy", False)),
+            "special_tokens": arguments.get("special_tokens"),
+            "chat_template": arguments.get("chat_template"),
+        }
+    if kind == "TiktokenTokenizer":
+        return {
+            "library": "tiktoken",
+            "vocab_file": _in_context(arguments.get("vocab_file"), context),
+        }
+    raise UserError(
+        f"{file} has a tokenizer {kind}; those that load from NeMo 2.0: AutoTokenizer, "
+        f"SentencePieceTokenizer, TiktokenTokenizer. {_NEMO2_REMEDY.capitalize()}."
+    )
+
+
+def _in_context(value: Any, context: Path) -> str | None:
+    """A file argument: its absolute path if it lies in the context, else the name as it stands.
+    NeMo writes a name that is no path as `{attr: <name>, skip: true}`.
+    """
+    if isinstance(value, Mapping):
+        value = value.get("attr")
+    if value is None:
+        return None
+    inside = Path(os.path.normpath(context / str(value)))
+    return str(inside) if inside.is_relative_to(context) and inside.exists() else str(value)

@@ -23,16 +23,17 @@ import secrets
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import adapters, forms, hugging_face, megatron, nemo2
+from nemo_aligner.checkpoint import adapters, forms, hugging_face, megatron
 from nemo_aligner.checkpoint.checksums import (
     check_all_are_listed,
     check_files,
@@ -49,13 +50,18 @@ from nemo_aligner.checkpoint.file_references import (
     read_yaml,
     refuse_resolvers,
 )
-from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, CONFIG_FILE, MARKER, WEIGHTS_FOLDER
-from nemo_aligner.checkpoint.hugging_face import peft_reading
-from nemo_aligner.checkpoint.places import check_restore_path, is_peft
-from nemo_aligner.checkpoint.rank_files import RankFiles
+from nemo_aligner.checkpoint.forms import (
+    CHECKPOINT_WEIGHTS,
+    CONFIG_FILE,
+    MARKER,
+    WEIGHTS_FOLDER,
+    check_restore_path,
+    is_peft,
+)
+from nemo_aligner.checkpoint.hugging_face import peft
+from nemo_aligner.checkpoint.old_weights import RankFiles, ZarrArrays
 from nemo_aligner.checkpoint.stored_weights import StoredWeights, TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
-from nemo_aligner.checkpoint.zarr_arrays import ZarrArrays
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
 from nemo_aligner.parallel.collectives import gathered
@@ -167,8 +173,8 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
     """
     path = Path(path).resolve()
     if is_peft(path):
-        base = read_config(peft_reading.base_path(path)) if model is None else model
-        config = peft_reading.adapter_section(path, base)
+        base = read_config(peft.base_path(path)) if model is None else model
+        config = peft.adapter_section(path, base)
         refuse_resolvers(config, path)
         return config  # the tokenizer is that of the base
     form = _foreign_form(path)
@@ -180,9 +186,23 @@ def read_stored_config(path: str | Path, model: DictConfig | None = None) -> Dic
     return config
 
 
-def _foreign_form(path: Path) -> Any:
-    """The module of the form of the folder `path`, if that has a configuration of its own."""
-    return next((form for form in (nemo2, hugging_face, megatron) if form.is_folder(path)), None)
+class _Foreign(NamedTuple):
+    """A form of folders that has a configuration of its own."""
+
+    is_folder: Callable[[Path], bool]
+    read_config: Callable[[Path], DictConfig]
+    weights: Callable[[Path], TensorSource]
+
+
+_FOREIGN = (
+    _Foreign(forms.is_nemo2, megatron.read_nemo2_config, megatron.nemo2_weights),
+    _Foreign(forms.is_hugging_face, hugging_face.read_config, hugging_face.weights),
+    _Foreign(forms.is_megatron, megatron.read_config, megatron.weights),
+)
+
+
+def _foreign_form(path: Path) -> _Foreign | None:
+    return next((form for form in _FOREIGN if form.is_folder(path)), None)
 
 
 def _read_archive(path: Path) -> DictConfig:
@@ -303,8 +323,8 @@ def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[T
     """As `own_weights`, for reading tensor by tensor; in place, where a file's form allows."""
     path = Path(path).resolve()
     if is_peft(path):
-        base = read_config(peft_reading.base_path(path)) if model is None else model
-        yield peft_reading.PeftTensors(path, base)
+        base = read_config(peft.base_path(path)) if model is None else model
+        yield peft.PeftTensors(path, base)
         return
     form = _foreign_form(path)
     if form is not None:
@@ -403,3 +423,32 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
     finally:
         if _is_first_on_node():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class CustomSaveRestoreConnector(SaveRestoreConnector):
+    """Says which weights of a `.nemo` count.
+
+        MegatronGPTRewardModel.restore_from(
+            path, save_restore_connector=CustomSaveRestoreConnector(load_base_model_only=True)
+        )
+
+    Args:
+        load_base_model_only: leave the head of a reward model at its initial values.
+        replace_sharded_tensor_key: NeMo-Aligner's prefix of the weights of NeMo 2.0; the prefix is
+            recognized from the file here.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        load_base_model_only: bool = False,
+        replace_sharded_tensor_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.load_base_model_only = load_base_model_only
+        self.replace_sharded_tensor_key = replace_sharded_tensor_key
+
+    def restore_from(self, calling_cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        """`calling_cls.restore_from(...)` with this connector."""
+        return calling_cls.restore_from(*args, **{**kwargs, "save_restore_connector": self})

@@ -46,7 +46,7 @@ STAND_INS: dict[str, dict[str, str]] = {
     f"{_PARTS}.nlp_overrides": {
         "NLPDDPStrategy": f"{_OWN_CLASSES}:NLPDDPStrategy",
         "NLPSaveRestoreConnector": (
-            "nemo_aligner.checkpoint.restore_connector:CustomSaveRestoreConnector"
+            "nemo_aligner.checkpoint.nemo_archive:CustomSaveRestoreConnector"
         ),
     },
 }

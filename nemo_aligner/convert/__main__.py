@@ -133,36 +133,38 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
-    from nemo_aligner.convert import adapters, hugging_face, info, megatron
+    from nemo_aligner.convert import conversions, info
 
     if args.command == "nemo-info":
         info.show(args.source, as_json=args.json)
         return
-    options = hugging_face.Options(
+    options = conversions.Options(
         dtype=args.dtype, overwrite=args.overwrite, progress=not args.quiet
     )
     if args.command == "merge-lora":
-        adapters.merge(args.source, args.target, options, args.base)
+        conversions.merge(args.source, args.target, options, args.base)
     elif args.command == "to-megatron":
-        if not adapters.are_adapters(args.source, key="SOURCE"):
+        if not conversions.are_adapters(args.source, key="SOURCE"):
             _refuse_options(args, "base")
-        print(megatron.to_megatron(args.source, args.target, options, args.base, args.tokenizer))
+        print(
+            conversions.to_megatron(args.source, args.target, options, args.base, args.tokenizer)
+        )
         return
     elif args.command == "hf-to-nemo":
-        if adapters.is_peft_folder(args.source):
-            adapters.to_nemo(args.source, args.target, options, args.base)
+        if conversions.is_peft_folder(args.source):
+            conversions.peft_to_nemo(args.source, args.target, options, args.base)
         else:
             _refuse_options(args, "base")
-            hugging_face.to_nemo(args.source, args.target, options)
-    elif adapters.are_adapters(args.source, key="NEMO") and not args.merged:
+            conversions.to_nemo(args.source, args.target, options)
+    elif conversions.are_adapters(args.source, key="NEMO") and not args.merged:
         _refuse_options(args, "architecture")
-        adapters.to_peft(
+        conversions.to_peft(
             args.source, args.target, options, drop_head_bias=args.drop_head_bias, base=args.base
         )
     else:
-        if not adapters.are_adapters(args.source, key="NEMO"):
+        if not conversions.are_adapters(args.source, key="NEMO"):
             _refuse_options(args, "merged", "base")
-        hugging_face.from_nemo(
+        conversions.from_nemo(
             args.source,
             args.target,
             options,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
-from nemo_aligner.checkpoint.hugging_face import peft_reading
-from nemo_aligner.checkpoint.places import is_peft
+from nemo_aligner.checkpoint.forms import is_peft
+from nemo_aligner.checkpoint.hugging_face import peft
 from nemo_aligner.checkpoint.stored_weights import TensorSource, distinct, stored_dtype
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
@@ -64,7 +64,7 @@ def _described(settings: LoRASettings, base: adapters.Base) -> dict[str, Any]:
 
 def _collect_peft(source: Path) -> dict[str, Any]:
     """Of a folder of PEFT, which does not hold the keys of its model; its base is not read."""
-    config, tensors, checksum = peft_reading.describe(source)
+    config, tensors, checksum = peft.describe(source)
     return {
         "path": str(source),
         "adapters": {
@@ -77,7 +77,7 @@ def _collect_peft(source: Path) -> dict[str, Any]:
             "base": config.base,
             "base_checksum": checksum,
         },
-        **_tensors(peft_reading.AsStored(tensors)),
+        **_tensors(peft.AsStored(tensors)),
         "keys": {},
         "tokenizer": None,
     }

@@ -13,7 +13,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import nemo_archive
-from nemo_aligner.checkpoint.places import is_nemo2
+from nemo_aligner.checkpoint.forms import is_nemo2
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.data_rules import KEPT_FORM, asked_form
 from nemo_aligner.config.defaults import base_dropout, complete_model, drop_unset, model_fallback

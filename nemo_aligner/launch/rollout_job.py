@@ -23,8 +23,7 @@ from torch import Tensor
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer, compute_num_optimizer_steps
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
-from nemo_aligner.checkpoint.folders import read_state
-from nemo_aligner.checkpoint.resume_pair import step_to_resume
+from nemo_aligner.checkpoint.folders import read_state, step_to_resume
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.reward_models import read_reward_servers
 from nemo_aligner.core.errors import ConfigError, UserError

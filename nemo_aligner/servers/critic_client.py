@@ -21,7 +21,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, step_to_resume
+from nemo_aligner.checkpoint.folders import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint

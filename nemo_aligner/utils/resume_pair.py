@@ -2,4 +2,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
-from nemo_aligner.checkpoint.resume_pair import mismatch_remedy, resume_argument
+from nemo_aligner.checkpoint.folders import mismatch_remedy, resume_argument

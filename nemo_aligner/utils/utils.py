@@ -4,7 +4,7 @@
 
 from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_reference
 from nemo_aligner.checkpoint.folders import extract_value_from_ckpt
-from nemo_aligner.checkpoint.restore_connector import CustomSaveRestoreConnector
+from nemo_aligner.checkpoint.nemo_archive import CustomSaveRestoreConnector
 from nemo_aligner.core.masks import masked_mean, masked_std
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tensors import (

@@ -38,7 +38,7 @@ def logits(model) -> torch.Tensor | None:
 
 def counting_reads() -> dict[str, int]:
     """Numbers that this rank reads of each tensor, from now on."""
-    from nemo_aligner.checkpoint.hugging_face.folder import Tensors
+    from nemo_aligner.checkpoint.hugging_face.reading import Tensors
 
     part, counts = Tensors.part, {}
 

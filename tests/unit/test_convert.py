@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint import nemo_archive, torch_dist_stream
-from nemo_aligner.checkpoint.hugging_face import export
+from nemo_aligner.checkpoint.hugging_face import writing
 from nemo_aligner.checkpoint.hugging_face.architecture import as_class_reads
 from nemo_aligner.checkpoint.hugging_face.writing import describe
 from nemo_aligner.convert.__main__ import main
@@ -225,13 +225,13 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
 
     assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(export, "write_tensors", full)
+        patch.setattr(writing, "write_tensors", full)
         assert convert("nemo-to-hf", tmp_path / "model.nemo", tmp_path / "back") == 2
     assert not (tmp_path / "back").exists() and not left_beside(tmp_path)
 
 
 def test_damage_found_while_writing_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
-    from nemo_aligner.checkpoint.hugging_face.folder import Tensors
+    from nemo_aligner.checkpoint.hugging_face.reading import Tensors
 
     whole = Tensors.part
 

@@ -335,8 +335,8 @@ def test_a_configuration_may_refer_to_its_own_keys(nemo_folder):
 
 def test_json_of_others_calls_no_resolver(tmp_path, monkeypatch):
     found = OmegaConf.create({"hidden_act": "${oc.env:ROW_NINE}"})
-    monkeypatch.setattr(nemo_archive.hugging_face, "is_folder", lambda path: True)
-    monkeypatch.setattr(nemo_archive.hugging_face, "read_config", lambda path: found)
+    form = nemo_archive._Foreign(lambda path: True, lambda path: found, nemo_archive.own_tensors)
+    monkeypatch.setattr(nemo_archive, "_FOREIGN", (form,))
     with pytest.raises(UserError, match=f"{tmp_path}: hidden_act="):
         nemo_archive.read_config(tmp_path)
 

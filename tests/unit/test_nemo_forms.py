@@ -17,8 +17,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import forms, nemo2, nemo_archive
-from nemo_aligner.checkpoint.rank_files import RankFiles
+from nemo_aligner.checkpoint import forms, megatron, nemo_archive
+from nemo_aligner.checkpoint.old_weights import RankFiles
 from nemo_aligner.checkpoint.stored_weights import checked
 from nemo_aligner.convert.__main__ import main as convert
 from nemo_aligner.core.errors import UserError
@@ -459,10 +459,15 @@ def test_nemo2_keys():
     gemma = (
         LLAMA
         | COMMON
-        | {"qk_layernorm": True, "scale_factor": 32, **nemo2.ROPE_SCALING, "window_size": [7, 0]}
+        | {
+            "qk_layernorm": True,
+            "scale_factor": 32,
+            **megatron.ROPE_SCALING,
+            "window_size": [7, 0],
+        }
     )
     gemma |= {"activation_func": {"_target_": "nemo.openai_gelu"}, "vocab_size": 300}
-    keys = nemo2._model_keys(gemma, "model.yaml")
+    keys = megatron._nemo2_keys(gemma, "model.yaml")
     expected = {
         "num_layers": 3,
         "encoder_seq_length": 48,
@@ -497,17 +502,18 @@ def test_nemo2_tokenizers(tmp_path):
     (tmp_path / "t.model").write_text("")
     file = tmp_path / "model.yaml"
     piece = {"_target_": "nemo.SentencePieceTokenizer", "model_path": "t.model", "legacy": True}
-    assert nemo2._tokenizer_keys(piece, file)["model"] == str(tmp_path / "t.model")
-    assert nemo2._tokenizer_keys(piece, file)["sentencepiece_legacy"] is True
+    assert megatron._nemo2_tokenizer_keys(piece, file)["model"] == str(tmp_path / "t.model")
+    assert megatron._nemo2_tokenizer_keys(piece, file)["sentencepiece_legacy"] is True
     name = {"_target_": "nemo.FileArtifact", "attr": "meta-llama/Llama-2", "skip": True}
     auto = TOKENIZER | {"pretrained_model_name": name, "eos_token": "</s>"}
-    keys = nemo2._tokenizer_keys(auto, file)
+    keys = megatron._nemo2_tokenizer_keys(auto, file)
     assert keys["type"] == "meta-llama/Llama-2"
     assert keys["special_tokens"] == {"eos_token": "</s>"}
     outside = TOKENIZER | {"pretrained_model_name": "../../etc"}
-    assert nemo2._tokenizer_keys(outside, file)["type"] == "../../etc"  # refused where it is used
+    keys = megatron._nemo2_tokenizer_keys(outside, file)
+    assert keys["type"] == "../../etc"  # refused where it is used
     with pytest.raises(UserError, match="has a tokenizer NullTokenizer; those that load"):
-        nemo2._tokenizer_keys({"_target_": "nemo.NullTokenizer"}, file)
+        megatron._nemo2_tokenizer_keys({"_target_": "nemo.NullTokenizer"}, file)
 
 
 def test_folders_of_others_are_named(tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.peft_reading import PeftTensors
+from nemo_aligner.checkpoint.hugging_face.peft import PeftTensors
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.peft_reading import CHECKSUM
+from nemo_aligner.checkpoint.hugging_face.peft import CHECKSUM
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel

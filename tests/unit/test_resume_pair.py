@@ -12,7 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.resume_pair import (
+from nemo_aligner.checkpoint.folders import (
     mismatch_remedy,
     resume_argument,
     step_to_resume,

@@ -1,21 +1,106 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the file of an architecture declares, and the keys of a model in both directions.
+"""What the table of an architecture declares: the keys of a model and the names of its weights, in
+both directions.
 
 `model_keys` turns a `config.json` into keys of the section `model`; `hugging_face_config` turns
 them back. Both refuse by name what the other side cannot express.
+
+A tensor of Megatron Core is a sequence of *runs*, each of them consecutive rows (entries along the
+first dimension) of one tensor of Hugging Face. The same runs serve reading, in parts for the ranks
+of a split, and writing.
+
+Names are templates with `{layer}` and, for the weights of an expert, `{expert}`; they end in a dot
+or in the name's last word, to which `weight` or `bias` is added.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_aligner.checkpoint.hugging_face.rows import Rule
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of the attention."""
+
+    groups: int  # query groups; each has one key and one value head
+    queries: int  # query heads of a group
+    size: int  # of a head
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` rows of the tensor `name` from row `start` on."""
+
+    name: str
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tensors of Hugging Face make one of Megatron Core; the base class takes one as it is."""
+
+    names: Sequence[str]  # of the tensors of Hugging Face
+    transposed: bool = False  # whether Hugging Face stores the matrices transposed (GPT-2 does)
+    # a tensor of Hugging Face, with its kind, that a layer must have for the rule to apply to it;
+    # None: it applies to all
+    beside: str | None = None
+
+    def runs(self, rows: int, heads: Heads) -> list[Run]:
+        """The runs of a tensor of Megatron Core with `rows` rows, in its order."""
+        (name,) = self.names
+        return [Run(name, 0, rows)]
+
+
+class _Joined(Rule):
+    """Tensors of equal size, one after the other."""
+
+    def runs(self, rows: int, heads: Heads) -> list[Run]:
+        share = rows // len(self.names)
+        return [Run(name, 0, share) for name in self.names]
+
+
+class _Attention(Rule):
+    """Queries, keys and values, which Megatron Core stores by query group: the queries of a group,
+    then its key head, then its value head. Hugging Face has three tensors, or one with all
+    queries, all keys and all values.
+    """
+
+    def runs(self, rows: int, heads: Heads) -> list[Run]:
+        query, key = heads.queries * heads.size, heads.size
+        widths = (query, key, key)
+        if len(self.names) == 1:
+            names = [self.names[0]] * 3
+            starts = [0, heads.groups * query, heads.groups * (query + key)]
+        else:
+            names, starts = list(self.names), [0, 0, 0]
+        return [
+            Run(name, start + group * width, width)
+            for group in range(heads.groups)
+            for name, start, width in zip(names, starts, widths, strict=True)
+        ]
+
+
+def whole(name: str, transposed: bool = False, beside: str | None = None) -> Rule:
+    return Rule((name,), transposed, beside)
+
+
+def joined(*names: str) -> Rule:
+    """The tensors `names`, of equal size, one after the other: an MLP's gate and its partner."""
+    return _Joined(names)
+
+
+def attention(*names: str, transposed: bool = False) -> Rule:
+    """Queries, keys and values: three names, or the name of one tensor that holds all."""
+    return _Attention(names, transposed)
+
 
 # What a model is for -> the ending of the name of its class
 CAUSAL_LM, PER_SAMPLE, PER_TOKEN = (
@@ -266,3 +351,98 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+
+
+PREFIX = "model."  # of all names in a sharded state dict
+LAYERS = "decoder.layers."
+HEAD = "rm_head."
+KINDS = ("weight", "bias")
+EXPERTS = ".experts.experts."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of Megatron Core, or one layer or expert of it, comes from."""
+
+    rule: Rule  # how it is made
+    kind: str  # `weight` or `bias`
+    # layer, expert: numbers, for names with a place for them
+    layer: int | None = None
+    expert: int | None = None
+
+
+class Layout:
+    """The names of the weights of one model, in both forms.
+
+    Args:
+        keys: of the section `model`: sizes of the attention, numbers of layers and experts, and
+            whether the head gives one number per token.
+    """
+
+    def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
+        self.names = architecture.names
+        self.outside = dict(self.names.outside)
+        if keys.get("output_sequence"):
+            self.outside[HEAD] = whole(self.names.token_head)
+        heads = int(keys["num_attention_heads"])
+        groups = int(keys.get("num_query_groups") or heads)
+        size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
+        self.heads = Heads(groups, heads // groups, int(size))
+        self.layers = int(keys["num_layers"])
+        self.experts = int(keys.get("num_moe_experts") or 0)
+
+    def rules(self) -> Iterator[tuple[str, Rule, bool]]:
+        """Names but for `weight` or `bias`, with their rules, and whether they are a layer's."""
+        for name, rule in self.outside.items():
+            yield PREFIX + name, rule, False
+        for name, rule in self.names.layer.items():
+            yield PREFIX + LAYERS + name, rule, True
+
+    def numbered_axes(self, key: str) -> int:
+        """How many of the first dimensions of a tensor count layers and experts."""
+        name = key.removeprefix(PREFIX)
+        if not name.startswith(LAYERS):
+            return 0
+        numbered = name.removeprefix(LAYERS).partition(".")[0].isdigit()
+        return (0 if numbered else 1) + (1 if EXPERTS in name else 0)
+
+    def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
+        """The place of the tensor `key` of a checkpoint; None: it has none.
+
+        Args:
+            key: a global name, of layers with or without their number.
+            index: number of the layer (if it is not in the name) and of the expert.
+        """
+        name = key.removeprefix(PREFIX)
+        layer = None
+        table: Mapping[str, Rule] = self.outside
+        if name.startswith(LAYERS):
+            table = self.names.layer
+            name = name.removeprefix(LAYERS)
+            number, _, rest = name.partition(".")
+            if number.isdigit():
+                layer, name = int(number), rest
+            elif index:
+                layer, index = index[0], index[1:]
+        for kind in KINDS:
+            stem = name.removesuffix(kind)
+            if stem != name and stem in table:
+                return Place(table[stem], kind, layer, index[0] if index else None)
+        return None
+
+    def name(self, template: str, place: Place) -> str:
+        if template.startswith("/"):
+            return template[1:] + place.kind
+        layer = self.names.layers if place.layer is not None else ""
+        name = self.names.base + layer + template + place.kind
+        return name.format(layer=place.layer, expert=place.expert)
+
+    def runs(self, place: Place, rows: int) -> list[Run]:
+        return [
+            Run(self.name(run.name, place), run.start, run.count)
+            for run in place.rule.runs(rows, self.heads)
+        ]

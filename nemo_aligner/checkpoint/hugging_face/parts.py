@@ -10,11 +10,14 @@ from typing import Any
 
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     Part,
+    Rule,
     Unsupported,
+    attention,
     expert_layers,
+    joined,
+    whole,
     windowed_layers,
 )
-from nemo_aligner.checkpoint.hugging_face.rows import Rule, attention, joined, whole
 
 Config = Mapping[str, Any]
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.checkpoint.forms import PEFT_CONFIG as CONFIG_FILE
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     PER_SAMPLE,
     PER_TOKEN,
     Unsupported,
 )
-from nemo_aligner.checkpoint.hugging_face.folder import read_json
-from nemo_aligner.checkpoint.places import PEFT_CONFIG as CONFIG_FILE
+from nemo_aligner.checkpoint.hugging_face.reading import read_json
 
 # PEFT's names of what a model is for
 TASKS = {CAUSAL_LM: "CAUSAL_LM", PER_SAMPLE: "SEQ_CLS", PER_TOKEN: "TOKEN_CLS"}

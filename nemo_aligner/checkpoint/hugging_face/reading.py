@@ -1,26 +1,409 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face folder as a checkpoint: its section `model` and its weights."""
+"""A Hugging Face folder as a checkpoint: its files, its section `model` and its weights by the
+names of Megatron Core. No code and no pickle of a folder is run.
+"""
 
+import copy
+import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from nemo_aligner.checkpoint.forms import HF_CONFIG, HF_WEIGHTS
 from nemo_aligner.checkpoint.hugging_face.architecture import (
+    HEAD,
+    KINDS,
+    LAYERS,
     PER_SAMPLE,
     PER_TOKEN,
+    PREFIX,
     Architecture,
+    Layout,
+    Place,
     Unsupported,
+    expert_layers,
     model_keys,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.folder import GENERATION_FILE, read_config, read_json
-from nemo_aligner.checkpoint.hugging_face.weights import FolderWeights
+from nemo_aligner.checkpoint.stored_weights import Slice, checked
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE, INDEX_FILE = HF_WEIGHTS
+DTYPES = ("F32", "BF16", "F16", "F64")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; `UserError` if it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({error}); copy it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a JSON object; copy it again.")
+    return content
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    given: dict[str, Any]  # what `config.json` says
+    # the same as its class of transformers reads it, with the defaults of the class
+    whole: dict[str, Any]
+    defaults: dict[str, Any]  # of the class
+
+
+def read_config(path: Path) -> FolderConfig:
+    """The configuration in a folder; `UserError`: damaged, or of no class of transformers."""
+    from transformers import AutoConfig, PretrainedConfig  # takes a second to import
+
+    given = read_json(path / HF_CONFIG)
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise UserError(f"{path / HF_CONFIG} has no model_type; it is not a model's.")
+    try:
+        config = AutoConfig.for_model(kind)
+    except ValueError as error:
+        raise UserError(f"{path / HF_CONFIG}: transformers has no model_type {kind!r}.") from error
+    try:
+        whole = type(config).from_dict(copy.deepcopy(given)).to_dict()
+    except Exception as error:  # whatever the checks of that class raise
+        raise UserError(f"{path / HF_CONFIG} is not valid for {kind}: {error}") from error
+    assert isinstance(config, PretrainedConfig)
+    # What the file has and the class does not know stays: `quantization_config`, ...
+    return FolderConfig(given, {**given, **whole}, config.to_dict())
+
+
+class Tensors:
+    """The tensors in the safetensors of a folder, read in parts.
+
+    Args:
+        files: the file that holds each tensor; None: those of a model.
+
+    Raises:
+        UserError: a file is missing or damaged, or the weights are pickled.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, str] | None = None):
+        self.path = path
+        self.files = _files(path) if files is None else files
+        self._open: tuple[str, Any] | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in dict.fromkeys(self.files.values()):
+            opened = self._opened(file)
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                tensor = opened.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
+                    raise UserError(
+                        f"{path / file} holds {name} of the type {tensor.get_dtype()}; what is "
+                        f"read: {', '.join(DTYPES)}. Name a folder that is not quantized."
+                    )
+                if self.files.get(name) == file:
+                    self._shapes[name] = tuple(tensor.get_shape())
+        absent = sorted(self.files.keys() - self._shapes.keys())
+        if absent:
+            raise UserError(
+                f"{path} lacks {absent[0]!r}, which its {INDEX_FILE} lists in "
+                f"{self.files[absent[0]]}; copy the folder again."
+            )
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """A part of the tensor `name`, in its own dtype, `checked`."""
+        file = self.files[name]
+        try:
+            return checked(self._opened(file).get_slice(name)[index], name, self.path / file)
+        except SafetensorError as error:
+            raise self._damaged(file, error) from error
+
+    def _opened(self, file: str) -> Any:
+        # One at a time: what was read of a file stays in memory as long as it is open. The tensors
+        # of a layer lie in one or two files.
+        if self._open is None or self._open[0] != file:
+            self._open = None
+            try:
+                self._open = file, safe_open(self.path / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(file, error) from error
+        return self._open[1]
+
+    def _damaged(self, file: str, error: Exception) -> UserError:
+        return UserError(f"{self.path / file} is damaged or incomplete ({error}); copy it again.")
+
+
+def names_in(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file; `UserError` if it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged or incomplete ({error}); copy it again.") from error
+
+
+def _files(path: Path) -> dict[str, str]:
+    if (path / INDEX_FILE).is_file():
+        files = read_json(path / INDEX_FILE).get("weight_map")
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise UserError(f"{path / INDEX_FILE} has no weight_map; copy it again.")
+        for file in sorted(set(files.values())):
+            if Path(file).name != file:
+                raise UserError(
+                    f"{path / INDEX_FILE} names {file!r}, which is not in the folder; do not use "
+                    "this folder."
+                )
+            if not (path / file).is_file():
+                raise UserError(
+                    f"{path} lacks the file {file} of its {INDEX_FILE}; copy it again."
+                )
+        return files
+    if (path / WEIGHTS_FILE).is_file():
+        return dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE)
+    if any((path / name).is_file() for name in _PICKLED):
+        raise UserError(
+            f"{path} holds pickled weights only, which can run code and are not read. Write "
+            "safetensors where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER)."
+        )
+    raise UserError(f"{path} holds no {WEIGHTS_FILE} and no {INDEX_FILE}; copy it again.")
+
+
+WITH_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
+WITH_MLP = ("mlp.linear_",)
+_COMPARED_ROWS = 512  # of a tied output layer that is stored all the same
+# Buffers that some versions of transformers stored.
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+class FolderWeights:
+    """A `TensorSource` of the weights in a Hugging Face folder.
+
+    Args:
+        keys: of the section `model`, complete.
+        has_head: the model is a reward model or a critic.
+
+    Raises:
+        UserError: a file is damaged, lacks a weight of the model, has one of another shape, or
+            one that has no place in the model.
+    """
+
+    def __init__(
+        self, path: Path, architecture: Architecture, keys: Mapping[str, Any], has_head: bool
+    ):
+        self.path, self.keys = path, keys
+        self.layout = Layout(architecture, keys)
+        self.tensors = Tensors(path)
+        self._with_base = {
+            self._full_name(name): name for name in self.tensors.shapes()
+        }  # full name -> name in the files
+        self._used: set[str] = set()
+        self._shapes = self._megatron_shapes()
+        tied = bool(keys.get("share_embeddings_and_output_weights"))
+        left = [name for name in self._with_base if name not in self._used]
+        left = [
+            name
+            for name in left
+            if not name.endswith(_BUFFERS) and not (tied and name == "lm_head.weight")
+        ]
+        if left:
+            raise UserError(
+                f"{path} holds {len(left)} weight(s) that have no place in a model of "
+                f"{architecture.class_name}, such as {left[0]!r}; the model would compute "
+                "something else."
+            )
+        self._check_complete(has_head, tied)
+        self._check_shapes()
+        if tied:
+            self._check_tied()
+            self._shapes.pop(PREFIX + "output_layer.weight", None)
+
+    def _check_complete(self, has_head: bool, tied: bool) -> None:
+        """Raise `UserError` if a weight is missing that every model of these keys has."""
+        absent = {HEAD} if not has_head else set()
+        if has_head or tied:
+            absent.add("output_layer.")
+        needed = [name for name in self.layout.outside if name not in absent]
+        places = [(name, Place(self.layout.outside[name], "weight")) for name in needed]
+        experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
+        for layer in range(self.layout.layers):
+            left_out = WITH_MLP if experts[layer] else WITH_EXPERTS
+            for name, rule in self.layout.names.layer.items():
+                if not name.startswith(left_out) and not self._does_not_apply(name, layer):
+                    expert = 0 if "{expert}" in rule.names[0] else None
+                    places.append((name, Place(rule, "weight", layer, expert)))
+        for _, place in places:
+            if self._shape(place) is None:
+                raise self._lacks(place)
+
+    def _lacks(self, place: Place) -> UserError:
+        return UserError(
+            f"{self.path} lacks {self.layout.name(place.rule.names[0], place)!r}, or has it in "
+            "another shape than a model with the keys of its config.json; copy it again."
+        )
+
+    def _does_not_apply(self, name: str, layer: int) -> bool:
+        rule = self.layout.names.layer[name]
+        return rule.beside is not None and self._shape(Place(rule, "weight", layer)) is None
+
+    def _check_shapes(self) -> None:
+        """Raise `UserError` if a matrix has other sizes than `config.json` says."""
+        keys, heads = self.keys, self.layout.heads
+        hidden = int(keys["hidden_size"])
+        attention = heads.groups * heads.queries * heads.size
+        experts = int(keys.get("moe_ffn_hidden_size") or 0)
+        expected = {
+            "embedding.word_embeddings.weight": (int(keys["override_vocab_size"]), hidden),
+            "output_layer.weight": (int(keys["override_vocab_size"]), hidden),
+            "self_attention.linear_qkv.weight": (None, hidden),
+            "self_attention.linear_proj.weight": (hidden, attention),
+            "mlp.linear_fc1.weight": (None, hidden),
+            "mlp.linear_fc2.weight": (hidden, int(keys["ffn_hidden_size"])),
+            "mlp.experts.experts.linear_fc2.weight": (hidden, experts),
+        }
+        for key, shape in self._shapes.items():
+            for name, sizes in expected.items():
+                differs = any(size not in (None, have) for size, have in zip(sizes, shape[-2:]))
+                if key.endswith(f".{name}") and differs:
+                    raise UserError(
+                        f"{self.path}: {key} would have the shape {shape[-2:]}, but config.json "
+                        f"asks for {tuple('any' if size is None else size for size in sizes)}; "
+                        "they belong to different models."
+                    )
+
+    def _check_tied(self) -> None:
+        """Raise `UserError` if an output layer is stored that is not the table it is tied to."""
+        key, table = PREFIX + "output_layer.weight", PREFIX + "embedding.word_embeddings.weight"
+        if key not in self._shapes:
+            return
+        rows = self._shapes[key][0]
+        for start in (0, max(rows - _COMPARED_ROWS, 0)):
+            part: Slice = (slice(start, min(start + _COMPARED_ROWS, rows)), slice(None))
+            if not torch.equal(self.read(key, part), self.read(table, part)):
+                raise UserError(
+                    f"{self.path} has an lm_head.weight that differs from its embeddings, but "
+                    "config.json says tie_word_embeddings=true; set it to false there if the "
+                    "output layer counts."
+                )
+
+    def _full_name(self, name: str) -> str:
+        """A name as a model with a head has it: folders of base models lack the prefix."""
+        base = self.layout.names.base
+        heads = tuple(
+            rule.names[0][1:]
+            for rule in self.layout.outside.values()
+            if rule.names[0].startswith("/")
+        )
+        return name if name.startswith((base, *heads)) else base + name
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes by Megatron Core's names. Weights of layers have their number in front,
+        those of experts that of the expert too; each layer's weights are there by its number as
+        well, which is how models have them whose layers differ.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for stem, rule, in_layer in self.layout.rules():
+            experts = self.layout.experts if any("{expert}" in name for name in rule.names) else 0
+            for kind in KINDS:
+                if kind == "bias" and not self._has_bias(stem):
+                    continue
+                if not in_layer:
+                    shape = self._shape(Place(rule, kind))
+                    if shape is not None:
+                        shapes[stem + kind] = shape
+                    continue
+                found = {}
+                for layer in range(self.layout.layers):
+                    shape = self._shape(Place(rule, kind, layer, 0 if experts else None))
+                    if shape is not None:
+                        found[layer] = ((experts,) if experts else ()) + shape
+                    for expert in range(1, experts):
+                        place = Place(rule, kind, layer, expert)
+                        if self._shape(place) != shape:
+                            raise self._lacks(place)
+                if len(found) == self.layout.layers:
+                    shapes[stem + kind] = (len(found), *found[0])
+                name = stem.removeprefix(PREFIX + LAYERS) + kind
+                for layer, shape in found.items():
+                    shapes[f"{PREFIX}{LAYERS}{layer}.{name}"] = shape
+        return shapes
+
+    def _has_bias(self, stem: str) -> bool:
+        if stem.endswith(HEAD):
+            return True
+        if stem.endswith("norm_") or "layernorm" in stem:
+            return str(self.keys["normalization"]).lower().startswith("layernorm")
+        qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
+        return bool(qkv or (self.keys["bias"] and "linear_" in stem))
+
+    def _shape(self, place: Place) -> tuple[int, ...] | None:
+        """Shape of the tensor at `place`; None: the folder has none of its parts."""
+        if place.rule.beside is not None:
+            beside = self.layout.name(place.rule.beside, dataclasses.replace(place, kind=""))
+            if beside not in self._with_base:
+                return None
+        names = [self.layout.name(template, place) for template in place.rule.names]
+        there = [name for name in names if name in self._with_base]
+        if not there:
+            return None
+        if len(there) < len(names):
+            raise UserError(
+                f"{self.path} has {there[0]!r} but not "
+                f"{next(name for name in names if name not in there)!r}; copy it again."
+            )
+        self._used |= set(names)
+        shapes = [self._stored_shape(name, place) for name in names]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            raise UserError(
+                f"{self.path}: {', '.join(names)} have the shapes {shapes}, which do not fit "
+                "together; copy it again."
+            )
+        rows = sum(shape[0] for shape in shapes)
+        for name, shape in zip(names, shapes, strict=True):
+            runs = [run for run in self.layout.runs(place, rows) if run.name == name]
+            if sum(run.count for run in runs) != shape[0]:
+                raise UserError(
+                    f"{self.path}: {name} of shape {shape} does not fit the sizes in its "
+                    f"config.json, which ask for {sum(run.count for run in runs)} rows."
+                )
+        return (rows, *shapes[0][1:])
+
+    def _stored_shape(self, name: str, place: Place) -> tuple[int, ...]:
+        """Shape of a tensor of Hugging Face, transposed if it is stored so."""
+        shape = self.tensors.shapes()[self._with_base[name]]
+        return shape[::-1] if place.rule.transposed else shape
+
+    def read(self, key: str, part: Slice) -> Tensor:
+        index = tuple(axis for axis in part if isinstance(axis, int))
+        rows, *columns = (axis for axis in part if isinstance(axis, slice))
+        place = self.layout.place(key, index)
+        assert place is not None, key
+        total = self._shapes[key][len(index)]
+        pieces, first = [], 0
+        for run in self.layout.runs(place, total):
+            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
+            if start < stop:
+                shift = run.start - first
+                wanted = (slice(start + shift, stop + shift), *columns)
+                index_in_file = wanted[::-1] if place.rule.transposed else wanted
+                piece = self.tensors.part(self._with_base[run.name], index_in_file)
+                pieces.append(piece.T if place.rule.transposed and columns else piece)
+            first += run.count
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
 
 # Key of `model` with what `config.json` says, and under `GENERATION` what `generation_config.json`
 # does; what the training does not change goes back into the folder that is written.

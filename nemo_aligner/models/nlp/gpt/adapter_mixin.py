@@ -13,7 +13,7 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
-from nemo_aligner.checkpoint.hugging_face import peft_writing
+from nemo_aligner.checkpoint.hugging_face import peft
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import FREE_KEYS, LORA, NONE, LoRASettings, check_peft
@@ -243,9 +243,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             return
         source = TorchDistTensors(weights)
         self._warn_of_head_bias(folder, source)
-        peft_writing.write_folder(
-            folder, source, self.cfg, self.lora, self._base, drop_head_bias=True
-        )
+        peft.write_folder(folder, source, self.cfg, self.lora, self._base, drop_head_bias=True)
         logging.info(f"saved {folder}")
 
     def _resolved_config(self) -> DictConfig:

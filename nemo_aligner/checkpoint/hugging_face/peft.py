@@ -1,12 +1,20 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of Hugging Face's PEFT as a checkpoint of adapters (`checkpoint/adapters.py`).
+"""Adapters (`checkpoint/adapters.py`) in folders of Hugging Face's PEFT, read and written.
 
-Projections without an adapter in the folder get one of zeros, whose gradient is zero too: it
-stays away, as in PEFT. A module of lower rank than others gets rows of zeros.
+A weight of Megatron Core that is three (queries, keys, values) or two (gate and up projection) in
+Hugging Face has an adapter for each of these in PEFT, with an A of its own: the form "canonical".
+Where Hugging Face stores them as one weight too, PEFT has one A: the form "nemo".
+
+Projections without an adapter in a folder get one of zeros, whose gradient is zero too: it stays
+away, as in PEFT. One that is zero in all layers is not written. A module of lower rank than others
+gets rows of zeros.
 """
 
-from collections.abc import Mapping
+import functools
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,27 +22,174 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, is_adapter
+from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.hugging_face import peft_config
-from nemo_aligner.checkpoint.hugging_face.architecture import CAUSAL_LM, PER_TOKEN, Unsupported
-from nemo_aligner.checkpoint.hugging_face.folder import Tensors, names_in
-from nemo_aligner.checkpoint.hugging_face.peft_config import AdapterConfig
-from nemo_aligner.checkpoint.hugging_face.peft_names import (
+from nemo_aligner.checkpoint.hugging_face.architecture import (
+    CAUSAL_LM,
     HEAD,
-    NAME_PREFIX,
-    A,
-    B,
-    Modules,
-    Weight,
-    all_names,
-    modules_of,
+    KINDS,
+    LAYERS,
+    PER_TOKEN,
+    PREFIX,
+    Architecture,
+    Layout,
+    Place,
+    Rule,
+    Unsupported,
+    expert_layers,
+    hugging_face_config,
 )
-from nemo_aligner.checkpoint.hugging_face.weights import KINDS, PREFIX
-from nemo_aligner.checkpoint.stored_weights import Slice
-from nemo_aligner.config.peft_rules import LORA, TARGETS, LoRASettings
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.peft_config import AdapterConfig
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors, names_in
+from nemo_aligner.checkpoint.hugging_face.writing import (
+    HEAD_BIAS,
+    HEAD_WEIGHT,
+    copy_tokenizer,
+    left_out,
+    role_of,
+)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
+from nemo_aligner.config.defaults import complete_model
+from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.lora import expand_blocks, gated_blocks, qkv_blocks
+
+A, B = "lora_A.weight", "lora_B.weight"
+NAME_PREFIX = "base_model.model."  # of all tensors in a folder of PEFT
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of Megatron Core's that can have an adapter."""
+
+    target: str  # name of `TARGETS`
+    rule: Rule  # how it is made of Hugging Face's
+    # rows, columns: its shape
+    rows: int
+    columns: int
+
+    @property
+    def key(self) -> str:
+        """The key of its layers' adapters, up to the number of the layer."""
+        return f"{PREFIX}{LAYERS}{TARGETS[self.target]}.lora."
+
+    def key_in(self, layer: int) -> str:
+        """The same in a model whose layers differ, which go by their numbers (from 0)."""
+        return f"{PREFIX}{LAYERS}{layer}.{TARGETS[self.target]}.lora."
+
+
+class Modules:
+    """The modules with adapters of one model, with the complete section `model` in `keys`."""
+
+    def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
+        self.architecture, self.keys = architecture, keys
+        self.layout = Layout(architecture, keys)
+        heads, hidden = self.layout.heads, int(keys["hidden_size"])
+        queries = heads.groups * heads.queries * heads.size
+        ffn = int(keys["ffn_hidden_size"] or 4 * hidden)
+        self.gated = str(keys["activation"]).lower().endswith("glu")
+        shapes = {
+            "attention_qkv": (queries + 2 * heads.groups * heads.size, hidden),
+            "attention_dense": (hidden, queries),
+            "mlp_fc1": (ffn * (2 if self.gated else 1), hidden),
+            "mlp_fc2": (hidden, ffn),
+        }
+        experts = bool(keys.get("num_moe_experts"))
+        self.weights = {
+            target: Weight(target, architecture.names.layer[path + "."], *shapes[target])
+            for target, path in TARGETS.items()
+            if not (experts and target in TARGET_GROUPS["mlp"])
+        }
+        # Their layers go by their numbers (Megatron Core).
+        self.layers_differ = experts and len(set(expert_layers(keys))) > 1
+
+    @property
+    def separate(self) -> bool:
+        """Whether Hugging Face has a weight for each projection."""
+        return len(self.weights["attention_qkv"].rule.names) > 1
+
+    def is_fused(self, weight: Weight) -> bool:
+        """Whether both sides have several projections in this weight."""
+        several = weight.target == "attention_qkv" or (weight.target == "mlp_fc1" and self.gated)
+        return several and len(weight.rule.names) == 1
+
+    def name(self, weight: Weight, index: int, layer: int) -> str:
+        """The module with the `index`-th projection of a weight in a layer (from 0)."""
+        place = Place(weight.rule, "", layer)
+        return self.layout.name(weight.rule.names[index], place).removesuffix(".")
+
+    def short_name(self, weight: Weight, index: int) -> str:
+        """The end of the module's name that no module without an adapter has."""
+        whole = weight.rule.names[index].removesuffix(".")
+        last = whole.rpartition(".")[2]
+        ends = [
+            name.removesuffix(".").rpartition(".")[2]
+            for other in self.weights.values()
+            for name in other.rule.names
+        ]
+        return last if ends.count(last) == 1 else whole
+
+    def rows(self, weight: Weight, index: int) -> int:
+        name = weight.rule.names[index]
+        runs = weight.rule.runs(weight.rows, self.layout.heads)
+        return sum(run.count for run in runs if run.name == name)
+
+    def head(self, kind: str) -> str:
+        """The name of the head's `weight` or `bias` in Hugging Face."""
+        return self.layout.name(self.layout.outside[HEAD].names[0], Place(Rule(()), kind))
+
+
+def modules_of(section: DictConfig, names: Sequence[str] | None = None) -> Modules:
+    """The modules of a model.
+
+    Args:
+        names: of modules with adapters, which decide between the architectures that can express a
+            model that did not come from Hugging Face; None: the first one of them.
+
+    Raises:
+        Unsupported: no architecture of Hugging Face can express the model.
+    """
+    given = json.dumps(plain_dict(section, resolve=True), sort_keys=True, default=str)
+    return _modules_of(given, None if names is None else tuple(names))
+
+
+@functools.lru_cache(maxsize=8)  # the start of a job asks several times, and defaults take a while
+def _modules_of(section: str, names: tuple[str, ...] | None) -> Modules:
+    keys = plain_dict(complete_model(json.loads(section)), resolve=True)
+    kind = (keys.get(ORIGIN) or {}).get("model_type")
+    if kind in ARCHITECTURES:
+        return Modules(ARCHITECTURES[kind], keys)
+    found = []
+    for architecture in ARCHITECTURES.values():
+        try:
+            hugging_face_config(architecture, keys)
+        except Unsupported:
+            continue
+        found.append(Modules(architecture, keys))
+        if names is None or set(names) <= set(all_names(found[-1])):
+            return found[-1]
+    if not found:
+        raise Unsupported(
+            "no architecture of Hugging Face can express the model, so it has no adapters of PEFT."
+        )
+    return found[0]
+
+
+def all_names(modules: Modules) -> dict[str, tuple[Weight, int, int]]:
+    """Each module that can have an adapter: its weight, the projection's number, the layer."""
+    return {
+        modules.name(weight, index, layer): (weight, index, layer)
+        for layer in range(modules.layout.layers)
+        for weight in modules.weights.values()
+        for index in range(len(weight.rule.names))
+    }
+
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CHECKSUM = "nemo_aligner.base_checksum"  # in the metadata of that file
@@ -361,3 +516,131 @@ def describe(path: Path) -> tuple[AdapterConfig, Tensors, str | None]:
     `UserError` if it is damaged.
     """
     return peft_config.read(path), file_tensors(path), _checksum(path)
+
+
+def write_folder(
+    target: Path,
+    source: TensorSource,
+    section: DictConfig,
+    settings: LoRASettings,
+    base: Base,
+    *,
+    dtype: torch.dtype | None = None,
+    drop_head_bias: bool = False,
+) -> None:
+    """Write a folder of PEFT, which appears when it is complete; in one process. After an error
+    nothing is left.
+
+    Args:
+        source: of the adapters and their head, as `checkpoint/adapters.py` names them.
+        base: of the adapters; its path is what the folder names.
+        drop_head_bias: leave out the bias of a reward model's head, for which Hugging Face has no
+            place.
+
+    Raises:
+        UserError: Hugging Face cannot express the model, or the source is damaged.
+    """
+    modules = modules_of(section)
+    role = role_of(modules.keys, source)
+    skipped = left_out(role, modules.keys, source, drop_head_bias)
+    tensors, targets, wide = _adapters(modules, source, settings)
+    heads = [] if role == CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
+    for key in (HEAD_WEIGHT, HEAD_BIAS):
+        shape = source.shapes().get(PREFIX + key)
+        if shape is not None and key not in skipped and heads:
+            whole = tuple(slice(0, size) for size in shape)
+            name = NAME_PREFIX + modules.head(key.rpartition(".")[2])
+            tensors[name] = source.read(PREFIX + key, whole)
+    config = peft_config.content(
+        base=base.path,
+        role=role,
+        rank=settings.dim,
+        alpha=settings.alpha,
+        targets=targets,
+        wide=wide,
+        layers=None if settings.layers is None else [layer - 1 for layer in settings.layers],
+        dropout=settings.dropout,
+        transposed=any(modules.weights[name].rule.transposed for name in settings.targets),
+        heads=heads,
+    )
+    # Tensors of their own: several modules may share one A here.
+    copies = {name: tensor.to(dtype or tensor.dtype).clone() for name, tensor in tensors.items()}
+    metadata = {"format": "pt"} | ({CHECKSUM: base.checksum} if base.checksum else {})
+    folder = target.with_name(target.name + WRITING_SUFFIX)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        save_file(copies, folder / WEIGHTS_FILE, metadata)
+        copy_tokenizer(section, folder)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / peft_config.CONFIG_FILE).write_text(text)
+        replace_folder(target, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _adapters(
+    modules: Modules, source: TensorSource, settings: LoRASettings
+) -> tuple[dict[str, Tensor], list[str], dict[str, int]]:
+    """The tensors of all adapters by PEFT's names, the names of the modules that have some, and
+    those of the modules whose rank is a multiple of the others', with the multiple.
+    """
+    layers = settings.layers or range(1, modules.layout.layers + 1)
+    found: dict[str, dict[str, Tensor]] = {}  # by the module's short name
+    wide: dict[str, int] = {}
+    for target in settings.targets:
+        weight = modules.weights[target]
+        names = [modules.short_name(weight, index) for index in range(len(weight.rule.names))]
+        found |= {name: {} for name in names}
+        for layer in layers:
+            pairs = _pairs(modules, weight, settings, *_stored(weight, layer, source))
+            for index, (a, b) in enumerate(pairs):
+                stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."
+                found[names[index]] |= {stem + A: a, stem + B: b}
+                if len(a) != settings.dim:
+                    wide[names[index]] = len(a) // settings.dim
+    used = [name for name, each in found.items() if any(bool(t.any()) for t in each.values())]
+    used = used or list(found)  # adapters that do nothing are adapters all the same
+    tensors = {name: tensor for each in used for name, tensor in found[each].items()}
+    return tensors, used, wide
+
+
+def _stored(weight: Weight, layer: int, source: TensorSource) -> tuple[Tensor, Tensor]:
+    """A and B of a layer (from 1) as they are stored."""
+    shapes = source.shapes()
+    for stem in (weight.key, weight.key_in(layer - 1)):
+        keys = [f"{stem}{layer}.{half}" for half in "ab"]
+        if all(key in shapes for key in keys):
+            a, b = (source.read(k, tuple(slice(0, size) for size in shapes[k])) for k in keys)
+            return a, b
+    raise UserError(f"the checkpoint lacks {weight.key}{layer}, an adapter; copy it again.")
+
+
+def _pairs(
+    modules: Modules, weight: Weight, settings: LoRASettings, a: Tensor, b: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """A and B of each module of Hugging Face that a weight is made of.
+
+    Args:
+        a: `[dim, in]`, or `[blocks * dim, in]`.
+        b: `[out, dim]`.
+    """
+    canonical, count = settings.variant == "canonical", len(weight.rule.names)
+    if canonical and modules.is_fused(weight):
+        heads = modules.layout.heads
+        qkv = weight.target == "attention_qkv"
+        blocks = (
+            qkv_blocks(heads.groups, heads.queries, heads.size) if qkv else gated_blocks(len(b))
+        )
+        b = expand_blocks(b, blocks)
+    blocks_of_a = a.chunk(count) if canonical else [a] * count
+    rows: dict[str, Tensor] = {
+        name: b.new_empty(modules.rows(weight, index), b.shape[1])
+        for index, name in enumerate(weight.rule.names)
+    }
+    first = 0
+    for run in weight.rule.runs(weight.rows, modules.layout.heads):
+        rows[run.name][run.start : run.start + run.count] = b[first : first + run.count]
+        first += run.count
+    return list(zip(blocks_of_a, rows.values(), strict=True))
