@@ -491,7 +491,7 @@ MUTANTS = [
     ),
     Mutant(
         "a sample of KTO is compared with its own response",
-        "data/nlp/labelled_responses.py",
+        "data/nlp/datasets.py",
         "if self.documents[n] != self.documents[place]",
         "if n == place",
         _unit(
@@ -508,7 +508,7 @@ MUTANTS = [
     ),
     Mutant(
         "a response without the thoughts that its template cuts is trained on",
-        "data/nlp/chat_masks.py",
+        "data/nlp/chat_template.py",
         "        check_written(number, messages[place], turn)\n",
         "",
         _unit("test_chat_turns.py", "test_a_response_that_the_template_cuts_is_refused"),
@@ -522,7 +522,7 @@ MUTANTS = [
     ),
     Mutant(
         "the end-of-turn token behind a mark of a chat template is not trained on",
-        "data/nlp/chat_masks.py",
+        "data/nlp/chat_template.py",
         "end = found.end()",
         "end = found.start()",
         _unit("test_chat_turns.py", "test_the_end_of_a_marked_turn_is_trained"),
@@ -557,7 +557,7 @@ MUTANTS = [
     ),
     Mutant(
         "earlier responses of a prompt count in the loss of SteerLM 2",
-        "data/nlp/steerlm2.py",
+        "data/nlp/steerlm.py",
         "[place >= start for place in range(len(tokens))]",
         "list(_is_response)",
         _unit("test_steerlm2.py", "test_texts_masks_and_weights_by_hand"),
@@ -877,7 +877,7 @@ MUTANTS = [
     ),
     Mutant(
         "an earlier turn of the assistant is the response of SPIN's data",
-        "data/nlp/self_play.py",
+        "data/nlp/sft.py",
         "while start and trained[start - 1]:",
         "while start and any(trained[:start]):",
         _unit(

@@ -27,7 +27,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len, sample_seeds
 from nemo_aligner.core.types import InferenceBatch, SelfPlayBatch, SelfPlayPrompts
-from nemo_aligner.data.nlp.self_play import collate_prompts
+from nemo_aligner.data.nlp.sft import collate_prompts
 from nemo_aligner.parallel import parallel_state
 
 SHOWN_SAMPLES = 5  # of each generation, in train_samples.jsonl

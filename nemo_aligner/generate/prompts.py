@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_records import Message, holds_conversation
 from nemo_aligner.data.nlp.conversation_form import ConversationForm
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.sources import Record
 
 
 @dataclass(frozen=True)

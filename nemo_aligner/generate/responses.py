@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 from nemo_aligner.core.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_aligner.data.nlp.json_lines import Record
+    from nemo_aligner.data.nlp.sources import Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,10 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     # They take seconds to import.
     from nemo_aligner.data.nlp.records import first_record
     from nemo_aligner.generate.policy import quiet_logs
-    from nemo_aligner.inspection.findings import look
+    from nemo_aligner.inspection.findings import look, read_samples
     from nemo_aligner.inspection.jobs import open_job
-    from nemo_aligner.inspection.samples import read_samples
-    from nemo_aligner.inspection.terminal import show
+    from nemo_aligner.inspection.show import show
 
     quiet_logs()
     try:
@@ -88,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     print(show(job, samples, findings, colored))
     if args.html is not None:
         from nemo_aligner.generate.responses import replaced
-        from nemo_aligner.inspection.page import render
+        from nemo_aligner.inspection.show import render
 
         with replaced(Path(args.html)) as file:
             file.write(render(job, samples, findings))

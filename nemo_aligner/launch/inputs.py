@@ -19,7 +19,6 @@ from nemo_aligner.checkpoint.forms import check_complete, check_restore_path
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.chat_masks import Encoded
 from nemo_aligner.data.nlp.chat_records import (
     PAIR,
     EqualPairError,
@@ -32,11 +31,11 @@ from nemo_aligner.data.nlp.chat_records import (
     speaks_to_assistant,
 )
 from nemo_aligner.data.nlp.columns import Columns, missing, prompt_hint
-from nemo_aligner.data.nlp.conversation_form import ConversationForm
+from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, open_quickly
-from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import Records, check_text
+from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file

@@ -263,7 +263,7 @@ PRIVATE = {
     "megatron.core.datasets.indexed_dataset": {
         "_INDEX_HEADER": (
             "read: tells an index from another file, where Megatron Core asserts",
-            "data/nlp/token_files.py",
+            "data/nlp/sources.py",
         ),
     },
 }

@@ -20,8 +20,8 @@ from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.reward_models import RewardModelSpec
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
-from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.records import Records
+from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.data.nlp.steerlm import rounded_label, scored_turns, with_labels
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.futures import PendingReply, SentRequest

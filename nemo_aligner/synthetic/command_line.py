@@ -12,8 +12,8 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import replaced
 
 if TYPE_CHECKING:
-    from nemo_aligner.data.nlp.json_lines import Record
     from nemo_aligner.data.nlp.records import Records
+    from nemo_aligner.data.nlp.sources import Record
 
 
 class DataParser(argparse.ArgumentParser):

@@ -21,8 +21,8 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.nemo_chat import RESPONDER, USER
+from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.synthetic.chat_models import ChatModel, TextForm, Turn
 from nemo_aligner.synthetic.progress import NUMBER, SKIPPED, Progress, Result
 

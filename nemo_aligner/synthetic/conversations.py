@@ -5,8 +5,8 @@
 from collections.abc import Sequence
 
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.json_lines import Record
 from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, NeMoChat
+from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.synthetic.annotation import check_conversation
 from nemo_aligner.synthetic.command_line import open_records
 

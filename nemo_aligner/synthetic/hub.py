@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.synthetic.command_line import DataParser, write_records
 

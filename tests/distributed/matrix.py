@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
-from nemo_aligner.data.nlp.steerlm2 import LOG_Q
+from nemo_aligner.data.nlp.steerlm import LOG_Q
 from nemo_aligner.generation import GenerationParams
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel

@@ -19,17 +19,17 @@ from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp import records as records_module
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.data.nlp.chat import chat_form
-from nemo_aligner.data.nlp.chat_masks import check_written
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.conversation_form import check_written
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
     KTOModelDataset,
     RegressionRewardModelDataset,
+    ResponseDataset,
     RewardModelDataset,
     RLHFDataset,
 )
-from nemo_aligner.data.nlp.responses import ResponseDataset
-from nemo_aligner.inspection.samples import place
+from nemo_aligner.inspection.findings import place
 from nemo_aligner.launch.experiment import CHAT_DATE, fix_chat_date
 from tests.chat_forms import FAMILIES, OTHERS, slow_encoding, write_tokenizer
 

@@ -29,12 +29,12 @@ from nemo_aligner.data.nlp.datasets import (
     KTOModelDataset,
     LabelledPairDataset,
     RegressionRewardModelDataset,
+    ResponseDataset,
     RewardModelDataset,
     RLHFDataset,
     SFTDataset,
 )
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.responses import ResponseDataset
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.batch import tokenize
 from nemo_aligner.generate.responses import Response

@@ -28,7 +28,7 @@ from nemo_aligner.data.nlp.builders import (
 )
 from nemo_aligner.data.nlp.columns import Columns
 from nemo_aligner.data.nlp.data_files import DataFile
-from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset, RewardModelDataset
+from nemo_aligner.data.nlp.datasets import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from tests.chat_forms import FAMILIES, write_tokenizer

@@ -25,7 +25,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_dpo_datasets,
 )
-from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset
+from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
 from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel

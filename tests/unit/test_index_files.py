@@ -18,9 +18,12 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp.datasets import (
+    LabelledPairDataset,
+    RegressionRewardModelDataset,
+    RewardModelDataset,
+)
 from nemo_aligner.data.nlp.index_files import Index, file_fingerprint, tokenizer_fingerprint
-from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer

@@ -25,9 +25,8 @@ from nemo_aligner.data.nlp.prompts import PromptColumns
 from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
 from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.inspection.command import main
-from nemo_aligner.inspection.findings import histogram, look
+from nemo_aligner.inspection.findings import Part, histogram, look, pieces, read_samples
 from nemo_aligner.inspection.jobs import ON_POLICY, open_job
-from nemo_aligner.inspection.samples import Part, pieces, read_samples
 from nemo_aligner.launch.inputs import check_inputs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.cases import some_of

@@ -21,7 +21,7 @@ from nemo_aligner.data.nlp.builders import (
     build_dataloader,
     build_train_valid_test_kto_datasets,
 )
-from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
+from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel

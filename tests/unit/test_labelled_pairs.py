@@ -15,7 +15,7 @@ from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss
-from nemo_aligner.data.nlp.preference_pairs import LabelledPairDataset
+from nemo_aligner.data.nlp.datasets import LabelledPairDataset
 from nemo_aligner.jobs import train_rm
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,

@@ -21,7 +21,7 @@ from nemo_aligner.algorithms.on_policy_distillation import (
 from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.responses import ResponseDataset
+from nemo_aligner.data.nlp.datasets import ResponseDataset
 from nemo_aligner.generation import GenerationOutput
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import complete_model_config

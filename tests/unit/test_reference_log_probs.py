@@ -18,7 +18,7 @@ from nemo_aligner.algorithms import reference_log_probs
 from nemo_aligner.algorithms.dpo import DPOTrainer
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.core.errors import SaveError, UserError
-from nemo_aligner.data.nlp.preference_pairs import DPOModelDataset
+from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.data.nlp.reference_log_probs import (
     META,
     ShardWriter,

@@ -19,12 +19,7 @@ from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.preference import prompt_weights, target_weights
 from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
-from nemo_aligner.data.nlp.steerlm2 import (
-    LOG_P_ATTRIBUTES,
-    LOG_P_RESPONSE,
-    LOG_Q,
-    SteerLM2Dataset,
-)
+from nemo_aligner.data.nlp.steerlm import LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q, SteerLM2Dataset
 from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
 from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
 from nemo_aligner.training.optim import optimizer_step

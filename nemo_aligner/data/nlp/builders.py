@@ -33,17 +33,17 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat import begins_with_conversation, chat_form, say_default
-from nemo_aligner.data.nlp.constructors import build_dataset_generic, dataset_maker
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
-from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
-from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
-from nemo_aligner.data.nlp.labelled_texts import RegressionRewardModelDataset
-from nemo_aligner.data.nlp.packing import PackedDataset
-from nemo_aligner.data.nlp.preference_pairs import (
+from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
+    KTOModelDataset,
     LabelledPairDataset,
+    RegressionRewardModelDataset,
+    ResponseDataset,
     RewardModelDataset,
 )
+from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
+from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
     check_pad_to_length,
@@ -52,7 +52,7 @@ from nemo_aligner.data.nlp.prompts import (
     identity_collate,
     single_validation_set,
 )
-from nemo_aligner.data.nlp.responses import ResponseDataset
+from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.samplers import (
     BatchSampler,
     MegatronPretrainingBatchSampler,
@@ -60,9 +60,9 @@ from nemo_aligner.data.nlp.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
-from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
-from nemo_aligner.data.nlp.sft_examples import SFTDataset
-from nemo_aligner.data.nlp.steerlm2 import SteerLM2Dataset
+from nemo_aligner.data.nlp.sft import SFTChatDataset, SFTDataset
+from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.stop_requests import ignore_signals
@@ -622,6 +622,69 @@ def build_dataloader(
         # on which the training depends.
         generator=torch.Generator().manual_seed(cfg.model.seed),
     )
+
+
+def build_dataset_generic(
+    cls: Callable[..., Any],
+    cfg: DictConfig,
+    data_prefix: Sequence[Any],
+    data_impl: str,
+    num_samples: int,
+    seq_length: int,
+    seed: int,
+    tokenizer: Any,
+    name: str,
+    n_chunks: int | None = None,
+    n_examples_per_chunk: int | None = None,
+) -> Any:
+    """A dataset of a class with NeMo-Aligner's constructor, from the files `data_prefix`.
+
+    Args:
+        num_samples, n_chunks, n_examples_per_chunk: not used: the class sees all records (there
+            are no chunks).
+
+    Raises:
+        ConfigError: another `data_impl`.
+        UserError: a file is missing or empty, or a line is broken; names the file and the line.
+    """
+    if not str(data_impl).startswith("json"):
+        raise ConfigError(
+            f"model.data.data_impl={data_impl}: a dataset class of one's own is built from "
+            "records, not from files of tokens. Convert the data to jsonl."
+        )
+    records: list[Record] = []
+
+    def keep(record: Record) -> int:
+        records.append(record)
+        return 0
+
+    Records(data_prefix, [], keep, columns=cfg.data.get("columns"))
+    return cls(
+        cfg=cfg,
+        tokenizer=tokenizer,
+        name=name,
+        data_prefix=str(data_prefix[0]),
+        documents=np.arange(len(records), dtype=np.int32),
+        data=records,
+        seq_length=seq_length,
+        seed=seed,
+        drop_last=name != "validation" or cfg.data.get("validation_drop_last", True),
+    )
+
+
+def dataset_maker(cls: Callable[..., Any], data_impl: str, seed: int) -> Callable[..., Any]:
+    """What `build_train_valid_test_datasets` calls with `paths`: a function as it is, a class by
+    NeMo-Aligner's constructor.
+    """
+    if not isinstance(cls, type):
+        return cls
+
+    def make(*, paths: list[Any], cfg: Any, tokenizer: Any, seq_length: int, name: str) -> Any:
+        return build_dataset_generic(
+            cls, cfg, paths, data_impl, -1, seq_length, seed, tokenizer, name
+        )
+
+    return make
 
 
 __getattr__ = retired_names(__name__)

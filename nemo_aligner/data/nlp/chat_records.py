@@ -20,7 +20,7 @@ from typing import Any
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.columns import missing
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.sources import Record
 
 Message = dict[str, Any]  # role and content, and what else a template reads
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.sources import Record
 
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
 _PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")

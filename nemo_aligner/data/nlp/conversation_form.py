@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From records with conversations to tokens: what the forms of a conversation share."""
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from nemo_aligner.data.nlp.chat_masks import Encoded
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_records import (
+    THOUGHTS,
     Message,
     check_response,
     conversation_field,
@@ -14,7 +18,52 @@ from nemo_aligner.data.nlp.chat_records import (
     pair_messages,
     response_messages,
 )
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.sources import Record
+
+_THINK = re.compile(r"</?think>")
+
+
+class Encoded(NamedTuple):
+    """The tokens of a conversation."""
+
+    tokens: list[int]  # S ids, up to the end of the last of the assistant's turns
+    # S values, True for the assistant's tokens, their end-of-turn tokens included
+    is_response: list[bool]
+
+
+def check_written(number: int, message: Message, text: str) -> None:
+    """Raise `UserError` unless `text`, which a template wrote for a message, holds all of it."""
+    written = without_layout(text)
+    parts = _THINK.split(message["content"])
+    parts += [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
+    missing = [part.strip() for part in parts if without_layout(part) not in written]
+    for call in [*message.get("tool_calls", []), message.get("function_call") or {}]:
+        function = call.get("function", call)
+        said = [function[key] for key in ("name", "arguments") if function.get(key)]
+        for leaf in _leaves(said):
+            forms = {str(leaf), json.dumps(leaf), json.dumps(leaf, ensure_ascii=False)}
+            said_so = (without_layout(form.strip('"')).lower() for form in forms)
+            if not any(form in written.lower() for form in said_so):
+                missing.append(str(leaf))
+    if missing:
+        raise UserError(
+            f"the form of conversations leaves out {missing[0][:60]!r} of message {number}, a "
+            "response that counts. Give model.data.chat_template the file of one that writes it, "
+            "or take it out of the data; for a turn before the last one set its 'weight' to 0, or "
+            "model.data.one_turn_per_sample=True (SFT)."
+        )
+
+
+def without_layout(text: str) -> str:
+    """`text` with one space in place of blanks and newlines, which templates may tidy."""
+    return " ".join(text.split())
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The names and values in a call of a tool."""
+    yield from value if isinstance(value, dict) else ()
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(item) if isinstance(item, dict | list) else [item]
 
 
 class ConversationForm(ABC):

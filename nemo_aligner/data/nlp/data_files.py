@@ -11,7 +11,7 @@
 | `<folder>/<split>`, where no such file exists | the data files of one split |
 | a pattern (`data/train-*.parquet`) | the files that match, by name |
 
-With `data_impl` mmap or packed_jsonl a path names a file of tokens instead (`token_files.py`).
+With `data_impl` mmap or packed_jsonl a path names a file of tokens instead (`sources.py`).
 """
 
 import glob
@@ -26,7 +26,14 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.json_lines import JsonLinesFile, RecordSource
+from nemo_aligner.data.nlp.sources import (
+    JsonLinesFile,
+    RecordSource,
+    TokenFile,
+    open_arrow,
+    open_parquet,
+    open_saved,
+)
 
 JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
 TABLE_ENDINGS = (".parquet", ".arrow")
@@ -105,8 +112,6 @@ def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
         index_dir: `model.data.index_mapping_dir`.
     """
     if not data_impl.startswith("json"):
-        from nemo_aligner.data.nlp.token_files import TokenFile
-
         return [TokenFile(path, data_impl)]
     if path.is_dir():
         return _open_folder(path, index_dir)
@@ -137,8 +142,6 @@ def open_quickly(path: Path, data_impl: str, index_dir: str | None) -> list[Reco
 
 
 def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
-    from nemo_aligner.data.nlp.arrow_files import open_saved
-
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return [open_saved(folder)]
     if (folder / "dataset_dict.json").is_file():
@@ -214,11 +217,9 @@ def _open_file(path: Path, index_dir: str | None) -> RecordSource:
         raise UserError(f"data file {path} is empty.")
     kind = _kind(path)
     if kind in TABLE_ENDINGS:
-        from nemo_aligner.data.nlp import arrow_files
-
         if kind == ".arrow":
-            return arrow_files.open_arrow(path)
-        return arrow_files.open_parquet(path, index_dir)
+            return open_arrow(path)
+        return open_parquet(path, index_dir)
     if kind in COMPRESSED_ENDINGS:
         return _open_compressed(path, kind, index_dir)
     return JsonLinesFile(path, path)

@@ -4,20 +4,693 @@
 two read files of tokens too.
 """
 
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from nemo.utils import logging
+from typing_extensions import Self
+
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import retired_names
-from nemo_aligner.data.nlp.labelled_responses import KTOModelDataset
-from nemo_aligner.data.nlp.labelled_texts import DEFAULT_MASK_VALUE, RegressionRewardModelDataset
-from nemo_aligner.data.nlp.preference_pairs import (
-    DPOModelDataset,
-    LabelledPairDataset,
-    RewardModelDataset,
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import (
+    A_SAMPLE,
+    BESIDE,
+    PAIR,
+    by_our_names,
+    holds_pair,
+    response_messages,
+)
+from nemo_aligner.data.nlp.columns import missing
+from nemo_aligner.data.nlp.conversation_form import Encoded
+from nemo_aligner.data.nlp.file_dataset import (
+    FileDataset,
+    accepts_nemo_aligner_call,
+    documents_within,
+    pad,
+    slot,
 )
 from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.records import Records
-from nemo_aligner.data.nlp.sft_chat import SFTChatDataset
-from nemo_aligner.data.nlp.sft_examples import SFTDataset
-from nemo_aligner.data.nlp.steerlm2 import SteerLM2Dataset
+from nemo_aligner.data.nlp.record_encoder import SURE, Pair, RecordEncoder
+from nemo_aligner.data.nlp.records import Records, first_record, open_records
+from nemo_aligner.data.nlp.sft import SFTChatDataset, SFTDataset
+from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.data.nlp.steerlm import DEFAULT_MASK_VALUE, SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
+
+
+def _attributes(given: dict[str, Any]) -> dict[str, Any]:
+    """What NeMo-Aligner's arguments say about the labels."""
+    regression = given["cfg"]["regression"]
+    return {
+        "seq_length": given["seq_length"],
+        "num_attributes": regression["num_attributes"],
+        "mask_value": regression.get("loss_mask_val", DEFAULT_MASK_VALUE),
+    }
+
+
+@accepts_nemo_aligner_call(_attributes)
+class RegressionRewardModelDataset(FileDataset):
+    """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`,
+    or with a conversation (`chat_records.py`) in the place of the text, in the form that
+    `data_cfg` asks for.
+
+    A record whose `text` is a list holds the steps of a response to `prompt`, with a label each: a
+    sample of each step is made, which ends with it (`each_step`).
+
+    With one attribute the label may be a bare number. A number equal to `mask_value` means that
+    the attribute has no label.
+
+    Args:
+        num_attributes: A, numbers in each label.
+        mask_value: `model.regression.loss_mask_val`.
+
+    Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
+    `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
+    attention mask, see `RewardModelDataset`.
+    """
+
+    read_fields = (*A_SAMPLE, "label")
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        num_attributes: int,
+        mask_value: float = DEFAULT_MASK_VALUE,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
+        self.name = name
+        self.seq_length = seq_length
+        self.num_attributes = num_attributes
+        self.pad_id = tokenizer.eos_id
+
+        def inspect(record: Record) -> tuple[int, float]:
+            labels = sum(number != mask_value for number in _label(record, num_attributes))
+            return self.encoder.sample_length(record, seq_length), labels
+
+        settings = self.encoder.settings("labelled texts", seq_length, num_attributes, mask_value)
+        steps = isinstance(first_record(paths[0], data_cfg).get("text"), list)
+        form = self.encoder.form
+        expand = partial(each_step, is_chat=form is not None and not form.default)
+        self.lines = open_records(paths, data_cfg, inspect, settings, expand if steps else None)
+        self.say_unread()
+        if not self.lines.numbers.any():
+            raise UserError(
+                f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
+                f"means no label. Files: {', '.join(map(str, self.lines.paths))}"
+            )
+        self.documents = documents_within(
+            self.lines.notes, seq_length, name, "texts", "are longer"
+        )
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        record = self.lines[int(self.documents[max(index, 0)])]
+        tokens = self.encoder.sample(record)
+        return {
+            "inputs": pad(tokens, self.seq_length, self.pad_id),
+            "lengths": torch.tensor(len(tokens)),
+            "labels": torch.tensor(_label(record, self.num_attributes), dtype=torch.float32),
+            **slot(index, len(tokens), self.seq_length),
+        }
+
+
+def each_step(record: Record, is_chat: bool = False) -> list[Record]:
+    """The samples of a record with a list of steps in `text`, and as many in `label`: `prompt`, a
+    text or messages, and the steps up to each one, on lines of their own.
+
+    Args:
+        is_chat: `prompt` is a message of the user's, also where it is a text.
+    """
+    steps, labels, prompt = record.get("text"), record.get("label"), record.get("prompt")
+    if not isinstance(steps, list):
+        raise UserError("field 'text' must be a list of steps, as in the first record.")
+    if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
+        raise UserError(f"field 'label' must be a list of {len(steps)} labels, one of each step.")
+    if not all(isinstance(step, str) for step in steps):
+        raise UserError("field 'text' must be a list of texts, the steps.")
+    made, start = [], [prompt] if isinstance(prompt, str) and not is_chat else []
+    for number, label in enumerate(labels, start=1):
+        text = "\n".join([*start, *steps[:number]])
+        sample: Record = {"text": text}
+        if is_chat or isinstance(prompt, list):
+            sample = {"messages": response_messages({**record, "response": text})[0]}
+        made.append({**sample, "label": int(label) if isinstance(label, bool) else label})
+    return made
+
+
+def label_numbers(record: Record) -> list[float]:
+    """The numbers of a record's label, at least one.
+
+    Raises:
+        UserError: there is no label, or not of finite numbers.
+    """
+    label = record.get("label")
+    numbers: list[Any] = label if isinstance(label, list) else [label]
+    if label is None:
+        raise missing(["label"], record)
+    if not numbers:
+        raise UserError("field 'label' has 0 numbers.")
+    for number in numbers:
+        # The bound, that of float32, also keeps NaN and infinity out.
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, (int, float))
+            or not abs(number) < 3e38
+        ):
+            raise UserError(
+                f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
+                " model.regression.loss_mask_val (-100) for an attribute that has none."
+            )
+    return [float(number) for number in numbers]
+
+
+def _label(record: Record, num_attributes: int) -> list[float]:
+    """The label of a record as `num_attributes` numbers."""
+    numbers = label_numbers(record)
+    if len(numbers) != num_attributes:
+        raise UserError(
+            f"field 'label' has {len(numbers)} number{'' if len(numbers) == 1 else 's'}, but"
+            f" model.regression.num_attributes={num_attributes}."
+        )
+    return numbers
+
+
+# Values of `Records.extra`: what a pair has in common (`RecordEncoder.in_common`), or that it has
+# two prompts; more by `IN_LINE` where it stands in one line.
+DIFFERENT, IN_LINE = 1 << 31, 1 << 32
+
+
+@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+class RewardModelDataset(FileDataset):
+    """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
+    or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
+
+    The lines may hold conversations (`chat_records.py`), in the form that `data_cfg` asks for.
+
+    Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
+    (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There
+    is no attention mask: attention is causal and the padding is on the right, so no token of the
+    text sees it.
+    """
+
+    lines_per_document = 2  # 1 if a line holds a pair
+    prompt_field = "prompt"
+    read_fields: Sequence[str] = (*A_SAMPLE, *PAIR, *(f"{field}_response" for field in PAIR))
+    _what = "pairs"
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
+        self._pair_in_line: bool | None = None  # unknown before the first line
+        self._before: Record | None = None
+        self.name = name
+        self.seq_length = seq_length
+        self.pad_id = tokenizer.eos_id
+        settings = self.encoder.settings(self._what, seq_length)
+        self.lines = open_records(paths, data_cfg, self._inspect, settings)
+        self.pair_in_line = self._holds_pairs()
+        self.lines_per_document = 1 if self.pair_in_line else 2
+        for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
+            if count % self.lines_per_document:
+                raise UserError(
+                    f"{path} has {count} lines, an odd number: a reward model's data are pairs of "
+                    "neighbouring lines, the better one first. A line is missing or one too many."
+                )
+        self._check_prompts_of_pairs()
+        lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
+        self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")
+
+    def as_pair(self, record: Record) -> Record:
+        """A record with the fields `chosen` and `rejected`, if a pair stands in it."""
+        return by_our_names(record)
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """Length of a line, its number, and what its pair has in common (`_in_common`)."""
+        record = self.as_pair(record)
+        in_line = holds_pair(record)
+        if self._pair_in_line not in (None, in_line):
+            raise UserError(
+                f"this line holds {'a pair' if in_line else 'one text'}, the lines before it "
+                f"{'one text' if in_line else 'a pair'} each: either every line holds 'chosen' "
+                "and 'rejected', or two neighbouring lines are a pair."
+            )
+        self._pair_in_line = in_line
+        number = self._number(record, in_line)
+        if in_line:
+            length = self.encoder.pair_length(record, self.seq_length)
+            return length, number, IN_LINE + self.encoder.pair_in_common(record)
+        length = self.encoder.sample_length(record, self.seq_length)
+        before, self._before = self._before, record
+        # Of every line with the one before it, as it is not known yet where pairs begin.
+        return length, number, self._in_common(before or record, record)
+
+    def _number(self, record: Record, in_line: bool) -> float:
+        """What is kept of a line beside its length."""
+        if "label" in record and not in_line:  # neighbours among labelled texts are no pairs
+            raise UserError(
+                "field 'label': this is data for regression, but pairs of neighbouring lines are "
+                "needed. Set model.reward_model_type=regression; if the lines are pairs, remove "
+                "the field."
+            )
+        return 0.0
+
+    def _in_common(self, first: Record, second: Record) -> int:
+        try:
+            return self.encoder.in_common(first, second)
+        except UserError:
+            return DIFFERENT
+
+    def _holds_pairs(self) -> bool:
+        """Whether each line holds a pair; what an earlier start found counts too."""
+        in_line = self.lines.extra >= IN_LINE
+        if in_line.any() != in_line.all():
+            raise UserError(
+                f"{self.name} data: some files hold pairs in their lines ('chosen', 'rejected'), "
+                "others one text per line; give files of one kind."
+            )
+        return bool(in_line[0])
+
+    def _check_prompts_of_pairs(self) -> None:
+        """Refuse pairs with different prompts, and count those that begin differently."""
+        lines, starts = self.lines, self.lines.starts
+        found = lines.extra % IN_LINE
+        known = np.delete(found, starts)
+        common = 0 if self.pair_in_line or len(known) < 2 else int(known.min())  # to all texts
+        if not self.pair_in_line:
+            found = found[1::2].copy()
+            for start in starts[starts % 2 == 1]:
+                found[start // 2] = self._in_common(lines[start - 1], lines[start])
+        different = np.flatnonzero(found == DIFFERENT)
+        self.unlike = np.flatnonzero((found <= common) & (found < SURE))
+        bad = different if len(different) else self.unlike
+        self.lacks_prompts = len(bad) > 0
+        unread = self.say_unread(is_refused=self.lacks_prompts)
+        if not len(bad):
+            return
+        first = int(bad[0]) * self.lines_per_document
+        text = f"{self.name} data: {len(bad)} of {len(found)} pairs "
+        where = f", the first in {lines.where(first)}"
+        remedy = (
+            f"{unread}Two neighbouring lines are a pair, responses to one prompt, unless each has "
+            "'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs; "
+            "texts without prompts are if both stand in one line, in 'chosen' and 'rejected', and "
+            "those of one prompt if model.data.prompt_end says where it ends."
+        )
+        if self.pair_in_line:
+            remedy = f"{unread}If there is a prompt, give it in the field 'prompt'."
+        if len(different):
+            try:
+                self.encoder.in_common(lines[first], lines[first + 1])
+            except UserError as error:
+                where += f" and {lines.where(first + 1)}: {error}"
+                raise UserError(f"{text}have two prompts{where} {remedy}") from None
+        begin = "no beginning, so no prompt"
+        if common:
+            head = lines[first]["text"][: min(common, 40)]
+            begin = f"nothing but {head!r}, with which all begin"
+        text += f"share {begin}{where}. {remedy}"
+        can_be_given = not self.pair_in_line and isinstance(lines[first]["text"], str)
+        # A beginning of all texts may be one prompt of all pairs.
+        if can_be_given and not common and 2 * len(bad) > len(found):
+            raise UserError(text)
+        logging.warning(text)
+
+    def pair_tokens(self, pair: int) -> Pair:
+        """The tokens of both samples of a pair, the better one first."""
+        if self.pair_in_line:
+            return self.encoder.pair(self.as_pair(self.lines[pair]))
+        first, second = 2 * pair, 2 * pair + 1
+        return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._item(index, *self.pair_tokens(int(self.documents[max(index, 0)])))
+
+    def _item(self, index: int, chosen: list[int], rejected: list[int]) -> dict[str, torch.Tensor]:
+        return {
+            "chosen": pad(chosen, self.seq_length, self.pad_id),
+            "rejected": pad(rejected, self.seq_length, self.pad_id),
+            "chosen_length": torch.tensor(len(chosen)),
+            "rejected_length": torch.tensor(len(rejected)),
+            **slot(index, max(len(chosen), len(rejected)), self.seq_length),
+        }
+
+
+class LabelledPairDataset(RewardModelDataset):
+    """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
+    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`.
+
+    The first number of the label, the same in two lines, says which of the two is better, and its
+    absolute value by how much: below 0 the first, else the second (NeMo-Aligner's form of
+    HelpSteer2-Preference, arXiv:2410.01257, whose preferences go from -3 to 3).
+
+    Args:
+        mask_value: `model.regression.loss_mask_val`: the number that means "no label".
+
+    Items: those of the base class, and `margin` float32 (a scalar, at least 0).
+    """
+
+    read_fields = (*RewardModelDataset.read_fields, "label", "responses")
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        mask_value: float = DEFAULT_MASK_VALUE,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.mask_value = mask_value
+        self._what = f"labelled pairs {mask_value}"
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+        labels = self.lines.numbers.astype(np.float32).reshape(-1, self.lines_per_document)
+        self.preferences = labels[:, 0]
+        self._check_labels(labels)
+
+    def as_pair(self, record: Record) -> Record:
+        """See the base class."""
+        if holds_pair(by_our_names(record)):
+            raise UserError(
+                "a line with 'chosen' and 'rejected' says which is better, so a label has no "
+                "place: set model.reward_model_type=binary_ranking, or call the field of both "
+                "'responses' (model.data.columns)."
+            )
+        both = record.get("responses")
+        if both is None:
+            return record
+        if not isinstance(both, list) or len(both) != 2:
+            raise UserError("field 'responses' must be a list of two responses to the prompt.")
+        return {**record, "chosen": both[0], "rejected": both[1]}
+
+    def _number(self, record: Record, in_line: bool) -> float:
+        number = label_numbers(record)[0]
+        if number == self.mask_value:
+            raise UserError(
+                f"field 'label' begins with {number:g} (model.regression.loss_mask_val), which "
+                "means no label. A Bradley-Terry loss needs the preference of the pair there, "
+                "below 0 if the first of the two texts is better, above 0 if the second is. "
+                "Remove the pair, or use model.regression.loss_func=regression."
+            )
+        return number
+
+    def _check_labels(self, labels: np.ndarray) -> None:
+        disagree = np.flatnonzero(labels[:, 0] != labels[:, -1])
+        if len(disagree):
+            first = int(disagree[0])
+            raise UserError(
+                f"{self.name} data: the two lines of pair {first} have the labels "
+                f"{labels[first, 0]:g} and {labels[first, 1]:g}. Both must hold the preference of "
+                "the pair as their first number; if these are labels of single texts, use "
+                "model.regression.loss_func=regression."
+            )
+        undecided = int((labels[:, 0] == 0).sum())
+        if undecided:
+            logging.warning(
+                f"{self.name} data: {undecided} of {len(labels)} pairs have the label 0, no "
+                "preference; as in NeMo-Aligner the second text counts as the better one, with "
+                "margin 0."
+            )
+
+    def pair_tokens(self, pair: int) -> Pair:
+        """The tokens of both samples of a pair, the better one first."""
+        first, second = super().pair_tokens(pair)
+        return (first, second) if self.preferences[pair] < 0 else (second, first)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        pair = int(self.documents[max(index, 0)])
+        margin = torch.tensor(abs(float(self.preferences[pair])))
+        return {**super().__getitem__(index), "margin": margin}
+
+
+DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
+
+
+@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+class DPOModelDataset(RewardModelDataset):
+    """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
+    NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
+    `rejected_reward`.
+
+    The texts may be conversations, as for the base class, or follow each other as they stand.
+
+    Args:
+        data_cfg: also `default_chosen_reward` and `default_rejected_reward`, of pairs without.
+
+    Items: those of the base class, `chosen_mask` and `rejected_mask` float32 [S], 1 on the tokens
+    of the responses (all 0 in an empty slot), and the rewards, float32.
+    """
+
+    _what = "pairs with prompts"
+    read_fields = (*RewardModelDataset.read_fields, *DEFAULT_REWARDS)
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        given = {key: (data_cfg or {}).get(f"default_{key}") for key in DEFAULT_REWARDS}
+        self.rewards = {
+            key: value if given[key] is None else given[key]
+            for key, value in DEFAULT_REWARDS.items()
+        }
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        record = by_our_names(record)
+        length = self.encoder.pair_length(record, self.seq_length)
+        is_empty = self.encoder.prompt_is_empty(record, "chosen", "rejected")
+        for key in DEFAULT_REWARDS:
+            reward = record.get(key, 0.0)
+            is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+            if not is_number or not np.isfinite(reward):
+                raise UserError(f"field '{key}' is {reward!r}, not a number.")
+        return length, 0.0, is_empty
+
+    def _holds_pairs(self) -> bool:
+        return True
+
+    def _check_prompts_of_pairs(self) -> None:
+        self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
+        chosen, rejected = self.encoder.pair_with_responses(record)
+        item = self._item(index, chosen.tokens, rejected.tokens)
+        for name, sample in (("chosen", chosen), ("rejected", rejected)):
+            counts = [int(x and index >= 0) for x in sample.is_response]
+            item[f"{name}_mask"] = pad(counts, self.seq_length, 0).float()
+            reward: Any = record.get(f"{name}_reward", self.rewards[f"{name}_reward"])
+            item[f"{name}_reward"] = torch.tensor(float(reward))
+        return item
+
+
+class ResponseDataset(FileDataset):
+    """Lines `{"prompt": ..., "response": ...}`: texts that follow each other as they stand, or
+    conversations, as for `DPOModelDataset`.
+
+    Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
+    t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty
+    slot); `lengths` and `prompt_lengths` (scalars); `idx`.
+
+    Raises:
+        UserError: a line without prompt or response; an item whose prompt the tokenizer joins with
+            its response.
+    """
+
+    prompt_field = "prompt"
+    read_fields: Sequence[str] = ("prompt", "response", *BESIDE)
+    _what = "responses"  # an index of the files that was made for other records is not used
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.tokenizer, self.name = tokenizer, name
+        self.seq_length = seq_length
+        self.pad_id = tokenizer.eos_id
+        settings = self.encoder.settings(self._what, seq_length)
+        self.lines = open_records(paths, data_cfg, self._inspect, settings)
+        self.documents = documents_within(
+            self.lines.notes, seq_length, name, "samples", "are longer"
+        )
+        encoder = self.encoder
+        self.check_prompts(
+            encoder.allow_empty_prompt, encoder.begins, type(self) is ResponseDataset
+        )
+
+    def _number(self, record: Record) -> float:
+        """What is kept of a sample beside its length."""
+        return 0.0
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """Length of a sample, its number, and whether the prompt is empty."""
+        length = self.encoder.response_length(record, self.seq_length)
+        return length, self._number(record), self.encoder.prompt_is_empty(record, "response")
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self.encoder.with_response(self.lines[int(self.documents[max(index, 0)])])
+        start = sample.is_response.index(True)
+        if start == 0:
+            raise UserError(
+                f"{self.name} data: the tokenizer joins a prompt with its response "
+                f"({self.tokenizer.ids_to_text(sample.tokens)[:80]!r}), so nothing is left that a "
+                "student could respond to. Leave the sample out."
+            )
+        counts = [int(x and index >= 0) for x in sample.is_response[1:]]
+        return {
+            "tokens": pad(sample.tokens, self.seq_length, self.pad_id),
+            "labels": pad(sample.tokens[1:], self.seq_length, self.pad_id),
+            "loss_mask": pad(counts, self.seq_length, 0).float(),
+            "lengths": torch.tensor(len(sample.tokens)),
+            "prompt_lengths": torch.tensor(start),
+            "idx": torch.tensor(index),
+        }
+
+
+# Value of the field `preference` -> desirable
+PREFERENCES = {"chosen": True, "rejected": False}
+# How far apart the prompt and the response of a mismatched sample are, as a share of the data
+# set: the golden section, so that no number of equal blocks of a file puts them in the same place.
+PARTNER = 0.381966
+
+
+@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+class KTOModelDataset(ResponseDataset):
+    """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`; true and
+    false are accepted as preferences too.
+
+    The texts may be conversations, as for `DPOModelDataset`, or follow each other as they stand.
+
+    Each item also holds a mismatched sample, its prompt with the response of another document,
+    from which the distance of policy and reference is estimated. Which one is fixed, so the batch
+    that an item is in and the split over ranks do not matter. It is cut to `seq_length`.
+
+    Items: `samples`, `kl_samples` int64 [S], padded with eos; `sample_length`, `kl_sample_length`
+    (scalars); `sample_mask`, `kl_sample_mask` float32 [S], 1 on the tokens of the responses (all 0
+    in an empty slot); `preference` float32 (a scalar), 1 or 0; `loss_mask` float32 [S], all 0 for
+    an empty slot; `position_ids` [S]; `idx`.
+
+    Raises:
+        UserError: a line without prompt, response or preference, another preference, or fewer than
+            two documents.
+    """
+
+    _what = "labelled responses"
+    read_fields = (*ResponseDataset.read_fields, "preference")
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+        self.encode = self.encoder.encode_text
+        self._check_size()
+        desirable = int(self.lines.numbers[self.documents].sum())
+        if desirable in (0, len(self.documents)):
+            logging.warning(
+                f"{name} data: all {len(self.documents)} samples are "
+                f"{'chosen' if desirable else 'rejected'}. KTO then moves the policy in one "
+                "direction only, from or to all of them; add samples of the other kind."
+            )
+
+    def select(self, documents: np.ndarray) -> Self:
+        """See `FileDataset.select`.
+
+        Raises:
+            UserError: it is less than two documents.
+        """
+        other = super().select(documents)
+        other._check_size()
+        return other
+
+    def _check_size(self) -> None:
+        different = len(np.unique(self.documents))
+        if different < 2:
+            raise UserError(
+                f"{self.name} data: KTO needs at least two samples, each with another's response "
+                f"to compare with, but a part has {different} of {len(self.lines)}."
+            )
+
+    def _number(self, record: Record) -> float:
+        """1 if the response is desirable."""
+        return float(_preference(record))
+
+    def _sample(self, index: int) -> Encoded:
+        return self.encoder.with_response(self.lines[int(self.documents[index])])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        place = max(index, 0)
+        size = len(self.documents)
+        sample = self._sample(place)
+        step = max(1, round(PARTNER * size))
+        others = ((place + step + n) % size for n in range(size))
+        # A part with more samples than documents has some of them several times.
+        other = self._sample(next(n for n in others if self.documents[n] != self.documents[place]))
+        item = {
+            "preference": torch.tensor(float(self.lines.numbers[int(self.documents[place])])),
+            **slot(index, len(sample.tokens), self.seq_length),
+        }
+        prompt, first = _start(sample), _start(other)
+        mismatched = Encoded(
+            (sample.tokens[:prompt] + other.tokens[first:])[: self.seq_length],
+            ([False] * prompt + other.is_response[first:])[: self.seq_length],
+        )
+        for key, (tokens, is_response) in {"sample": sample, "kl_sample": mismatched}.items():
+            counts = [int(x and index >= 0) for x in is_response]
+            item[f"{key}s"] = pad(tokens, self.seq_length, self.pad_id)
+            item[f"{key}_length"] = torch.tensor(len(tokens))
+            item[f"{key}_mask"] = pad(counts, self.seq_length, 0).float()
+        return item
+
+
+def _start(sample: Encoded) -> int:
+    """Where the response begins."""
+    return sample.is_response.index(True)
+
+
+def _preference(record: Record) -> bool:
+    """Whether the response of a record is desirable."""
+    value = record.get("preference")
+    if isinstance(value, str) and value in PREFERENCES:
+        return PREFERENCES[value]
+    if isinstance(value, bool):
+        return value
+    if value is None:
+        more = 'The preference says whether the response is "chosen" or "rejected".'
+        raise missing(("response", "preference"), record, more)
+    raise UserError(
+        f"field 'preference' is {json.dumps(value, default=str)}; it must be \"chosen\" or "
+        '"rejected", or true or false.'
+    )
+
 
 __all__ = [
     "DEFAULT_MASK_VALUE",

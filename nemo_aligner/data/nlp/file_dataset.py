@@ -1,19 +1,27 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the datasets over files share: the choice of documents, padding."""
+"""What the datasets over files share: the choice of documents, padding, and NeMo-Aligner's
+constructor, `(cfg, tokenizer, name, data_prefix, documents, data, seq_length, seed, drop_last)`.
+"""
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from nemo.utils import logging
+from omegaconf import DictConfig
 from typing_extensions import Self
 
-from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.leftovers import temporary_folder
 from nemo_aligner.data.nlp.columns import prompt_hint
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.sources import Record
 
 
 class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -178,3 +186,89 @@ def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
 def pad(tokens: list[int], width: int, pad_id: int) -> torch.Tensor:
     """int64 [width]: `tokens`, then `pad_id`."""
     return torch.tensor(tokens + [pad_id] * (width - len(tokens)), dtype=torch.int64)
+
+
+NEMO_ALIGNER_ARGUMENTS = (
+    "cfg",
+    "tokenizer",
+    "name",
+    "data_prefix",
+    "documents",
+    "data",
+    "seq_length",
+    "seed",
+    "drop_last",
+)
+Dataset = TypeVar("Dataset", bound=type)
+
+
+def accepts_nemo_aligner_call(
+    convert: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Callable[[Dataset], Dataset]:
+    """Decorator of a dataset over jsonl files: it accepts NeMo-Aligner's arguments too.
+
+    The records are those of `data`, which has been read already; they are written to a file that
+    lives as long as the dataset. `documents`, `seed` and `drop_last` decide nothing, as there.
+
+    Args:
+        convert: from NeMo-Aligner's arguments by name to the class's own, but for `paths`,
+            `tokenizer`, `name` and `data_cfg`.
+    """
+
+    def decorator(cls: Dataset) -> Dataset:
+        own_init = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(own_init)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not _is_nemo_aligner_call(args, kwargs):
+                own_init(self, *args, **kwargs)
+                return
+            given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
+            folder = tempfile.TemporaryDirectory(dir=temporary_folder("nemo_aligner_data_"))
+            self._folder = folder  # copies of the dataset read its file too
+            own_init(
+                self,
+                paths=[_write_records(given["data"], Path(folder.name), given["name"])],
+                tokenizer=given["tokenizer"],
+                name=given["name"],
+                data_cfg=given["cfg"].get("data"),
+                **convert(given),
+            )
+
+        __init__.also_takes = NEMO_ALIGNER_ARGUMENTS  # type: ignore[attr-defined]
+        cls.__init__ = __init__  # type: ignore[misc]
+        return cls
+
+    return decorator
+
+
+def _is_nemo_aligner_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Ours start with the paths of files, NeMo-Aligner's with the section `model`."""
+    return "documents" in kwargs or bool(args) and isinstance(args[0], Mapping | DictConfig)
+
+
+def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
+    path = folder / f"{name}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(len(data)):
+            if not isinstance(data[number], Mapping):
+                raise ConfigError(
+                    f"{name} data: record {number} is a {type(data[number]).__name__}; a dataset "
+                    "is built from records of jsonl files, {'text': ...}."
+                )
+            file.write(json.dumps(data[number]) + "\n")
+    return str(path)
+
+
+def prompt_limit(given: dict[str, Any]) -> dict[str, Any]:
+    """Limit of prompts by NeMo-Aligner's rule: what `length_params.max_length` of the section
+    leaves of `seq_length`, or half of it.
+    """
+    seq_length, params = given["seq_length"], given["cfg"].get("length_params")
+    limit = seq_length // 2 if params is None else seq_length - params["max_length"]
+    if limit <= 0:
+        raise ConfigError(
+            f"no room for prompts: seq_length={seq_length} and "
+            f"length_params.max_length={params['max_length']}. Lower max_length."
+        )
+    return {"max_prompt_length": limit, "limit_text": f"{limit} tokens"}

@@ -25,7 +25,6 @@ from dataclasses import astuple, dataclass, fields
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_masks import Encoded, check_written
 from nemo_aligner.data.nlp.chat_records import (
     ASSISTANT,
     Message,
@@ -34,8 +33,8 @@ from nemo_aligner.data.nlp.chat_records import (
     read_messages,
     template_options,
 )
-from nemo_aligner.data.nlp.conversation_form import ConversationForm
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded, check_written
+from nemo_aligner.data.nlp.sources import Record
 
 SYSTEM, USER, RESPONDER = "System", "User", "Assistant"
 VALUE_TO_TEXT, TEXT_TO_VALUE = "VALUE_TO_TEXT", "TEXT_TO_VALUE"

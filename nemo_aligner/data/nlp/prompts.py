@@ -16,8 +16,7 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE
-from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call, prompt_limit
-from nemo_aligner.data.nlp.file_dataset import FileDataset
+from nemo_aligner.data.nlp.file_dataset import FileDataset, accepts_nemo_aligner_call, prompt_limit
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import open_records
 from nemo_aligner.servers.reward_function import columns_asked

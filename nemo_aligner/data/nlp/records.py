@@ -22,7 +22,7 @@ from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp.chat_records import EqualPairError
 from nemo_aligner.data.nlp.columns import Columns, kind_of, missing
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
-from nemo_aligner.data.nlp.json_lines import Record, RecordSource
+from nemo_aligner.data.nlp.sources import Record, RecordSource
 
 # What to do about a conversation that is read as a text.
 NO_FORM = (

@@ -33,10 +33,13 @@ import xxhash
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
-from nemo_aligner.data.nlp.constructors import accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.file_dataset import FileDataset, documents_within
-from nemo_aligner.data.nlp.json_lines import Record
+from nemo_aligner.data.nlp.file_dataset import (
+    FileDataset,
+    accepts_nemo_aligner_call,
+    documents_within,
+)
 from nemo_aligner.data.nlp.records import open_records, settings_of
+from nemo_aligner.data.nlp.sources import Record
 
 EXAMPLE = ("tokens", "labels", "loss_mask")
 ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "<f4"}

@@ -13,7 +13,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.losses import loss_weights, sft_loss
 from nemo_aligner.core.masks import counted_lengths, masked_mean, masked_sum
 from nemo_aligner.core.preference import prompt_weights
-from nemo_aligner.data.nlp.steerlm2 import LOG_Q
+from nemo_aligner.data.nlp.steerlm import LOG_Q
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import sum_over_dp

@@ -1,0 +1,417 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a source of records is, and the kinds of them: jsonl files, tables, files of tokens.
+
+`data_files.py` chooses among them, `records.py` checks and joins them. Rows of a table are read
+from an Arrow file that `datasets` maps into memory: it takes no memory of its own, and processes
+share it. A parquet file is copied to such a file once, a few rows at a time
+(`Dataset.from_parquet` holds a row group at a time, which may be the whole file). `datasets`,
+`pyarrow` and Megatron are imported when such a file is opened.
+"""
+
+import array
+import io
+import json
+import pickle
+import struct
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import numpy as np
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.data.nlp import index_files
+
+Record = dict[str, Any]
+
+
+class RecordSource(Protocol):
+    """The rows of one data file, or of one saved dataset.
+
+    Attributes:
+        path: of the file or folder that the user gave; for messages.
+        unit: what messages call a row: "line", "row" or "document".
+        files: whose content decides what the rows are.
+        offsets: int64, what a later start needs to find the rows without `scan`; may be empty.
+    """
+
+    path: Path
+    unit: str
+    files: list[Path]
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        """Number of rows; known after `scan`, or once `offsets` are set."""
+
+    def __getitem__(self, number: int) -> Record:
+        """One row, read from disk."""
+
+    def scan(self) -> Iterator[tuple[int, Record]]:
+        """All rows in order, each with its number in the file as messages give it."""
+
+
+class JsonLinesFile:
+    """A `RecordSource` over a file with one JSON object per line. Blank lines do not count.
+
+    Args:
+        path: the file, for messages.
+        content: the text: a file (of a compressed one the unpacked copy), or bytes.
+    """
+
+    unit = "line"
+
+    def __init__(self, path: Path, content: Path | bytes) -> None:
+        self.path = path
+        self.content = content
+        self.files = [path]
+        self.offsets = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, number: int) -> Record:
+        # Opened anew each time: worker processes of a DataLoader would share the position in an
+        # open file.
+        with self._open() as file:
+            file.seek(self.offsets[number])
+            record: Record = json.loads(file.readline())
+            return record
+
+    def scan(self) -> Iterator[tuple[int, Record]]:
+        """All records in order; only their byte offsets are kept.
+
+        Raises:
+            UserError: a line is not a JSON object; names the file and the line.
+        """
+        offsets, offset = array.array("q"), 0
+        with self._open() as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    offsets.append(offset)
+                    yield number, _parse(line, f"{self.path}, line {number}")
+                offset += len(line)
+        self.offsets = np.frombuffer(offsets, dtype=np.int64)
+
+    def _open(self) -> BinaryIO:
+        if isinstance(self.content, bytes):
+            return io.BytesIO(self.content)
+        return self.content.open("rb")
+
+
+def _parse(line: bytes, where: str) -> Record:
+    """One line as an object; `where` opens an error message."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise UserError(
+            f"{where}: not valid JSON ({error}). Each line must be one JSON object."
+        ) from None
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON object is needed, not {type(record).__name__}.")
+    return record
+
+
+if TYPE_CHECKING:
+    import pyarrow
+
+# Rows that are decoded together while a file is copied or checked.
+ROWS_AT_ONCE = 256
+# Of a batch in a copy: opening it reads the page where each batch begins, so there are few.
+BATCH_BYTES = 8 << 20
+
+
+class ArrowTable:
+    """A `RecordSource` over the rows of a table.
+
+    Args:
+        path: the file or folder, for messages.
+        table: a table of `datasets`.
+        files: whose content decides what the rows are.
+        arrow_files: the Arrow files that `table` maps; empty for a table in memory.
+    """
+
+    unit = "row"
+
+    def __init__(self, path: Path, table: Any, files: list[Path], arrow_files: list[Path]) -> None:
+        self.path = path
+        self.table = table
+        self.files = files
+        self.arrow_files = arrow_files
+        self.offsets = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, number: int) -> Record:
+        return _without_nulls(self.table.fast_slice(int(number), 1).to_pylist()[0])
+
+    def scan(self) -> Iterator[tuple[int, Record]]:
+        """All rows in order, decoded a few at a time."""
+        number = 0
+        batches = self._read_through() if self.arrow_files else iter(self.table.table.to_batches())
+        while (batch := _next(batches, self.path, number)) is not None:
+            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
+                for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
+                    number += 1
+                    yield number, _without_nulls(row)
+
+    def _read_through(self) -> Iterator["pyarrow.RecordBatch"]:
+        """Batches of the files by plain reading: pages of a mapped file would count as memory of
+        this process until another one needs it.
+        """
+        import pyarrow as pa
+
+        for path in self.arrow_files:
+            with pa.OSFile(str(path)) as file:
+                try:
+                    yield from pa.ipc.open_stream(file)
+                except pa.ArrowInvalid:
+                    file.seek(0)
+                    reader = pa.ipc.open_file(file)
+                    yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _without_nulls(row: Record) -> Record:
+    """A row whose structs lack what is null in them: Arrow gives all structs of a column the same
+    fields, and does not know a null that was written from a field that was not there.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(item) for key, item in value.items() if item is not None}
+        return [cleaned(item) for item in value] if isinstance(value, list) else value
+
+    return {column: cleaned(value) for column, value in row.items()}
+
+
+def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
+    """The rows of a parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datasets.table import InMemoryTable, MemoryMappedTable
+
+    try:
+        # Without read-ahead, a file is not held in memory by whole row groups.
+        file = pq.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path} is not a parquet file, or is cut short ({error}); copy or write it again."
+        ) from None
+    with file:
+        groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+        if sum(group.total_byte_size for group in groups) <= index_files.SMALL:
+            batches = list(_batches_of(file, path))
+            table = InMemoryTable(pa.Table.from_batches(batches, file.schema_arrow))
+            return ArrowTable(path, table, [path], [])
+
+        def write(target: Path) -> None:
+            with pa.OSFile(str(target), "wb") as sink:
+                with pa.ipc.new_stream(sink, file.schema_arrow) as writer:
+                    for table in _gathered(_batches_of(file, path)):
+                        writer.write_table(table)
+
+        name = f"{path.name}-{index_files.key(index_files.file_fingerprint(path))}.arrow"
+        copy = index_files.keep_file(path, index_dir, name, write)
+        if copy is None:
+            copy = index_files.temporary_folder(path) / name
+            write(copy)
+    return ArrowTable(path, MemoryMappedTable.from_file(str(copy)), [path], [copy])
+
+
+def open_arrow(path: Path) -> ArrowTable:
+    """The rows of an Arrow file, in its form for streams (as `datasets` writes) or for files."""
+    import pyarrow as pa
+    from datasets.table import InMemoryTable, MemoryMappedTable
+
+    try:
+        try:
+            table: Any = MemoryMappedTable.from_file(str(path))
+        except pa.ArrowInvalid:
+            with pa.memory_map(str(path)) as file:
+                table = InMemoryTable(pa.ipc.open_file(file).read_all())
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path} is not an Arrow file, or is cut short ({error}); copy or write it again."
+        ) from None
+    return ArrowTable(path, table, [path], [path])
+
+
+def open_saved(folder: Path) -> ArrowTable:
+    """The rows of a dataset that `datasets.Dataset.save_to_disk` wrote."""
+    import datasets
+    import pyarrow as pa
+
+    try:
+        dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
+    except (pa.ArrowException, OSError, ValueError, LookupError) as error:
+        raise UserError(
+            f"{folder} cannot be read as a dataset that save_to_disk wrote ({error}); copy or "
+            "write it again."
+        ) from None
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    state = [folder / name for name in ("state.json", "dataset_info.json")]
+    return ArrowTable(folder, dataset.data, [*state, *files], files)
+
+
+def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Table"]:
+    """`batches` in tables of one batch of about `BATCH_BYTES` each."""
+    import pyarrow as pa
+
+    held: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        held.append(batch)
+        size += batch.nbytes
+        if size >= BATCH_BYTES:
+            yield pa.Table.from_batches(held).combine_chunks()
+            held, size = [], 0
+    if held:
+        yield pa.Table.from_batches(held).combine_chunks()
+
+
+def _batches_of(file: Any, path: Path) -> Iterator["pyarrow.RecordBatch"]:
+    """The rows of an open parquet file, a few at a time."""
+    batches, done = iter(file.iter_batches(batch_size=ROWS_AT_ONCE)), 0
+    while (batch := _next(batches, path, done)) is not None:
+        done += batch.num_rows
+        yield batch
+
+
+def _next(
+    batches: Iterator["pyarrow.RecordBatch"], path: Path, done: int
+) -> "pyarrow.RecordBatch | None":
+    """The next of `batches`, of which `done` rows have been read; None at the end."""
+    import pyarrow as pa
+
+    try:
+        return next(batches, None)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read after row {done} ({error}): the file is damaged or "
+            "incomplete; copy or write it again."
+        ) from None
+
+
+if TYPE_CHECKING:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+# What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
+_MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_ARRAY_MODULES = ("numpy", *_MULTIARRAY)
+_ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")
+# What reading a file that is damaged or of another form raises.
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    EOFError,
+    pickle.UnpicklingError,
+    struct.error,
+    tokenize.TokenError,  # numpy reads a header with it, from Python 3.12 on
+    ImportError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    AssertionError,
+)
+
+
+class TokenFile:
+    """A `RecordSource` of records `{"text": tokens}`.
+
+    Args:
+        path: the file; with "mmap" without its endings .bin and .idx.
+        data_impl: "mmap" or "packed_jsonl" (see `config/data_rules.py`).
+    """
+
+    unit = "document"
+
+    def __init__(self, path: Path, data_impl: str) -> None:
+        indexed = data_impl == "mmap"
+        self.path = path
+        self.documents = (_read_indexed if indexed else _read_array)(path)
+        self.files = [Path(f"{path}.idx"), Path(f"{path}.bin")] if indexed else [path]
+        self.offsets = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: int) -> Record:
+        return {"text": self.documents[number]}
+
+    def scan(self) -> Iterator[tuple[int, Record]]:
+        """All documents in order, numbered from 0."""
+        for number in range(len(self)):
+            try:
+                tokens = self.documents[number]
+            except _DAMAGED as error:
+                raise UserError(
+                    f"{self.path}, document {number} cannot be read ({error}): the file is "
+                    "damaged or incomplete; write it again."
+                ) from None
+            yield number, {"text": tokens}
+
+
+def _read_indexed(prefix: Path) -> "IndexedDataset":
+    for ending in (".idx", ".bin"):
+        if not Path(f"{prefix}{ending}").is_file():
+            raise UserError(
+                f"data file {prefix}{ending} does not exist. With model.data.data_impl=mmap a "
+                "path names <path>.bin and <path>.idx, without the ending."
+            )
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER, IndexedDataset
+
+    with Path(f"{prefix}.idx").open("rb") as file:
+        if file.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+            raise UserError(f"{prefix}.idx is not the index of an indexed dataset.")
+    try:
+        return IndexedDataset(str(prefix))
+    except _DAMAGED as error:
+        raise UserError(
+            f"{prefix}.idx is damaged or incomplete ({error!r}); write it and the .bin again."
+        ) from None
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Loads arrays of numbers only: a pickle may otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _ARRAY_MODULES and name in _ARRAY_NAMES:
+            if module in _MULTIARRAY:  # the file may be of another version than this NumPy
+                module = np.empty(0).__reduce__()[0].__module__
+            return super().find_class(module, name)
+        raise UserError(f"it holds {module}.{name}, but only arrays of numbers are loaded")
+
+
+def _read_array(path: Path) -> list[np.ndarray]:
+    if not path.is_file():
+        raise UserError(f"data file {path} does not exist.")
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            header = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            if header(file)[2].hasobject:
+                array = _ArrayUnpickler(file).load()
+            else:
+                file.seek(0)
+                array = np.load(file, allow_pickle=False)
+        samples = [np.asarray(sample) for sample in array]
+    except (UserError, *_DAMAGED) as error:
+        raise UserError(
+            f"{path} is not a .npy file of tokens, or is damaged: {error}. Write it again with "
+            "numpy.save."
+        ) from None
+    for number, sample in enumerate(samples):
+        if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer):
+            raise UserError(
+                f"{path}, document {number}: {sample.dtype} of shape {sample.shape}, but the "
+                "tokens of a text are whole numbers in one dimension. Packed sequences of DPO or "
+                "SFT cannot be read here."
+            )
+    return samples
