@@ -7,11 +7,13 @@ names. It imports nothing heavy before it knows which one is asked for.
 import ast
 import difflib
 import importlib
+import inspect
 import os
 import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner import jobs
 from nemo_aligner.core.endings import ExitCode, interruptible
@@ -40,20 +42,29 @@ what libraries say. The other options are Hydra's: --config-dir, --config-name, 
 """
 
 
-def job_modules() -> dict[str, str]:
-    """The module of each job by its name, such as `train ppo`."""
-    names = [module.name for module in pkgutil.iter_modules(jobs.__path__)]
-    names.sort(key=lambda name: GROUPS.index(name.split("_")[0]))
-    return {name.replace("_", " "): name for name in names}
+def job_modules() -> dict[str, tuple[str, str]]:
+    """Of each job by its name, such as `train ppo`: its module, which is not imported, and what
+    the job does.
+    """
+    found = {}
+    for module in pkgutil.iter_modules(jobs.__path__):
+        tree = ast.parse((Path(jobs.__path__[0]) / f"{module.name}.py").read_text("utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:  # `job_main`
+                text = (ast.get_docstring(node) or "").partition("\n")[0]
+                found[node.name.replace("_", " ")] = module.name, text
+    return dict(sorted(found.items(), key=lambda job: (GROUPS.index(job[0].split()[0]), job[0])))
+
+
+def load_job(name: str, module: str) -> Any:
+    """The function of a job."""
+    loaded = importlib.import_module(f"nemo_aligner.jobs.{module}")
+    return getattr(loaded, name.replace(" ", "_"))
 
 
 def usage(prefix: str = "") -> str:
     """What `--help` prints, about the jobs and tools whose names begin with `prefix`."""
-    texts = {}
-    for name, module in job_modules().items():  # not imported: the first line of its docstring
-        tree = ast.parse((Path(jobs.__path__[0]) / f"{module}.py").read_text(encoding="utf-8"))
-        texts[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    texts |= {name: text for name, (_, text) in TOOLS.items()}
+    texts = {name: text for name, (_, text) in {**job_modules(), **TOOLS}.items()}
     lines = [f"  {name:16} {text}" for name, text in texts.items() if name.startswith(prefix)]
     head = "usage: nemo-aligner COMMAND ...   (COMMAND --help says more)"
     return "\n".join([head, "", *lines])
@@ -65,21 +76,21 @@ def run_job(name: str, module: str, arguments: list[str]) -> None:
     from nemo_aligner.launch.command_line import hydra_runner
     from nemo_aligner.launch.remarks import VERBOSE
 
-    job = importlib.import_module(f"nemo_aligner.jobs.{module}")
+    job = load_job(name, module)
     if not HELP.isdisjoint(arguments):
-        print(f"{job.__doc__}{JOB_HELP.format(name.split()[-1])}")
+        print(f"{inspect.getdoc(job)}\n{JOB_HELP.format(name.split()[-1])}")
         return
     if "-v" in arguments:
         os.environ[VERBOSE] = "1"  # the ranks that this process starts inherit it
         arguments = [word for word in arguments if word != "-v"]
-    hydra_runner(str(CONF), job.CONFIG_NAME)(job.main)(arguments=arguments)
+    hydra_runner(str(CONF), job.config_name)(job)(arguments=arguments)
 
 
-def show_config(words: list[str], modules: Mapping[str, str]) -> int | None:
+def show_config(words: list[str], modules: Mapping[str, tuple[str, str]]) -> int | None:
     """Print the configuration of the job, or of the tool, that `words` name."""
     from nemo_aligner.config.schema import explained
 
-    names = {name.split()[-1]: module for name, module in modules.items()}
+    names = {name.split()[-1]: name for name in modules}
     kinds = [*names, "generate", "evaluate"]
     if not HELP.isdisjoint(words):
         print(f"usage: nemo-aligner config NAME   (one of {', '.join(kinds)})")
@@ -91,7 +102,7 @@ def show_config(words: list[str], modules: Mapping[str, str]) -> int | None:
         return ExitCode.USER_ERROR
     name = words[0]
     if name in names:
-        name = importlib.import_module(f"nemo_aligner.jobs.{names[name]}").CONFIG_NAME
+        name = load_job(names[name], modules[names[name]][0]).config_name
     print(explained(name))
     return None
 
@@ -104,7 +115,7 @@ def main(argv: list[str] | None = None) -> int | None:
     for length in (1, 2):
         name, rest = " ".join(argv[:length]), argv[length:]
         if name in modules:
-            run_job(name, modules[name], rest)
+            run_job(name, modules[name][0], rest)
             return None
         if name == "config":
             return show_config(rest, modules)

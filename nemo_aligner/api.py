@@ -11,7 +11,6 @@
 `nemo_aligner` hands these names on and imports what is behind them when it is first asked for.
 """
 
-import importlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from nemo_aligner.core.endings import ExitCode, note_ending
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
 from nemo_aligner.generate.policy import newest_weights, refuse_heads
+from nemo_aligner.jobs import rollouts, servers, supervised
 from nemo_aligner.launch.endings import end_at_once
 from nemo_aligner.launch.job_entry import check_job
 from nemo_aligner.launch.model_loading import load_from_nemo
@@ -73,7 +73,7 @@ class Job:
     """A job of the command line, such as `nemo-aligner train dpo`.
 
     Args:
-        module: of `nemo_aligner.jobs`.
+        job: function of `nemo_aligner.jobs`.
         settings: dotted keys of its configuration with their values; the others have their
             defaults (`nemo-aligner config dpo` prints all of them).
 
@@ -84,11 +84,11 @@ class Job:
         ConfigError: a text in the place of a section, and the like.
     """
 
-    def __init__(self, module: str, settings: Mapping[str, Any] | None = None):
-        self._job = importlib.import_module(f"nemo_aligner.jobs.{module}")
+    def __init__(self, job: Any, settings: Mapping[str, Any] | None = None):
+        self._job = job
         given = _tree(settings)
-        check_sections(plain_dict(given), self._job.CONFIG_NAME)
-        self.cfg: DictConfig = complete_config(given, self._job.CONFIG_NAME)
+        check_sections(plain_dict(given), job.config_name)
+        self.cfg: DictConfig = complete_config(given, job.config_name)
 
     def check(self) -> list[str]:
         """Check the configuration and the files that it names, as `run` does first; returns what
@@ -97,8 +97,8 @@ class Job:
         Raises:
             UserError: with the key, the value and the remedy.
         """
-        notes = check_job(self.cfg, self._job.CONFIG_NAME)
-        getattr(self._job, "check", lambda cfg: None)(self.cfg)
+        notes = check_job(self.cfg, self._job.config_name)
+        self._job.check(self.cfg)
         return notes
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class Job:
         """
         with stop_requests.watching(end_at_once):
             try:
-                self._job.main.__wrapped__(self.cfg)
+                self._job.__wrapped__(self.cfg)
             except Exception as error:
                 code, reason = ExitCode.FAILED, f"{type(error).__name__}: {error}"
                 note_ending(code, reason, stop_requests.step)
@@ -120,13 +120,14 @@ class Job:
             note_ending(ExitCode.FINISHED, "finished", stop_requests.step)
 
 
-SFT, RewardModel = partial(Job, "train_sft"), partial(Job, "train_rm")
-DPO, KTO, SPIN = (partial(Job, f"train_{name}") for name in ("dpo", "kto", "spin"))
-PPO, RS = partial(Job, "train_ppo"), partial(Job, "train_rs")
-REINFORCE, SteerLM2 = partial(Job, "train_reinforce"), partial(Job, "train_steerlm2")
-Distillation = partial(Job, "train_distill")
-CriticServer, RewardServer = partial(Job, "serve_critic"), partial(Job, "serve_reward")
-TeacherServer = partial(Job, "serve_teacher")
+SFT, RewardModel = partial(Job, supervised.train_sft), partial(Job, supervised.train_rm)
+DPO, KTO = partial(Job, supervised.train_dpo), partial(Job, supervised.train_kto)
+SPIN, SteerLM2 = partial(Job, supervised.train_spin), partial(Job, supervised.train_steerlm2)
+Distillation = partial(Job, supervised.train_distill)
+PPO, RS = partial(Job, rollouts.train_ppo), partial(Job, rollouts.train_rs)
+REINFORCE = partial(Job, rollouts.train_reinforce)
+CriticServer, RewardServer = partial(Job, servers.serve_critic), partial(Job, servers.serve_reward)
+TeacherServer = partial(Job, servers.serve_teacher)
 
 
 class Policy:

@@ -39,7 +39,8 @@ from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.model_loading import Model, complete_model_config, load_from_nemo
 from nemo_aligner.launch.processes import (
-    init_distributed,
+    JobTrainer,
+    launch_processes,
     no_checkpoint_error,
     resolve_and_create_trainer,
 )
@@ -98,46 +99,48 @@ OVERVIEW = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Experiment:
     """What every training job starts with."""
 
     section: str  # of `cfg.trainer`, with the job's own settings, such as "ppo"
-    trainer: Trainer  # the Lightning trainer; it knows the ranks
+    trainer: JobTrainer  # it knows the ranks
     log_dir: Path | None  # the folder of the experiment; None with `exp_manager=null`
     logger: CustomLoggerWrapper  # metrics go to TensorBoard, W&B and `metrics.jsonl`
 
 
-def start_job(cfg: DictConfig, section: str) -> Job:
-    """Resolve and log `cfg`, make the experiment's folder and loggers, start the processes of the
-    job and join them; every rank calls it.
-
-    Args:
-        section: see `Job`.
+def start_processes(cfg: DictConfig, config_name: str) -> JobTrainer:
+    """Resolve and log `cfg`, of a job that keeps no experiment, start its processes and join them;
+    every rank calls it.
     """
+    trainer = resolve_and_create_trainer(cfg)
+    log_config(cfg, config_name)
+    launch_processes(trainer)
+    return trainer
+
+
+def start_job(cfg: DictConfig) -> Experiment:
+    """`start_processes` of a training job, whose folder and loggers are made before."""
+    config_name = str(config_name_of(cfg))
+    section = SECTIONS[config_name]
     trainer = resolve_and_create_trainer(cfg, section)
-    log_config(cfg, config_name_of(cfg))
+    log_config(cfg, config_name)
     log_dir = setup_experiment(trainer, cfg)
     logger = build_logger(trainer, log_dir)
-    init_distributed(trainer)
+    launch_processes(trainer)
     fix_chat_date(cfg.model.get("data"), log_dir)
     if log_dir is not None and is_rank_zero():
         _write_config(cfg, log_dir)  # again, with that date
-    return Job(section, trainer, log_dir, logger)
+    return Experiment(section, trainer, log_dir, logger)
 
 
-def start_with_model(
-    cfg: DictConfig, config_name: str, section: str, model_class: type[Model]
-) -> tuple[Job, Model]:
+def start_with_model(cfg: DictConfig, model_class: type[Model]) -> tuple[Experiment, Model]:
     """`start_job`, with the model that it trains: from the checkpoint that `cfg` names, or of
     random weights, with its adapters; every rank calls it. `cfg.model` becomes complete.
-
-    Args:
-        config_name: the YAML file of the job, without its ending.
-        section: see `Job`.
     """
+    config_name = str(config_name_of(cfg))
     base = OmegaConf.select(cfg, restore_key(config_name))
     cfg.model = complete_model_config(base, cfg.model, config_name)
-    job = start_job(cfg, section)
+    job = start_job(cfg)
     if base is None:
         model = model_class(cfg.model, job.trainer)
     else:
@@ -354,7 +357,7 @@ def build_checkpoint_callback(
 
 def set_up_training(
     cfg: DictConfig,
-    job: Job,
+    job: Experiment,
     model: MegatronGPTModel,
     max_steps: int,
     train: Any = None,

@@ -4,6 +4,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -27,23 +28,29 @@ Main = Callable[[DictConfig], None]
 
 
 def job_main(
-    config_name: str, jobs: int | Callable[[DictConfig], int] = 1
-) -> Callable[[Main], Main]:
-    """Decorator of a job's `main`, which gets its configuration complete and checked, and ends the
-    process as `user_errors_end_the_job` says.
+    config_name: str,
+    jobs: int | Callable[[DictConfig], int] = 1,
+    check: Main = lambda cfg: None,
+) -> Callable[[Main], Any]:
+    """Decorator of a job, which gets its configuration complete and checked, and ends the process
+    as `user_errors_end_the_job` says. Its attributes `config_name` and `check` are those here.
 
     Args:
         config_name: the YAML file of the job, without its ending.
         jobs: as for `share_cores`, or what says it from the complete configuration.
+        check: raises `ConfigError` for what a checked configuration cannot have in this job.
     """
 
-    def decorator(main: Main) -> Main:
+    def decorator(main: Any) -> Any:
+        main.config_name, main.check = config_name, check
+
         @functools.partial(user_errors_end_the_job, is_job=True)
         @functools.wraps(main)
         def run(cfg: DictConfig) -> None:
             check_sections(plain_dict(cfg), config_name)
             cfg = complete_config(cfg, config_name)
             check_job(cfg, config_name)
+            check(cfg)
             share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))
             if cfg.trainer.precision is None:
                 cfg.trainer.precision = default_precision(cfg.trainer.accelerator)

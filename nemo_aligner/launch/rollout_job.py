@@ -38,7 +38,12 @@ from nemo_aligner.data.nlp.builders import (
     single_validation_set,
 )
 from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
-from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
+from nemo_aligner.launch.experiment import (
+    Experiment,
+    load_trainer_state,
+    run_timer,
+    set_up_training,
+)
 from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel import parallel_state
@@ -118,7 +123,7 @@ def build_prompt_loaders(
 
 def train_on_rollouts(
     cfg: DictConfig,
-    job: Job,
+    job: Experiment,
     model: MegatronGPTPolicyModel,
     trainer_class: Callable[..., RolloutTrainer],
     samples_per_prompt: int,

@@ -22,7 +22,13 @@ from nemo_aligner.data.nlp.builders import (
     datasets_of_job,
 )
 from nemo_aligner.data.nlp.chat import sft_chat_options
-from nemo_aligner.launch.experiment import Job, load_trainer_state, run_timer, set_up_training
+from nemo_aligner.launch.experiment import (
+    Experiment,
+    load_trainer_state,
+    run_timer,
+    set_up_training,
+    start_with_model,
+)
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.training.optim import build_scheduler
 from nemo_aligner.training.schedule import supervised_max_steps
@@ -91,6 +97,16 @@ def build_dataloaders(
         },
         test=None if test is None else loader(test, False, drop_last),
     )
+
+
+def train_on_preferences(
+    cfg: DictConfig, model_class: type[MegatronGPTModel], trainer_class: type[SupervisedTrainer]
+) -> None:
+    """The whole job of DPO or KTO."""
+    job, model = start_with_model(cfg, model_class)
+    # Before a checkpoint is resumed: the reference stays the model that the job started from.
+    loaders = build_preference_dataloaders(cfg, f"gpt_{job.section}", model)
+    train_supervised(cfg, job, model, loaders, trainer_class)
 
 
 def build_preference_dataloaders(cfg: DictConfig, config_name: str, model: Any) -> Loaders:
@@ -173,7 +189,7 @@ def build_sft_loaders(
 
 def train_supervised(
     cfg: DictConfig,
-    job: Job,
+    job: Experiment,
     model: MegatronGPTModel,
     loaders: Loaders,
     trainer_class: Callable[..., SupervisedTrainer] = SupervisedTrainer,

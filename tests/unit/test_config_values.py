@@ -17,7 +17,7 @@ from nemo_aligner.config.rules import check_keys_alone, check_values
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.jobs import train_ppo
+from nemo_aligner.jobs.rollouts import train_ppo
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import NO_LAUNCHER, check, load
 
@@ -138,7 +138,7 @@ def test_a_job_says_so_before_it_reads_its_keys(section, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path)
     OmegaConf.update(cfg, section, "text", merge=False)
     with pytest.raises(ConfigError, match=f"{section}='text' is a section; set its keys"):
-        train_ppo.main.__wrapped__(cfg)
+        train_ppo.__wrapped__(cfg)
 
 
 @pytest.mark.parametrize("value", [["a"], True])

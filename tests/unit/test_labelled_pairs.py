@@ -16,7 +16,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights, preference_loss
 from nemo_aligner.data.nlp.datasets import LabelledPairDataset
-from nemo_aligner.jobs import train_rm
+from nemo_aligner.jobs.supervised import reward_model_loaders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
 )
@@ -292,7 +292,7 @@ def test_sizes_of_batches_count_samples_and_pairs_stay_together(
             "trainer": {"rm": {"train_random_sampler": True, "val_random_sampler": False}},
         }
     )
-    train, validation, _ = train_rm.build_dataloaders(cfg, tiny_tokenizer)
+    train, validation, _ = reward_model_loaders(cfg, tiny_tokenizer)
     batches = list(train)
     assert [len(batch["chosen"]) for batch in batches] == [2, 2]
     for batch in batches:

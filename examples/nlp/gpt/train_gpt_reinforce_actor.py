@@ -1,16 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start the job of nemo_aligner/jobs/train_reinforce.py, which says what it does and takes."""
+"""Start `train_reinforce` of nemo_aligner/jobs/rollouts.py, which says what it does and takes."""
 
 from omegaconf import DictConfig
 
-from nemo_aligner.jobs import train_reinforce
+from nemo_aligner.jobs.rollouts import train_reinforce
 from nemo_aligner.launch.command_line import hydra_runner
 
 
 @hydra_runner(config_path="conf", config_name="gpt_reinforce_actor")
 def main(cfg: DictConfig) -> None:
-    train_reinforce.main(cfg)
+    train_reinforce(cfg)
 
 
 if __name__ == "__main__":

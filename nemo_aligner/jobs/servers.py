@@ -1,0 +1,250 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs that serve others until SIGTERM or SIGINT."""
+
+import dataclasses
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.jobs.reward_model import reward_model_type
+from nemo_aligner.config.server_rules import (
+    check_one_reward_per_sample,
+    check_scores_of_tokens,
+    served_attributes,
+)
+from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
+
+
+def jobs_with_critic(cfg: DictConfig) -> int:
+    """This one, the actor, and the rewards if they are elsewhere."""
+    return 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3
+
+
+@job_main("gpt_ppo_critic", jobs=jobs_with_critic)
+def serve_critic(cfg: DictConfig) -> None:
+    r"""Serve the critic of a PPO job, and its reward model too.
+
+    The latter with `trainer.ppo.combine_rm_and_critic_server=True`.
+
+        nemo-aligner serve critic pretrained_checkpoint.restore_from_path=reward_model.nemo \
+            trainer.ppo.port=5556
+
+    Both start from the reward model: one of pairs, or a regression reward model, whose attributes
+    are merged. With `combine_rm_and_critic_server=False` the critic may also start from a language
+    model, with a new head, or from a critic; rewards then come from elsewhere (`serve reward`).
+    The server runs until SIGTERM or SIGINT; the actor (`train ppo`) has it trained and saved.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
+        from nemo_aligner.launch.experiment import (
+            load_trainer_state,
+            set_up_training,
+            start_with_model,
+        )
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
+
+    reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
+    job, model = start_with_model(cfg, MegatronGPTCriticModel)
+    if cfg.trainer.ppo.combine_rm_and_critic_server:
+        # Before a checkpoint is resumed: rewards come from the model that the job started from.
+        model.set_reward_model()
+
+    optimizer, scheduler, ckpt_callback = set_up_training(
+        cfg, job, model, max_steps=cfg.trainer.ppo.max_steps
+    )
+    critic_trainer = CriticServerTrainer(
+        cfg=cfg.trainer.ppo,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        logger=job.logger,
+        ckpt_callback=ckpt_callback,
+        tokenize_func=model.tokenize,
+        gbs=cfg.model.global_batch_size,
+        model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
+        server=cfg.server,
+    )
+    state = load_trainer_state(cfg, ckpt_callback)
+    if state is not None:
+        critic_trainer.load_state_dict(state)
+    critic_trainer.keep_first_weights()
+    critic_trainer.run_server()
+
+
+@job_main("inference_rm", jobs=3)
+def serve_reward(cfg: DictConfig) -> None:
+    r"""Serve a reward model, or a Python function as reward.
+
+    It is for rejection sampling and REINFORCE, and for PPO whose critic has a server of its own.
+
+        nemo-aligner serve reward rm_model_file=reward_model.nemo inference.port=5555
+        nemo-aligner serve reward rm_model_file=policy.nemo \
+            inference.reward_fn=path/to/file.py:function
+
+    The server runs until SIGTERM or SIGINT. A regression model that does not merge its attributes
+    gives all of them (docs/steerlm.md). A function, `(prompts, responses, lengths) -> scores`, is
+    served by one process with `inference.reward_fn_workers` workers; the .nemo gives the tokenizer
+    only. With `inference.rewards_per` step or token both give rewards of the steps or tokens of a
+    response.
+    """
+    if cfg.inference.reward_fn is None:
+        _serve_model(cfg)
+    else:
+        _serve_function(cfg)
+
+
+def _serve_model(cfg: DictConfig) -> None:
+    """Every rank calls it."""
+    with long_imports():
+        from nemo_aligner.algorithms.reward_server import RewardModelServer
+        from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+        from nemo_aligner.launch.experiment import start_processes
+        from nemo_aligner.launch.model_loading import complete_model_config, load_reward_model
+        from nemo_aligner.servers.reward_function import scores_of_places
+        from nemo_aligner.servers.scoring import model_limits
+
+    restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
+    cfg.model = complete_model_config(restore_path, cfg.model, "inference_rm")
+    attributes = served_attributes(cfg.model)
+    per, step_end = cfg.inference.rewards_per, cfg.inference.step_end
+    per_token = per != "response"
+    if per_token:
+        check_one_reward_per_sample(cfg.model)
+        check_scores_of_tokens(cfg.model)
+        cfg.model.output_sequence = True
+    trainer = start_processes(cfg, "inference_rm")
+    model = load_reward_model(cfg.model, trainer, restore_path, "rm_model_file")
+    vocab_size, max_length = model_limits(model)
+
+    def rewards_of_places(tokens: Any, lengths: Any, prompt_lengths: Any) -> Any:
+        scores = model.infer((tokens, lengths))
+        return scores_of_places(
+            scores, tokens, lengths, prompt_lengths, model.tokenizer, per, step_end
+        )
+
+    RewardModelServer(
+        infer_fn=rewards_of_places if per_token else model.infer,
+        needs_prompt_lengths=per_token,
+        per_token=per_token,
+        attributes=attributes,
+        tokenize_func=model.tokenize,
+        model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        tokenizer=model.tokenizer,
+        **_endpoint_options(cfg.inference),
+        **cfg.server,
+    ).run_server()
+
+
+def _serve_function(cfg: DictConfig) -> None:
+    """The workers of the function end with the job. There is no process group."""
+    from nemo_aligner.algorithms.reward_server import RewardModelServer
+    from nemo_aligner.launch.experiment import log_config
+    from nemo_aligner.launch.watchdog import watch
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_model import build_tokenizer
+    from nemo_aligner.servers.reward_function import RewardFunction
+
+    tokenizer = build_tokenizer(_tokenizer_config(cfg))
+    OmegaConf.resolve(cfg)
+    log_config(cfg, "inference_rm")
+    watch(cfg.trainer.hang_timeout_s)
+    options = cfg.inference
+    with RewardFunction(
+        options.reward_fn,
+        tokenizer,
+        workers=options.reward_fn_workers,
+        timeout_s=options.reward_fn_timeout_s,
+        fallback=options.reward_fn_fallback,
+        per=options.rewards_per,
+        step_end=options.step_end,
+    ) as function:
+        RewardModelServer(
+            infer_fn=function.infer,
+            tokenize_func=function.no_sentences,
+            model_forward_micro_batch_size=1,  # no samples are added to fill up a request
+            vocab_size=tokenizer.vocab_size,
+            needs_prompt_lengths=True,
+            per_token=options.rewards_per != "response",
+            tokenizer=tokenizer,
+            # A few rounds of all workers.
+            slice_rows=8 * function.workers,
+            **_endpoint_options(options),
+            **cfg.server,
+        ).run_server()
+
+
+def _tokenizer_config(cfg: DictConfig) -> DictConfig:
+    """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a
+    file the latter.
+    """
+    from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+    from nemo_aligner.launch.model_loading import load_and_override_model_config
+
+    model_cfg = cfg.model
+    if cfg.rm_model_file is not None:
+        restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
+        # Apart from the job: the checks of a model's configuration are not for a function.
+        alone = OmegaConf.masked_copy(model_cfg, ["tokenizer", "overwrite_base_config"])
+        model_cfg = load_and_override_model_config(restore_path, alone)
+    return complete(model_cfg.tokenizer, "inference_rm", "model.tokenizer")
+
+
+def _endpoint_options(inference_cfg: DictConfig) -> dict[str, Any]:
+    """The arguments of `RewardModelServer` that stand in `inference` of the configuration."""
+    from nemo_aligner.algorithms.reward_server import RewardModelServer
+
+    names = {field.name for field in dataclasses.fields(RewardModelServer)}
+    options = plain_dict(inference_cfg, resolve=True)
+    return {name: value for name, value in options.items() if name in names}
+
+
+@job_main("inference_teacher", jobs=2)
+def serve_teacher(cfg: DictConfig) -> None:
+    r"""Serve a teacher to a student that learns from it while it responds itself.
+
+    The student is `train distill` with `model.knowledge_distillation.on_policy.fraction`.
+
+        nemo-aligner serve teacher pretrained_checkpoint.restore_from_path=teacher.nemo \
+            inference.port=5556 inference.top_k=100
+
+    The server gives its largest logits behind each token of the samples that it is sent, until
+    SIGTERM or SIGINT. docs/distillation.md says more.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
+        from nemo_aligner.launch.experiment import start_processes
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+            TopKTeacherModel,
+        )
+        from nemo_aligner.servers.scoring import model_limits
+
+    base = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(base, cfg.model, "inference_teacher")
+    trainer = start_processes(cfg, "inference_teacher")
+    model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=base)
+    model.set_eval()
+    vocab_size, max_length = model_limits(model)
+    options = dict(cfg.inference)
+    top_k = options.pop("top_k")
+    if vocab_size is not None and top_k > vocab_size:
+        raise UserError(
+            f"inference.top_k={top_k} is above the {vocab_size} tokens of the vocabulary; lower "
+            "it."
+        )
+    TeacherServer(
+        infer_fn=lambda samples: model.top_logits(*samples, top_k),
+        tokenize_func=no_sentences,
+        model_forward_micro_batch_size=cfg.model.micro_batch_size,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        tokenizer=model.tokenizer,
+        **options,
+        **cfg.server,
+    ).run_server()

@@ -1,0 +1,314 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs that learn from data, and the one that writes such data."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.jobs.reward_model import learns_labelled_pairs, reward_model_type
+from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.rules import check_values
+from nemo_aligner.config.values import Values, resolved
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.job_entry import job_main
+from nemo_aligner.launch.start_up import long_imports
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+
+    from nemo_aligner.launch.supervised_job import Loaders
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
+
+
+@job_main("gpt_sft")
+def train_sft(cfg: DictConfig) -> None:
+    r"""Supervised fine-tuning on prompts with responses, or on conversations.
+
+    Lines are `{"input": ..., "output": ...}`, or `{"messages": [...]}` with
+    `model.data.chat_template=tokenizer` (docs/data.md); the loss counts the responses only.
+
+        nemo-aligner train sft model.restore_from_path=base.nemo \
+            model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
+
+    Without `model.restore_from_path` the model starts from random weights, and then the
+    architecture must be given.
+    """
+    with long_imports():
+        from nemo_aligner.launch.experiment import start_with_model
+        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
+        from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
+
+    job, model = start_with_model(cfg, GPTSFTModel)
+    loaders = build_sft_dataloaders(cfg, model.tokenizer, cfg.model.answer_only_loss)
+    train_supervised(cfg, job, model, loaders)
+
+
+def _check_steerlm2(cfg: DictConfig) -> None:
+    check_steerlm2(Values(resolved(complete_config(cfg, "gpt_sft"))))
+
+
+@job_main("gpt_sft", check=_check_steerlm2)
+def train_steerlm2(cfg: DictConfig) -> None:
+    r"""SteerLM 2.0: a policy learns from its own responses, by their attributes.
+
+    It responds to attributes (SteerLM); a weight is by what a reward model says of them.
+
+        nemo-aligner train steerlm2 model.restore_from_path=steerlm.nemo model.data.chat=True \
+            model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
+
+    Lines hold a prompt, its attributes and several responses with three log-probs each
+    (docs/steerlm.md).
+    """
+    with long_imports():
+        from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
+        from nemo_aligner.launch.experiment import start_with_model
+        from nemo_aligner.launch.supervised_job import build_sft_loaders, train_supervised
+        from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
+
+    job, model = start_with_model(cfg, GPTSteerLMModel)
+    build = partial(build_steerlm2_dataset, special_tokens=cfg.model.data.chat_prompt_tokens)
+    loaders = build_sft_loaders(cfg, build, model.tokenizer)
+    train: Any = loaders.train.dataset
+    model.check_responses(train.num_responses)
+    train_supervised(cfg, job, model, loaders)
+
+
+@job_main("gpt_spin")
+def train_spin(cfg: DictConfig) -> None:
+    r"""SPIN: a policy learns to prefer the responses of the data to its own.
+
+    Its own are those that it gave at the beginning of the iteration.
+
+        nemo-aligner train spin pretrained_checkpoint.restore_from_path=sft.nemo \
+            model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
+
+    The data are those of supervised fine-tuning (docs/spin.md): conversations in NeMo's chat
+    format, with `model.data.chat_template=tokenizer` and `model.data.chat=False` in that template,
+    or with `model.data.chat=False` alone lines `{"input": ..., "output": ...}`.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
+        from nemo_aligner.launch.experiment import start_with_model
+        from nemo_aligner.launch.supervised_job import build_sft_dataloaders, train_supervised
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
+
+    job, model = start_with_model(cfg, MegatronGPTSPINModel)
+    collate_fn = partial(spin_custom_collate, eos_id=model.tokenizer.eos_id)
+    loaders = build_sft_dataloaders(cfg, model.tokenizer, collate_fn=collate_fn)
+    train_supervised(cfg, job, model, loaders, SPINTrainer)
+
+
+@job_main("gpt_dpo")
+def train_dpo(cfg: DictConfig) -> None:
+    r"""DPO, IPO, RPO: a policy learns from pairs of responses, without a reward model.
+
+        nemo-aligner train dpo pretrained_checkpoint.restore_from_path=sft.nemo \
+            "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl]}"
+
+    Lines are `{"prompt": ..., "chosen": ..., "rejected": ...}`, texts or conversations
+    (docs/dpo.md). The checkpoint is also the reference policy: a copy of its weights in host
+    memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.dpo import DPOTrainer
+        from nemo_aligner.launch.supervised_job import train_on_preferences
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
+
+    train_on_preferences(cfg, MegatronGPTDPOModel, DPOTrainer)
+
+
+@job_main("gpt_kto")
+def train_kto(cfg: DictConfig) -> None:
+    r"""KTO: a policy learns from single responses, each of them desirable or not.
+
+        nemo-aligner train kto pretrained_checkpoint.restore_from_path=sft.nemo \
+            "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl]}"
+
+    Lines are `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`, texts or
+    conversations (docs/kto.md). The checkpoint is also the reference policy: a copy of its weights
+    in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.kto import KTOTrainer
+        from nemo_aligner.launch.supervised_job import train_on_preferences
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
+
+    train_on_preferences(cfg, MegatronGPTKTOModel, KTOTrainer)
+
+
+@job_main("gpt_knowledge_distillation")
+def train_distill(cfg: DictConfig) -> None:
+    r"""Knowledge distillation: a student learns from a teacher's largest logits.
+
+        nemo-aligner logits top_k=100 output_path=train.jsonl \
+            pretrained_checkpoint.restore_from_path=teacher.nemo data.data.file_path=sft.jsonl
+        nemo-aligner train distill \
+            pretrained_checkpoint.restore_from_path=student.nemo \
+            "model.data.data_prefix={train: [train.jsonl], validation: [validation.jsonl]}"
+
+    The first command writes the logits (docs/distillation.md). With
+    `model.knowledge_distillation.on_policy.fraction` they come from a served teacher
+    (`serve teacher`) instead, also for responses that the student gives itself.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.on_policy_distillation import OnPolicyDistillationTrainer
+        from nemo_aligner.data.nlp.builders import datasets_of_job
+        from nemo_aligner.launch.experiment import start_with_model
+        from nemo_aligner.launch.supervised_job import build_dataloaders, train_supervised
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+            GPTKnowledgeDistillationModel,
+        )
+        from nemo_aligner.servers.teacher_client import RemoteTeacherClient
+
+    job, model = start_with_model(cfg, GPTKnowledgeDistillationModel)
+    fraction = cfg.model.knowledge_distillation.on_policy.fraction
+    build_datasets = datasets_of_job("gpt_knowledge_distillation", cfg.model)
+    loaders = build_dataloaders(cfg, build_datasets, model.tokenizer)
+    if fraction is None:
+        train_supervised(cfg, job, model, loaders)
+        return
+    teacher = RemoteTeacherClient(
+        cfg.remote_teacher, model.tokenizer, cfg.model.encoder_seq_length
+    )
+    try:
+        trainer_class = partial(OnPolicyDistillationTrainer, teacher=teacher, fraction=fraction)
+        train_supervised(cfg, job, model, loaders, trainer_class)
+    finally:
+        teacher.close()
+
+
+@job_main("compute_topk_logits")
+def logits(cfg: DictConfig) -> None:
+    r"""Write a teacher's largest logits at each token of the responses of a data set.
+
+    `train distill` learns from them.
+
+        nemo-aligner logits pretrained_checkpoint.restore_from_path=teacher.nemo \
+            data.data.file_path=sft.jsonl top_k=100 output_path=with_logits.jsonl
+
+    The data are those of supervised fine-tuning, and so are the keys below `data` (docs/data.md).
+    Stopped, the same command goes on where it ended; `start_from_idx` and `end_at_idx` share the
+    examples out to several jobs, each with a file of its own. docs/distillation.md says more.
+    """
+    with long_imports():
+        from nemo_aligner.algorithms.topk_logits import write_topk_logits
+        from nemo_aligner.data.nlp.builders import build_sft_dataset
+        from nemo_aligner.data.nlp.chat import sft_chat_options
+        from nemo_aligner.launch.experiment import fix_chat_date, start_processes
+        from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
+        from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
+            TopKTeacherModel,
+        )
+
+    teacher = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
+    check_values(cfg, "compute_topk_logits", complete=True)
+    trainer = start_processes(cfg, "compute_topk_logits")
+    fix_chat_date(cfg.data, None)
+    model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=teacher)
+    dataset = build_sft_dataset(
+        cfg.data.data, model.tokenizer, answer_only_loss=True, **sft_chat_options(cfg.data)
+    )
+    write_topk_logits(
+        model,
+        dataset,
+        Path(cfg.output_path),
+        cfg.top_k,
+        first=cfg.start_from_idx or 0,
+        last=cfg.end_at_idx,
+    )
+
+
+@job_main("training_rm")
+def train_rm(cfg: DictConfig) -> None:
+    r"""Train a reward model: on pairs of texts, or on texts with labels.
+
+        nemo-aligner train rm pretrained_checkpoint.restore_from_path=sft.nemo \
+            "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
+
+    `model.reward_model_type=binary_ranking`, the default, reads neighbouring lines
+    `{"text": ...}`, the better one first. `regression` reads lines
+    `{"text": ..., "label": [number, ...]}` with `model.regression.num_attributes` numbers;
+    `model.regression.loss_mask_val` stands for a number that is not known. With
+    `model.regression.loss_func=scaled_bt` (or `regular_bt`, `margin_bt`) two neighbouring lines
+    are a pair and the first number of their labels says which is better, and how much: below 0 the
+    first.
+
+    The model starts from a language model with a new head, whose weights follow from `model.seed`;
+    with `model.regression.load_rm_head_weights=True` from a reward model with its own head;
+    without `pretrained_checkpoint.restore_from_path` from random weights, and then the
+    architecture must be given. The job ends with the accuracy, or the correlation with the labels,
+    on data that it was not trained on.
+    """
+    with long_imports():
+        from nemo.utils import logging
+
+        from nemo_aligner.launch.experiment import start_job
+        from nemo_aligner.launch.model_loading import complete_model_config
+        from nemo_aligner.launch.supervised_job import train_supervised
+        from nemo_aligner.models.nlp.gpt.reward_model_classes import (
+            held_out_text,
+            reward_model_class,
+        )
+
+    base = cfg.pretrained_checkpoint.restore_from_path
+    cfg.model = complete_model_config(base, cfg.model, "training_rm")
+    model_class = reward_model_class(cfg.model.reward_model_type)
+    model_class.check_training_config(cfg.model)
+    job = start_job(cfg)
+
+    model = reward_model_to_train(cfg, model_class, job.trainer)
+    model.init_peft(cfg.model.peft)
+    rm_trainer = train_supervised(cfg, job, model, reward_model_loaders(cfg, model.tokenizer))
+    kind = reward_model_type(cfg.model.reward_model_type)
+    attributes = model.cfg.regression.num_attributes
+    for name, (metrics, samples) in rm_trainer.held_out.items():
+        logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
+
+
+def reward_model_to_train(
+    cfg: DictConfig, model_class: type["MegatronGPTRewardModel"], trainer: "Trainer"
+) -> "MegatronGPTRewardModel":
+    """A reward model of random weights, or from the checkpoint; with a new head unless its own is
+    wanted.
+
+    Raises:
+        UserError: the checkpoint's own head is asked for, and it has none.
+    """
+    from nemo_aligner.launch.model_loading import load_from_nemo
+
+    base = cfg.pretrained_checkpoint.restore_from_path
+    if base is None:
+        return model_class(cfg.model, trainer)
+    keep_head = cfg.model.regression.load_rm_head_weights
+    model = load_from_nemo(
+        model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head
+    )
+    if keep_head and not model.has_trained_head:
+        raise UserError(
+            f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that "
+            "it has no head to load; name a reward model in "
+            "pretrained_checkpoint.restore_from_path, or set it to False for a new head."
+        )
+    return model
+
+
+def reward_model_loaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loaders":
+    """Loaders of the data for the kind of reward model."""
+    from nemo_aligner.data.nlp.builders import datasets_of_job
+    from nemo_aligner.launch.supervised_job import build_dataloaders
+
+    return build_dataloaders(
+        cfg,
+        datasets_of_job("training_rm", cfg.model),
+        tokenizer,
+        train_random=cfg.trainer.rm.train_random_sampler,
+        validation_random=cfg.trainer.rm.val_random_sampler,
+        # The sizes of batches count samples, an item of such a data set is a pair of them.
+        samples_per_item=2 if learns_labelled_pairs(cfg.model) else 1,
+    )
