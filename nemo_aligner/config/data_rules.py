@@ -48,14 +48,8 @@ def check_parts(files: Mapping) -> None:
 
 
 def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, str | list[str]]:
-    """`columns` as plain Python, from the name of a field to a text or a list of texts.
-
-    Args:
-        columns: a mapping, or None.
-        key: its name, for messages.
-
-    Raises:
-        ConfigError: another form.
+    """`columns`, a mapping or None, as plain Python, from the name of a field to a text or a list
+    of texts; `key`: its name, for messages.
     """
     if columns is None:
         return {}
@@ -83,8 +77,7 @@ def check_packed(packed: Any, files: Any, context_parallel_size: int | None, spl
     """Raise `ConfigError` if SFT examples cannot be packed.
 
     Args:
-        packed: `packed_sequence` of the section `split` (`model.data.train_ds`, ...).
-        files: its `file_path`.
+        packed, files: `packed_sequence` and `file_path` of the section `split`.
         context_parallel_size: of the model; None if only its checkpoint knows.
     """
     if not packed:
@@ -147,11 +140,8 @@ def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_chat(data: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the keys of `model.data` ask for two forms of conversations, or for
-    one where none can be.
-
-    Args:
-        data: section `model.data`; absent keys ask for nothing.
+    """Raise `ConfigError` if the keys of `data`, a section `model.data`, ask for two forms of
+    conversations, or for one where none can be.
     """
     template, chat = data.get("chat_template"), data.get("chat")
     if data.get("prompt_end") and (template or chat):

@@ -55,11 +55,7 @@ def _critic_gives_rewards(estimator: str, *others: Any) -> bool:
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
 
 # Keys for which null has no meaning of its own and reads as "the default".
-NULL_IS_DEFAULT = (
-    "model.loss_reduction",
-    "model.forward_micro_batch_size",
-    "model.data.train_ds.prompt_template",
-)
+NULL_IS_DEFAULT = ("model.loss_reduction", "model.data.train_ds.prompt_template")
 # Keys of a job's YAML file that a section completed alone does not take from there.
 NOT_FROM_JOB = ("precision", "optim")  # of `model`
 # Sections of `model` that belong to a job rather than to a model.
@@ -104,9 +100,14 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     return result
 
 
-def complete(cfg: DictConfig | dict | None, config_name: str | None, section: str) -> DictConfig:
+def complete(
+    cfg: DictConfig | dict | None,
+    config_name: str | None,
+    section: str,
+    leave_out: tuple[str, ...] = (),
+) -> DictConfig:
     """Copy of `cfg`, the section called `section` (`trainer.ppo`, `remote_rm`, ...), in which each
-    missing key has its default in the job; None: its fallback.
+    missing key but those of `leave_out` has its default in the job; None: its fallback.
 
     A default that refers to another key gets that key's value: of the completed section, of the
     configuration that `cfg` is a part of, or of the job, in this order. The copy keeps the
@@ -115,7 +116,20 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
     Raises:
         ConfigError: a default refers to a key that has no value.
     """
-    return _complete(cfg, config_name, section, leave_out=())
+    result = _copy({} if cfg is None else cfg)
+    tree = _section_tree(config_name)
+    defaults = functools.reduce(lambda node, name: node.get(name) or {}, section.split("."), tree)
+    absent = [key for key in leave_out if key not in result]
+    defaults = {key: value for key, value in defaults.items() if key not in absent}
+
+    def is_default(key: str, default: object) -> bool:
+        return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
+
+    added = _fill(result, defaults, is_default, prefix=f"{section}.")
+    references = [key for key, value in added.items() if "${" in str(value)]
+    if references:
+        _resolve(result, references, tree, section)
+    return result
 
 
 def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> DictConfig:
@@ -125,7 +139,7 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
     The sections that belong to a job (`data`, ...) are not added; `optim` is completed where it is
     given.
     """
-    return _complete(cfg, config_name, "model", leave_out=JOB_SECTIONS)
+    return complete(cfg, config_name, "model", leave_out=JOB_SECTIONS)
 
 
 def model_fallback(key: str) -> Any:
@@ -184,67 +198,35 @@ def base_dropout(model_cfg: Mapping, base: Mapping, config_name: str | None) -> 
     return {key: base[key] for key in keys if base.get(key) and key not in model_cfg}
 
 
-def _complete(
-    cfg: DictConfig | dict | None,
-    config_name: str | None,
-    section: str,
-    leave_out: tuple[str, ...],
-) -> DictConfig:
-    """Copy of `cfg`, completed but for the keys `leave_out`, which are not added."""
-    result = _copy({} if cfg is None else cfg)
-    tree = _section_tree(config_name)
-    defaults = functools.reduce(lambda node, name: node.get(name) or {}, section.split("."), tree)
-    absent = [key for key in leave_out if key not in result]
-    defaults = {key: value for key, value in defaults.items() if key not in absent}
-    added = _fill(result, defaults, _reads_as_default, prefix=f"{section}.")
-    references = [key for key in added if OmegaConf.is_interpolation(*_holder(result, key))]
-    if references:
-        _resolve(result, references, tree, section)
-    return result
-
-
 def _fill(
     result: DictConfig,
     defaults: Mapping,
     is_default: Callable[[str, object], bool],
     prefix: str = "",
     path: str = "",
-) -> list[str]:
-    """Add to `result` what only `defaults` has; returns the added leaves by their dotted keys.
+) -> dict[str, Any]:
+    """Add to `result`, at `path` of a section, what only `defaults` has; returns the added leaves.
 
     Args:
         is_default: `(key, default) -> bool`, whether a null at a dotted key reads as the default.
         prefix: dotted key of the whole section, with a dot at its end.
-        path: also, of `result` in the section.
     """
-    added: list[str] = []
+    added: dict[str, Any] = {}
     for name, default in defaults.items():
         key = f"{prefix}{path}{name}"
-        if name not in result.keys():  # `in result` leaves out what is "???"
-            OmegaConf.update(result, name, copy.deepcopy(default), force_add=True)
-            added += dict(leaves({name: default}, path))
-        elif OmegaConf.is_interpolation(result, name) or OmegaConf.is_missing(result, name):
+        absent = name not in result.keys()  # `in result` leaves out what is "???"
+        if not absent and (
+            OmegaConf.is_interpolation(result, name) or OmegaConf.is_missing(result, name)
+        ):
             continue
-        elif result[name] is None:
-            if default is not None and key not in (*FREE, *OFF_WHEN_NULL):
-                if is_default(key, default):
-                    OmegaConf.update(result, name, copy.deepcopy(default))
-                    added += dict(leaves({name: default}, path))
+        is_null = not absent and result[name] is None and key not in (*FREE, *OFF_WHEN_NULL)
+        if absent or (is_null and default is not None and is_default(key, default)):
+            OmegaConf.update(result, name, copy.deepcopy(default), force_add=True)
+            added |= leaves({name: default}, path)
         elif isinstance(default, Mapping) and isinstance(result[name], DictConfig):
             if key not in FREE:
-                added += _fill(result[name], default, is_default, prefix, f"{path}{name}.")
+                added |= _fill(result[name], default, is_default, prefix, f"{path}{name}.")
     return added
-
-
-def _reads_as_default(key: str, default: object) -> bool:
-    """Whether a null at `key` reads as its default, in a section that is completed alone."""
-    return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
-
-
-def _holder(cfg: DictConfig, key: str) -> tuple[DictConfig, str]:
-    """The node that holds `key`, and the last name of `key`."""
-    parent, _, name = key.rpartition(".")
-    return (OmegaConf.select(cfg, parent) if parent else cfg), name
 
 
 def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
@@ -264,8 +246,7 @@ def _resolve(result: DictConfig, references: list[str], tree: dict, section: str
                 f"{section}.{key} is not set, and its default cannot be computed: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        node, name = _holder(result, key)
-        OmegaConf.update(node, name, value)
+        OmegaConf.update(result, key, value)
 
 
 def _copy(cfg: DictConfig | dict) -> DictConfig:

@@ -99,8 +99,6 @@ class Key:
         elif self.kind is str and isinstance(value, bool | Sequence | Mapping):
             if not isinstance(value, str):
                 raise ConfigError(f"{self.name}={value!r} must be a text.")
-        elif self.kind is int and self.at_most == LARGEST_PORT:
-            values.port(self.name)
         elif self.kind in (int, float):
             if self.kind is int:
                 values.whole(self.name)

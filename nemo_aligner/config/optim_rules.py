@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 
@@ -36,15 +37,8 @@ OPTIMIZERS = {
 DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
 # Names of NeMo that are refused: Megatron Core has Adam and SGD only.
 OTHER_OPTIMIZERS = (
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adamax",
-    "adan",
-    "lamb",
-    "novograd",
-    "rmsprop",
-    "rprop",
+    *("adadelta", "adafactor", "adagrad", "adamax", "adan"),
+    *("lamb", "novograd", "rmsprop", "rprop"),
 )
 
 _WARMUP = ("warmup_steps", "warmup_ratio")
@@ -82,6 +76,7 @@ SCHEDULES = {
     ),
     "StepLR": ScheduleKind(("step_size", "gamma"), required=("step_size",)),
 }
+_NO_OTHER = "Megatron Core has Adam and SGD only"
 # Schedules of NeMo that are refused, with the reason.
 OTHER_SCHEDULES = {
     "ReduceLROnPlateau": "it follows a validation metric, and a resumed job would not be exact",
@@ -99,27 +94,23 @@ def check_optim(optim: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: an unknown name, a key that is missing, or a value that cannot work.
     """
-    name, schedule = optim.get("name"), (optim.get("sched") or {}).get("name")
-    for key, value in (("name", name), ("sched.name", schedule)):
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"model.optim.{key}={value!r} is no name.")
-    if name is not None and name not in OPTIMIZERS:
-        reason = " (Megatron Core has Adam and SGD only)" if name in OTHER_OPTIMIZERS else ""
-        raise ConfigError(
-            f"model.optim.name={name!r} is not supported{reason}; use one of "
-            f"{', '.join(OPTIMIZERS)}."
-        )
-    _check_range("model.optim.momentum", optim.get("momentum"), 0, 1)
-    sched = optim.get("sched") or {}
-    if schedule is None:
-        return
-    if schedule not in SCHEDULES:
-        reason = f" ({OTHER_SCHEDULES[schedule]})" if schedule in OTHER_SCHEDULES else ""
-        raise ConfigError(
-            f"model.optim.sched.name={schedule!r} is not supported{reason}; use one of "
-            f"{', '.join(SCHEDULES)}."
-        )
-    _check_schedule(sched, SCHEDULES[schedule], optim.get("lr"))
+    v = Values({"model": {"optim": optim}})
+    known: tuple[tuple[str, Mapping, Mapping], ...] = (
+        ("model.optim.name", OPTIMIZERS, dict.fromkeys(OTHER_OPTIMIZERS, _NO_OTHER)),
+        ("model.optim.sched.name", SCHEDULES, OTHER_SCHEDULES),
+    )
+    for key, names, others in known:
+        name = v.get(key)
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"{key}={name!r} is no name.")
+        if name is not None and name not in names:
+            reason = f" ({others[name]})" if name in others else ""
+            raise ConfigError(
+                f"{key}={name!r} is not supported{reason}; use one of {', '.join(names)}."
+            )
+    v.number("model.optim.momentum", 0, 1)
+    if name is not None:  # of the schedule
+        _check_schedule(v, SCHEDULES[name])
 
 
 def unread_keys(sched: Mapping[str, Any]) -> list[str]:
@@ -138,8 +129,9 @@ def steps_of(sched: Mapping[str, Any], phase: str, max_steps: int) -> int:
     return int(ratio * max_steps) if ratio else int(sched.get(f"{phase}_steps") or 0)
 
 
-def _check_schedule(sched: Mapping[str, Any], kind: ScheduleKind, lr: float | None) -> None:
+def _check_schedule(v: Values, kind: ScheduleKind) -> None:
     prefix = "model.optim.sched"
+    sched = v.get(prefix)
     for key in kind.required:
         if not sched.get(key):
             raise ConfigError(
@@ -147,14 +139,10 @@ def _check_schedule(sched: Mapping[str, Any], kind: ScheduleKind, lr: float | No
                 "above 0."
             )
     for key in kind.keys:
-        value = sched.get(key)
-        if key in _RATIOS:
-            _check_range(f"{prefix}.{key}", value, 0, 1)
-        elif key in _COUNTS and value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{prefix}.{key}={value!r} must be a whole number, at least 0.")
+        if key in _COUNTS:
+            v.whole(f"{prefix}.{key}", 0)
         elif key != "cycle":
-            _check_range(f"{prefix}.{key}", value, 0, math.inf)
+            v.number(f"{prefix}.{key}", 0, 1 if key in _RATIOS else math.inf)
     for ratio in set(_RATIOS) & set(kind.keys):
         steps = ratio.replace("_ratio", "_steps")
         if sched.get(ratio) and sched.get(steps):
@@ -162,15 +150,6 @@ def _check_schedule(sched: Mapping[str, Any], kind: ScheduleKind, lr: float | No
                 f"{prefix}.{ratio}={sched[ratio]} and {prefix}.{steps}={sched[steps]} say the "
                 f"same thing twice; set {prefix}.{steps}=null."
             )
-    min_lr = sched.get("min_lr")
+    min_lr, lr = sched.get("min_lr"), v.get("model.optim.lr")
     if "min_lr" in kind.keys and min_lr is not None and lr is not None and min_lr > lr:
         raise ConfigError(f"{prefix}.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr.")
-
-
-def _check_range(key: str, value: Any, low: float, high: float) -> None:
-    if value is None:
-        return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:
-        bounds = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-        raise ConfigError(f"{key}={value!r} must be a number, {bounds}.")

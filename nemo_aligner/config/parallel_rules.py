@@ -28,11 +28,7 @@ UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_sta
 
 
 def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
-    """DP = ranks / (TP x PP x CP).
-
-    Raises:
-        ConfigError: the sizes do not divide the ranks.
-    """
+    """DP = ranks / (TP x PP x CP); `ConfigError` if the sizes do not divide the ranks."""
     product = tp * pp * cp
     if world_size % product:
         raise ConfigError(
@@ -45,8 +41,7 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
 
 
 def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding table: the next size that `multiple` and the number of TP ranks
-    divide.
+    """Rows of the embedding table: the next size that `multiple` and the TP ranks divide.
 
     NeMo pads to `multiple` x TP. With the least common multiple the table, and so the initial
     weights, do not depend on TP in most cases.
@@ -56,12 +51,8 @@ def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: i
 
 
 def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
-    """Rows of the embedding table: `model.override_vocab_size`, rounded up for the tensor-parallel
-    ranks, else the tokenizer's `vocab_size`, padded.
-
-    Args:
-        cfg: complete `model` section.
-        vocab_size: ids of the tokenizer.
+    """Rows of the embedding table by `cfg`, a complete `model` section: `override_vocab_size`,
+    rounded up for the tensor-parallel ranks, else `vocab_size`, the ids of the tokenizer, padded.
 
     Raises:
         ConfigError: the given number is smaller than `vocab_size`.
@@ -142,9 +133,7 @@ def dtype_name(precision: str | int) -> str:
 
 
 def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) -> None:
-    """Raise `ConfigError` when a GPU is asked for that is not there. `visible_devices`: GPUs of
-    this machine.
-    """
+    """Raise `ConfigError` when a GPU is asked for that is not among the visible ones."""
     if accelerator not in ACCELERATORS:
         raise ConfigError(
             f"trainer.accelerator={accelerator!r} is not supported; use one of "
@@ -170,12 +159,12 @@ def parallel_factor(
     one that `is_unsplit` cannot.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    tp, pp, cp = (values.whole(f"model.{name}", minimum=1) for name in names)
+    tp, pp, cp = (values.get(f"model.{name}") for name in names)
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
     if not (complete or is_unsplit) and not (tp and pp):
         return {}
-    experts = values.whole("model.num_moe_experts", 1)
-    expert_parallel = values.whole("model.expert_model_parallel_size", 1) or 1
+    experts = values.get("model.num_moe_experts")
+    expert_parallel = values.get("model.expert_model_parallel_size", 1)
     if complete or experts:
         check_expert_parallel(experts, expert_parallel, dp, cp or 1)
     else:  # the checkpoint may have experts
@@ -184,9 +173,7 @@ def parallel_factor(
 
 
 def check_expert_parallel(experts: int | None, expert_parallel: int, dp: int, cp: int) -> None:
-    """Raise `ConfigError` unless `expert_parallel` divides the number of experts and of data- and
-    context-parallel ranks.
-    """
+    """Raise `ConfigError` unless `expert_parallel` divides the experts, and DP x CP."""
     if expert_parallel == 1:
         return
     size = {"model.expert_model_parallel_size": expert_parallel}
@@ -214,21 +201,9 @@ def virtual_pipeline_group(values: Values) -> dict[str, int]:
     are stages, or a multiple.
     """
     pp, vpp = (
-        values.whole(f"model.{name}pipeline_model_parallel_size", 1) or 1
-        for name in ("", "virtual_")
+        values.get(f"model.{name}pipeline_model_parallel_size", 1) for name in ("", "virtual_")
     )
     return {"model.pipeline_model_parallel_size (with virtual stages)": pp} if vpp > 1 else {}
-
-
-def _require_split(name: str, value: int, sizes: Mapping[str, int], fixed: bool) -> None:
-    """Raise `ConfigError` unless the parallel `sizes` divide `value`, which a checkpoint may have
-    `fixed`.
-    """
-    product = " x ".join(sizes)
-    remedy = (
-        f"the checkpoint fixes {name}, so set {product} to a divisor of {value}" if fixed else None
-    )
-    require_multiple(name, value, sizes, remedy)
 
 
 def check_architecture(values: Mapping, fixed: bool = False) -> None:
@@ -239,31 +214,36 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         fixed: they are those of a checkpoint, so that only the parallel sizes can change.
     """
     v = Values({"model": values})
+
+    def require(name: str, value: int, **sizes: int) -> None:
+        factors = {f"model.{key}": size for key, size in sizes.items()}
+        remedy = (
+            f"the checkpoint fixes model.{name}, so set {' x '.join(factors)} to a divisor of "
+            f"{value}"
+        )
+        require_multiple(f"model.{name}", value, factors, remedy if fixed else None)
+
     heads, hidden, groups, layers = (
-        v.whole(f"model.{key}", 1)
+        v.get(f"model.{key}")
         for key in ("num_attention_heads", "hidden_size", "num_query_groups", "num_layers")
     )
     tp, pp, vpp = (
-        v.whole(f"model.{name}_model_parallel_size", 1) or 1
+        v.get(f"model.{name}_model_parallel_size", 1)
         for name in ("tensor", "pipeline", "virtual_pipeline")
     )
     if heads and hidden and v.get("model.kv_channels") is None:
         require_multiple("model.hidden_size", hidden, {"model.num_attention_heads": heads})
     if heads and groups:
         require_multiple("model.num_attention_heads", heads, {"model.num_query_groups": groups})
-    tensor = {"model.tensor_model_parallel_size": tp}
     if heads:
-        _require_split("model.num_attention_heads", heads, tensor, fixed)
+        require("num_attention_heads", heads, tensor_model_parallel_size=tp)
     if groups:
-        _require_split("model.num_query_groups", groups, tensor, fixed)
-    if layers and _is_uneven(v):
+        require("num_query_groups", groups, tensor_model_parallel_size=tp)
+    if layers and is_uneven(v):
         check_pipeline_stages(values)
     elif layers:
-        stages = {"model.pipeline_model_parallel_size": pp}
-        stages |= {"model.virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
-        _require_split("model.num_layers", layers, stages, fixed)
-    for key in ("ffn_hidden_size", "kv_channels"):
-        v.whole(f"model.{key}", 1)
+        virtual = {"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {}
+        require("num_layers", layers, pipeline_model_parallel_size=pp, **virtual)
     _check_experts(v, fixed)
     if vpp > 1 and pp == 1:
         raise ConfigError(
@@ -271,29 +251,27 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
             "model.pipeline_model_parallel_size of 2 or more; set it to null."
         )
     if layers:
-        smallest = min(uneven_stages(v)) if _is_uneven(v) else layers // pp
-        _check_recomputed_layers(v, smallest // vpp)
+        stage = (min(uneven_stages(v)) if is_uneven(v) else layers // pp) // vpp
+        again = v.get(RECOMPUTE + "num_layers", 0)
+        if v.get(RECOMPUTE + "granularity") == "full" and again > stage:
+            raise ConfigError(
+                f"{RECOMPUTE}num_layers={again} is more than the {stage} layers of a pipeline "
+                f"stage; set it to at most {stage}."
+            )
 
 
-def _is_uneven(v: Values) -> bool:
+def is_uneven(v: Values) -> bool:
     """Whether there are several pipeline stages, and the first or the last has its own size."""
     pp = v.whole("model.pipeline_model_parallel_size", 1) or 1
     return pp > 1 and any(v.get(f"model.{key}") is not None for key in UNEVEN)
 
 
 def check_pipeline_stages(values: Mapping) -> None:
-    """Refuse numbers of layers of the first and the last pipeline stage that cannot be built.
-
-    Args:
-        values: `cfg.model`.
-
-    Raises:
-        ConfigError: with the values and the remedy.
-    """
+    """Raise `ConfigError` if the pipeline stages that `cfg.model` asks for cannot be built."""
     sizes = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
     names = (*UNEVEN, *sizes, "num_layers")
     v = Values({"model": {name: values.get(name) for name in names}})
-    if not _is_uneven(v):
+    if not is_uneven(v):
         return
     vpp = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1
     for stage, layers in enumerate(uneven_stages(v)):
@@ -306,10 +284,8 @@ def check_pipeline_stages(values: Mapping) -> None:
 
 
 def uneven_stages(v: Values) -> list[int]:
-    """Layers of each pipeline stage, where those of the first or the last one are given.
-
-    Raises:
-        ConfigError: the others cannot share what is left.
+    """Layers of each pipeline stage, where those of the first or the last one are given;
+    `ConfigError` if the others cannot share what is left.
     """
     layers, pp = v.size("model.num_layers"), v.size("model.pipeline_model_parallel_size")
     first, last = (v.whole(f"model.{key}", 1) for key in UNEVEN)
@@ -327,18 +303,11 @@ def uneven_stages(v: Values) -> list[int]:
 
 
 def _check_experts(v: Values, fixed: bool) -> None:
-    experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
+    experts, topk = v.get("model.num_moe_experts"), v.get("model.moe_router_topk")
     if experts and topk and topk > experts:
         raise ConfigError(
             f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it."
         )
-    v.number("model.moe_aux_loss_coeff", 0)
-    v.number("model.moe_z_loss_coeff", 0)
-    # The other dispatchers need samples of one length on all ranks.
-    v.choice("model.moe_token_dispatcher_type", ("alltoall",))
-    v.choice("model.moe_router_load_balancing_type", ("aux_loss", "none"))
-    v.whole("model.moe_ffn_hidden_size", 1)
-    v.whole("model.moe_shared_expert_intermediate_size", 1)
     if experts or fixed:  # the configuration of a dense checkpoint may well hold such keys
         return
     moe_keys = [f"model.{key}" for key in v.get("model") if key.startswith("moe_")]
@@ -356,9 +325,7 @@ def check_recomputation(v: Values, complete: bool) -> None:
     A method, and without granularity a number of layers, that has no effect is accepted, as in
     NeMo-Aligner; for a user's own `inert_keys.py` has a warning.
     """
-    v.choice(RECOMPUTE + "granularity", ("selective", "full"))
-    v.choice(RECOMPUTE + "method", ("uniform", "block"))
-    granularity, layers = v.get(RECOMPUTE + "granularity"), v.whole(RECOMPUTE + "num_layers", 1)
+    granularity, layers = v.get(RECOMPUTE + "granularity"), v.get(RECOMPUTE + "num_layers")
     if granularity == "full" and complete:
         for key in ("method", "num_layers"):
             if v.get(RECOMPUTE + key) is None:
@@ -371,13 +338,4 @@ def check_recomputation(v: Values, complete: bool) -> None:
         raise ConfigError(
             f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, "
             "which recomputes the attention of every layer; set num_layers to null."
-        )
-
-
-def _check_recomputed_layers(v: Values, stage: int) -> None:
-    layers = v.whole(RECOMPUTE + "num_layers", 1)
-    if v.get(RECOMPUTE + "granularity") == "full" and layers and layers > stage:
-        raise ConfigError(
-            f"{RECOMPUTE}num_layers={layers} is more than the {stage} layers of a pipeline stage; "
-            f"set it to at most {stage}."
         )

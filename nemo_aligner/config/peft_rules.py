@@ -3,7 +3,7 @@
 """The section `model.peft`: which layers get LoRA adapters, and of which form (docs/lora.md)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_aligner.config.fields import Job
@@ -29,6 +29,13 @@ TARGET_GROUPS = {
     "attention": ("attention_qkv", "attention_dense"),
     "mlp": ("mlp_fc1", "mlp_fc2"),
     "all": tuple(TARGETS),
+}
+# Fields of `LoRASettings` that have another name in `lora_tuning`.
+KEYS = {
+    "targets": "target_modules",
+    "dim": "adapter_dim",
+    "dropout": "adapter_dropout",
+    "layers": "layer_selection",
 }
 # Keys of `lora_tuning` that the weights of adapters do not depend on: a job that goes on with
 # adapters may change them.
@@ -62,44 +69,27 @@ class LoRASettings:
     @classmethod
     def from_config(cls, tuning: Mapping[str, Any]) -> "LoRASettings":
         """Of a complete, checked section `model.peft.lora_tuning`."""
-        layers = tuning["layer_selection"]
-        dim = tuning["adapter_dim"]
-        return cls(
-            targets=_targets(tuning["target_modules"]),
-            dim=dim,
-            alpha=float(dim if tuning["alpha"] is None else tuning["alpha"]),
-            dropout=float(tuning["adapter_dropout"]),
-            dropout_position=tuning["dropout_position"],
-            column_init_method=tuning["column_init_method"],
-            row_init_method=tuning["row_init_method"],
-            layers=None if layers is None else tuple(sorted(layers)),
-            weight_tying=tuning["weight_tying"],
-            variant=tuning["variant"],
-        )
+        given = {each.name: tuning[KEYS.get(each.name, each.name)] for each in fields(cls)}
+        layers, alpha = given["layers"], given["alpha"]
+        given |= {
+            "targets": _targets(given["targets"]),
+            "alpha": float(given["dim"] if alpha is None else alpha),
+            "dropout": float(given["dropout"]),
+            "layers": None if layers is None else tuple(sorted(layers)),
+        }
+        return cls(**given)
 
     def to_config(self) -> dict[str, Any]:
         """The section `model.peft.lora_tuning` that describes these adapters."""
-        return {
-            "target_modules": list(self.targets),
-            "adapter_dim": self.dim,
-            "alpha": self.alpha,
-            "adapter_dropout": self.dropout,
-            "dropout_position": self.dropout_position,
-            "column_init_method": self.column_init_method,
-            "row_init_method": self.row_init_method,
-            "layer_selection": None if self.layers is None else list(self.layers),
-            "weight_tying": self.weight_tying,
-            "position_embedding_strategy": None,
-            "variant": self.variant,
+        own = {
+            KEYS.get(name, name): list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
         }
+        return own | {"position_embedding_strategy": None}
 
 
 def _targets(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of `TARGETS` that `target_modules` stands for.
-
-    Raises:
-        ConfigError: a name that does not exist, or none.
-    """
+    """The names of `TARGETS` that `target_modules` stands for; `ConfigError` if it is none."""
     if not isinstance(names, str | Sequence):
         raise ConfigError(
             f"{TUNING}target_modules={names!r} must be a list of {', '.join(TARGETS)}."
@@ -123,16 +113,12 @@ def trains_adapters(tree: Mapping[str, Any]) -> bool:
     return Values(tree).get(PEFT + "peft_scheme", NONE) != NONE
 
 
-def check_peft(values: Values) -> None:
+def check_peft(v: Values) -> None:
     """Refuse adapters that cannot be built. Absent keys are not checked.
 
     Args:
-        values: a configuration with the section `model`, as far as it is known.
-
-    Raises:
-        ConfigError: with the value and the remedy.
+        v: a configuration with the section `model`, as far as it is known.
     """
-    v = values
     scheme = v.get(PEFT + "peft_scheme", NONE)
     if scheme not in (NONE, LORA):
         raise ConfigError(
@@ -142,44 +128,6 @@ def check_peft(values: Values) -> None:
     _check_sources(v, scheme)
     if scheme == NONE:
         return
-    _check_tuning(v)
-    targets = _targets(v.get(TUNING + "target_modules", ("attention_qkv",)))
-    experts = v.get("model.num_moe_experts")
-    inside = [name for name in targets if name in TARGET_GROUPS["mlp"]]
-    if experts and inside:
-        raise ConfigError(
-            f"{TUNING}target_modules names {', '.join(inside)}, but the MLPs of this model are "
-            f"experts (model.num_moe_experts={experts}), which have no adapters; use attention."
-        )
-    _check_layers(v)
-
-
-def _check_sources(v: Values, scheme: str) -> None:
-    """Check the keys that name adapters to start from."""
-    path = v.get(PEFT + "restore_from_path")
-    if path is not None and (not isinstance(path, str) or not path):
-        raise ConfigError(f"{PEFT}restore_from_path={path!r} is not a path.")
-    folder = v.get(PEFT + "restore_from_ckpt.checkpoint_dir")
-    name = v.get(PEFT + "restore_from_ckpt.checkpoint_name")
-    if (folder is None) != (name is None):
-        raise ConfigError(
-            f"{PEFT}restore_from_ckpt needs both checkpoint_dir and checkpoint_name; they are "
-            f"{folder!r} and {name!r}."
-        )
-    if path is not None and folder is not None:
-        raise ConfigError(
-            f"{PEFT}restore_from_path and {PEFT}restore_from_ckpt both name adapters to start "
-            "from; set only one."
-        )
-    if scheme == NONE and (path or folder):
-        raise ConfigError(
-            f"{PEFT}restore_from_path={path or folder} names adapters, but {PEFT}peft_scheme=none "
-            "trains none; set it to lora, or name the adapters as the checkpoint that the job "
-            "starts from, which adds them to its weights."
-        )
-
-
-def _check_tuning(v: Values) -> None:
     for key in Job("", {PEFT.rstrip("."): PolicyPeft}).keys.values():
         key.check(v)
     if v.get(TUNING + "adapter_dropout") == 1:
@@ -199,6 +147,40 @@ def _check_tuning(v: Values) -> None:
         raise ConfigError(
             f"{TUNING}weight_tying=True shares adapters between layers, which must then be on one "
             f"pipeline stage; model.pipeline_model_parallel_size is {stages}."
+        )
+    targets = _targets(v.get(TUNING + "target_modules", ("attention_qkv",)))
+    experts = v.get("model.num_moe_experts")
+    inside = [name for name in targets if name in TARGET_GROUPS["mlp"]]
+    if experts and inside:
+        raise ConfigError(
+            f"{TUNING}target_modules names {', '.join(inside)}, but the MLPs of this model are "
+            f"experts (model.num_moe_experts={experts}), which have no adapters; use attention."
+        )
+    _check_layers(v)
+
+
+def _check_sources(v: Values, scheme: str) -> None:
+    """Check the keys that name adapters to start from."""
+    path = v.get(PEFT + "restore_from_path")
+    if path is not None and (not isinstance(path, str) or not path):
+        raise ConfigError(f"{PEFT}restore_from_path={path!r} is not a path.")
+    parts = "checkpoint_dir", "checkpoint_name"
+    folder, name = (v.get(f"{PEFT}restore_from_ckpt.{part}") for part in parts)
+    if (folder is None) != (name is None):
+        raise ConfigError(
+            f"{PEFT}restore_from_ckpt needs both checkpoint_dir and checkpoint_name; they are "
+            f"{folder!r} and {name!r}."
+        )
+    if path is not None and folder is not None:
+        raise ConfigError(
+            f"{PEFT}restore_from_path and {PEFT}restore_from_ckpt both name adapters to start "
+            "from; set only one."
+        )
+    if scheme == NONE and (path or folder):
+        raise ConfigError(
+            f"{PEFT}restore_from_path={path or folder} names adapters, but {PEFT}peft_scheme=none "
+            "trains none; set it to lora, or name the adapters as the checkpoint that the job "
+            "starts from, which adds them to its weights."
         )
 
 

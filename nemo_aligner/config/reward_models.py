@@ -45,9 +45,6 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
     """The reward models of `cfg`, the section called `setting`.
 
     `host` and `port` of `remote_rm` win over those of its `reward_model`.
-
-    Raises:
-        ConfigError: naming the key, its value and what it should be.
     """
     ensemble = cfg.get("reward_models")
     host, port = cfg.get("host"), cfg.get("port")  # keys of remote_rm only
@@ -95,9 +92,6 @@ class RewardServersSpec:
 def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | None:
     """The web servers that `reward_fn` of `options`, the section called `section`, names; None if
     it is null or a Python function.
-
-    Raises:
-        ConfigError: it is nothing of these, or the token or certificates cannot be used.
     """
     setting, reward_fn = f"{section}.reward_fn", options["reward_fn"]
     given = _as_list(reward_fn)
@@ -130,11 +124,7 @@ def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | N
 
 
 def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:
-    """The served teacher that `cfg`, the section called `setting`, names.
-
-    Raises:
-        ConfigError: naming the key, its value and what it should be.
-    """
+    """The served teacher that `cfg`, the section called `setting`, names."""
     return _read_one({"name": cfg["name"]}, setting, ip=cfg["host"], port=cfg["port"])
 
 

@@ -30,12 +30,11 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     v.multiple(model + "num_val_samples", model + "val_rollout_micro_batch_size", times=dp)
     check_generation(v, model)
     check_reshard(v, section, model + "generation.reshard", dp)
-    _check_environment(v, kind, remote)
-    _check_reward_fn(v, kind, remote)
+    _check_own_rewards(v, kind, remote)
     check_shared_queue(
         section,
         v.get(f"{section}batch_iterator.use_flask"),
-        v.whole("model.expert_model_parallel_size", 1) or 1,
+        v.get("model.expert_model_parallel_size", 1),
     )
     check_remote(v, remote)
     read_reward_models(v.get(remote), remote)
@@ -47,23 +46,18 @@ def check_remote(v: Values, remote: str) -> None:
     client_tls(v.get(f"{remote}.tls_ca_file"), remote)
 
 
-def _check_environment(v: Values, kind: str, remote: str) -> None:
-    """Check `model.<kind>.environment`, if there is one."""
-    section = f"model.{kind}.environment"
-    path = v.get(f"{section}.path")
-    if path is None:
+def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
+    """Check a reward function or an environment, and that nothing beside it gives rewards."""
+    section, environment = f"trainer.{kind}", f"model.{kind}.environment.path"
+    check_kind_of_rewards(v, section)
+    read_reward_servers(v.get(section), section)
+    own = {key: v.get(key) for key in (f"{section}.reward_fn", environment)}
+    given = [f"{key}={shown_url(str(name))}" for key, name in own.items() if name is not None]
+    if not given:
         return
-    _check_alone(v, remote, f"{section}.path={path} gives the rewards")
-    if v.get(f"trainer.{kind}.overlong_buffer_len", 0):
-        raise ConfigError(
-            f"trainer.{kind}.overlong_buffer_len={v.get(f'trainer.{kind}.overlong_buffer_len')} "
-            f"is for single responses, but {section}.path={path} makes samples of "
-            "several; set it to 0, and let the environment judge lengths."
-        )
-
-
-def _check_alone(v: Values, remote: str, gives: str) -> None:
-    """Refuse servers of rewards beside what `gives` them in the job itself."""
+    gives = f"{given[0]} gives the rewards"
+    if len(given) > 1:
+        raise ConfigError(f"{gives}, and so does {given[1]}; set one to null.")
     if v.get(f"{remote}.combine_rm_and_critic_server", False):
         raise ConfigError(
             f"{gives}, so the critic's server cannot ({remote}.combine_rm_and_critic_server=True);"
@@ -71,22 +65,11 @@ def _check_alone(v: Values, remote: str, gives: str) -> None:
         )
     if v.get(f"{remote}.reward_models"):
         raise ConfigError(f"{gives}, so {remote}.reward_models would not be asked; leave it null.")
-
-
-def _check_reward_fn(v: Values, kind: str, remote: str) -> None:
-    """Check `trainer.<kind>.reward_fn` and what belongs to it."""
-    section = f"trainer.{kind}"
-    check_kind_of_rewards(v, section)
-    reward_fn = v.get(f"{section}.reward_fn")
-    read_reward_servers(v.get(section), section)
-    if reward_fn is None:
-        return
-    gives = f"{section}.reward_fn={shown_url(str(reward_fn))} gives the rewards"
-    _check_alone(v, remote, gives)
-    environment = v.get(f"model.{kind}.environment.path")
-    if environment is not None:
+    if own[environment] is not None and v.get(f"{section}.overlong_buffer_len", 0):
         raise ConfigError(
-            f"{gives}, and so does model.{kind}.environment.path={environment}; set one to null."
+            f"{section}.overlong_buffer_len={v.get(f'{section}.overlong_buffer_len')} is for "
+            f"single responses, but {given[0]} makes samples of several; set it to 0, and let the "
+            "environment judge lengths."
         )
 
 
@@ -101,12 +84,8 @@ def asked_reshard(settings: Any) -> Any:
 
 
 def generation_sizes(reshard: str | Mapping[str, int] | None, tp: int, pp: int) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel size of generation.
-
-    Args:
-        reshard: that of `asked_reshard`. "auto" ends the pipeline: one of its ranks at a time
-            would work.
-        tp, pp: of training.
+    """Tensor- and pipeline-parallel size of generation, by `asked_reshard` and those of training.
+    "auto" ends the pipeline, of which one rank at a time would work.
     """
     if isinstance(reshard, Mapping):
         return reshard["tp"], reshard["pp"]
@@ -130,20 +109,18 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
 
 def _shown(reshard: Any) -> str:
     """`generation.reshard` as a command writes it."""
-    if isinstance(reshard, str):
-        return reshard
-    return "{" + ", ".join(f"{key}: {size}" for key, size in reshard.items()) + "}"
+    return str(reshard).replace("'", "")
 
 
 def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
     """Check `generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
     given = v.get(key)
-    if set(given) != {"tp", "pp"}:
-        raise ConfigError(f"{key}={_shown(given)} needs both sizes, such as {{tp: 1, pp: 1}}.")
-    tp, pp = v.size(f"{key}.tp"), v.size(f"{key}.pp")
     shown, remedy = f"{key}={_shown(given)}", f"or set {key}=auto"
+    if set(given) != {"tp", "pp"}:
+        raise ConfigError(f"{shown} needs both sizes, such as {{tp: 1, pp: 1}}.")
+    tp, pp = v.size(f"{key}.tp"), v.size(f"{key}.pp")
     trained_tp, trained_pp, cp, ep = (
-        v.whole(f"model.{name}_parallel_size", 1) or 1
+        v.get(f"model.{name}_parallel_size", 1)
         for name in ("tensor_model", "pipeline_model", "context", "expert_model")
     )
     trained = trained_tp * trained_pp
@@ -156,7 +133,23 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
         )
     together = tp * pp // trained
     if together > 1:
-        _check_wider(v, section, shown, remedy, together, cp, dp)
+        takes = f"{shown} takes the ranks of {together} data-parallel ranks"
+        for ranks in dp.values():
+            if ranks % together:
+                raise ConfigError(
+                    f"{takes}, of which there are {ranks}; choose smaller sizes, {remedy}."
+                )
+        if cp > 1:
+            raise ConfigError(
+                f"{takes}, which does not work with model.context_parallel_size={cp}; choose "
+                f"smaller sizes, {remedy}."
+            )
+        if v.get(f"{section}batch_iterator.use_flask"):
+            raise ConfigError(
+                f"{section}batch_iterator.use_flask=True does not work with {shown}: "
+                "data-parallel ranks generate together, so none may draw more prompts than "
+                "another; set it to False."
+            )
     experts = v.get("model.num_moe_experts")
     if (ep > 1 or experts) and (tp, pp) != (trained_tp, 1):
         raise ConfigError(
@@ -176,35 +169,9 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
             )
 
 
-def _check_wider(
-    v: Values, section: str, shown: str, remedy: str, together: int, cp: int, dp: dict[str, int]
-) -> None:
-    """Check a split of generation that takes the ranks of `together` data-parallel ranks."""
-    for ranks in dp.values():
-        if ranks % together:
-            raise ConfigError(
-                f"{shown} takes the ranks of {together} data-parallel ranks, of which there are "
-                f"{ranks}; choose smaller sizes, {remedy}."
-            )
-    if cp > 1:
-        raise ConfigError(
-            f"{shown} takes the ranks of {together} data-parallel ranks, which does not work with "
-            f"model.context_parallel_size={cp}; choose smaller sizes, {remedy}."
-        )
-    queue = f"{section}batch_iterator.use_flask"
-    if v.get(queue):
-        raise ConfigError(
-            f"{queue}=True does not work with {shown}: data-parallel ranks generate together, so "
-            "none may draw more prompts than another; set it to False."
-        )
-
-
 def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: int) -> None:
     """Raise `ConfigError` if ranks that hold each other's experts would draw prompts from one
-    queue.
-
-    Args:
-        section: "trainer.ppo." or "", for the message.
+    queue; `section`: "trainer.ppo." or "", for the message.
     """
     if use_flask and expert_parallel > 1:
         raise ConfigError(
@@ -216,11 +183,7 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
 
 
 def check_generation(v: Values, model: str = "") -> None:
-    """Check `length_params` and `sampling_params`.
-
-    Args:
-        model: "model.ppo.", "model.rs." or "".
-    """
+    """Check `length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
     longest = v.get(model + "length_params.max_length")
     shortest = v.get(model + "length_params.min_length")
     context = v.get("model.encoder_seq_length")
@@ -254,11 +217,8 @@ def check_responses_differ(v: Values, model: str, responses: int, key: str | Non
 
 
 def check_compares_responses(name: str, key: str, responses: int) -> None:
-    """Raise `ConfigError` unless there are several responses to compare.
-
-    Args:
-        name: what compares them.
-        key: of their number.
+    """Raise `ConfigError` unless what is called `name` has several responses to compare; `key`: of
+    their number.
     """
     if responses < 2:
         raise ConfigError(

@@ -45,11 +45,6 @@ ARCHITECTURE_KEYS = tuple(
 )
 
 
-def dotted(prefix: str, names: str) -> set[str]:
-    """Dotted keys: `dotted("a.b", "c d.e")` is `{"a.b.c", "a.b.d.e"}`."""
-    return {f"{prefix}.{name}" for name in names.split()}
-
-
 def explained(config_name: str) -> str:
     """All keys of a job with their defaults as YAML, and comments that say what each means."""
     return "\n".join(_lines(JOBS[config_name].tree, config_name))

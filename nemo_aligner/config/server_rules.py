@@ -17,11 +17,7 @@ SERVER_KEYS = ("frontend", "tls_certificate", "tls_key")  # of the section `serv
 def read_frontend(
     frontend: str, certificate: str | None, key: str | None
 ) -> ssl.SSLContext | None:
-    """Check the section `server`; returns how a server encrypts, None if it does not.
-
-    Raises:
-        ConfigError: its values cannot work together, or on this machine.
-    """
+    """Check the section `server`; returns how a server encrypts, None if it does not."""
     if frontend not in FRONTENDS:
         raise ConfigError(f"server.frontend={frontend!r} must be one of {', '.join(FRONTENDS)}.")
     if frontend == "asgi" and importlib.util.find_spec("uvicorn") is None:
@@ -53,10 +49,8 @@ def check_kind_of_rewards(v: Values, section: str) -> None:
 
 
 def check_source_of_rewards(remote: Mapping) -> None:
-    """Raise `ConfigError` if rewards are to come from the critic server and from others too.
-
-    Args:
-        remote: the section `remote_critic_rm`.
+    """Raise `ConfigError` if, by the section `remote_critic_rm`, rewards are to come from the
+    critic server and from others too.
     """
     if remote["reward_models"] and remote["combine_rm_and_critic_server"]:
         raise ConfigError(
@@ -68,10 +62,7 @@ def check_source_of_rewards(remote: Mapping) -> None:
 
 def check_reward_standardization(model: Mapping) -> None:
     """Raise `ConfigError` if rewards are to be standardized without a mean and a positive standard
-    deviation.
-
-    Args:
-        model: the section `model`, completed.
+    deviation. `model` is the completed section, here and below.
     """
     standardization = model["reward_standardization"]
     if not standardization or not standardization["enable"]:
@@ -88,10 +79,8 @@ def check_reward_standardization(model: Mapping) -> None:
 
 
 def check_attributes_are_merged(regression: Mapping) -> None:
-    """Raise `ConfigError` if a reward model gives several attributes for a sample, not their sum.
-
-    Args:
-        regression: the section `model.regression`, completed.
+    """Raise `ConfigError` if a reward model gives several attributes for a sample, not their sum,
+    by its section `model.regression`.
     """
     attributes = regression["num_attributes"]
     if attributes > 1 and not regression["merge_attributes"]:
@@ -104,11 +93,7 @@ def check_attributes_are_merged(regression: Mapping) -> None:
 
 
 def check_one_reward_per_sample(model: Mapping) -> None:
-    """Raise `ConfigError` unless a reward model gives one number per sample.
-
-    Args:
-        model: the section `model`, completed (`complete_model`).
-    """
+    """Raise `ConfigError` unless a reward model gives one number per sample."""
     check_attributes_are_merged(model["regression"])
     served_attributes(model)
 
@@ -116,9 +101,6 @@ def check_one_reward_per_sample(model: Mapping) -> None:
 def served_attributes(model: Mapping) -> int:
     """How many numbers a reward model gives for each sample: its attributes, unless it merges
     them.
-
-    Args:
-        model: the section `model`, completed (`complete_model`).
 
     Raises:
         ConfigError: it has weights that it does not use, or gives a number per token.
@@ -141,11 +123,7 @@ def served_attributes(model: Mapping) -> int:
 
 
 def check_scores_of_tokens(model: Mapping) -> None:
-    """Raise `ConfigError` unless a reward model can score single tokens.
-
-    Args:
-        model: the section `model`, completed (`complete_model`).
-    """
+    """Raise `ConfigError` unless a reward model can score single tokens."""
     if model["use_avg_pool"]:
         raise ConfigError(
             "model.use_avg_pool=True: this reward model scores the mean over all tokens, not "

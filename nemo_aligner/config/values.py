@@ -42,10 +42,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
     """Plain nested dict of a `DictConfig`, with its references resolved; a dict is returned as it
-    is.
-
-    Raises:
-        ConfigError: a reference that cannot be resolved.
+    is. `ConfigError`: a reference that cannot be resolved.
     """
     if not isinstance(cfg, DictConfig):
         return cfg
@@ -88,10 +85,8 @@ class Values:
         return False
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
-        """The whole number at `key`, or None when it is not set.
-
-        Raises:
-            ConfigError: it is no whole number, or below `minimum`.
+        """The whole number at `key`, or None when it is not set; `ConfigError` if it is none, or
+        below `minimum`.
         """
         value = self.get(key)
         if value is None:
@@ -132,12 +127,6 @@ class Values:
         if value is not None and value not in choices:
             raise ConfigError(f"{key}={value!r} must be one of {', '.join(map(str, choices))}.")
 
-    def port(self, key: str) -> None:
-        """Raise `ConfigError` unless the value, where set, is a TCP port."""
-        value = self.whole(key)
-        if value is not None and not 1 <= value <= 65535:
-            raise ConfigError(f"{key}={value} is not a TCP port; use a number from 1 to 65535.")
-
     def same(self, key: str, other: str) -> None:
         """Raise `ConfigError` if the two keys have different values; `other` is the one to set."""
         a, b = self.get(key), self.get(other)
@@ -161,10 +150,7 @@ def require_multiple(
     name: str, value: int, factors: Mapping[str, int], remedy: str | None = None
 ) -> None:
     """Raise `ConfigError` unless `value` is a positive multiple of the product of `factors`
-    (name -> size).
-
-    Args:
-        remedy: what to do; None: use one of the nearest multiples.
+    (name -> size). `remedy`: what to do; None: use one of the nearest multiples.
     """
     product = math.prod(factors.values())
     if value > 0 and value % product == 0:

@@ -33,8 +33,16 @@ from nemo_aligner.plan.jobs import (
     read_overrides,
 )
 from nemo_aligner.plan.memory import PARTS, RankMemory
-from nemo_aligner.plan.parameters import count_model, read_architecture
-from nemo_aligner.plan.splits import SIZE_KEYS, Candidate, JobInput, Machine, Plan, make_plan
+from nemo_aligner.plan.parameters import count_weights, read_architecture
+from nemo_aligner.plan.splits import (
+    SIZE_KEYS,
+    Candidate,
+    JobInput,
+    Machine,
+    Plan,
+    Planned,
+    make_plan,
+)
 
 GIB = 2**30
 SHOWN = 8  # candidates in the text
@@ -65,16 +73,12 @@ def notes(c: Candidate) -> str:
 
 def table(rows: list[list[str]]) -> str:
     """Columns of equal width; the first is aligned to the left, as is the last."""
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    last = len(widths) - 1
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if n in (0, last) else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+    columns = []
+    for n, column in enumerate(zip(*rows, strict=True)):
+        adjust = str.ljust if n in (0, len(rows[0]) - 1) else str.rjust
+        width = max(map(len, column))
+        columns.append([adjust(cell, width) for cell in column])
+    return "\n".join("  " + "  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def memory_table(memory: RankMemory) -> str:
@@ -89,33 +93,30 @@ def memory_table(memory: RankMemory) -> str:
     return table(rows)
 
 
-def candidate_table(candidates: list[Candidate], limit: float, shown: int) -> str:
+def candidate_table(job: Planned, shown: int) -> str:
     rows = [["split", "peak GiB", "in", "fits", "cost", "with"]]
-    for c in candidates[:shown]:
-        fits = "yes" if c.memory.peak <= limit else "no"
-        cost = f"{c.cost:.2f}" if fits == "yes" else "-"
-        rows.append([split_text(c), gib(c.memory.peak), c.memory.tightest, fits, cost, notes(c)])
+    for c in job.candidates[:shown]:
+        fits = c.memory.peak <= job.limit
+        shape = [split_text(c), gib(c.memory.peak), c.memory.tightest]
+        rows.append([*shape, *(("yes", f"{c.cost:.2f}") if fits else ("no", "-")), notes(c)])
     return table(rows)
 
 
-def overrides(c: Candidate, item: JobInput, given: list[str], machine: Machine) -> list[str]:
+def overrides_of(job: Planned, machine: Machine) -> list[str]:
     """The arguments of the job's script."""
-    per_node = min(c.split.ranks, machine.gpus_per_node)
-    own = {
-        item.job.config.restore_key: item.path,
+    split = job.chosen.split
+    per_node = min(split.ranks, machine.gpus_per_node)
+    chosen = {
+        job.item.job.config.restore_key: job.item.path,
         "trainer.devices": per_node,
-        "trainer.num_nodes": c.split.ranks // per_node,
+        "trainer.num_nodes": split.ranks // per_node,
+        **{f"model.{key}": getattr(split, short) for short, key in SIZE_KEYS.items()},
+        "model.sequence_parallel": split.sequence_parallel,
+        **job.chosen.changes,
     }
-    sizes = {f"model.{key}": getattr(c.split, short) for short, key in SIZE_KEYS.items()}
-    sizes["model.sequence_parallel"] = c.split.sequence_parallel
-    chosen = own | sizes | c.changes
+    given = job.item.overrides
     kept = [text for text in given if text.lstrip("+").partition("=")[0] not in chosen]
     return [*(f"{key}={value}" for key, value in chosen.items()), *kept]
-
-
-def command(c: Candidate, item: JobInput, given: list[str], machine: Machine) -> str:
-    words = [shlex.quote(word) for word in overrides(c, item, given, machine)]
-    return " \\\n".join([f"  python {item.job.script}", *(f"      {word}" for word in words)])
 
 
 def number_of_weights(item: JobInput) -> tuple[int, int]:
@@ -123,103 +124,73 @@ def number_of_weights(item: JobInput) -> tuple[int, int]:
     model = item.cfg["model"]
     alone = SimpleNamespace(**{**model, "tensor_model_parallel_size": 1})
     rows = count_vocab_rows(alone, item.vocab_size)
-    weights = count_model(read_architecture(model, rows, head_outputs(item.job, model)))
+    weights = count_weights(read_architecture(model, rows, head_outputs(item.job, model)))
     return weights.total, weights.trained.total
 
 
-def weights_text(item: JobInput) -> str:
-    """Such as `1.236 billion weights, of which 11.272 million are trained`."""
-    weights, trained = number_of_weights(item)
-    text = f"{weights / 1e9:.3f} billion weights"
-    return text + (f", of which {trained / 1e6:.3f} million are trained" * (trained < weights))
-
-
-def plan_text(
-    plan: Plan,
-    inputs: list[JobInput],
-    given: list[list[str]],
-    machine: Machine,
-    show_all: bool = False,
-) -> str:
-    """The whole plan, with the user's overrides by job; `show_all`: not the best alone."""
+def plan_text(plan: Plan, machine: Machine, show_all: bool = False) -> str:
+    """The whole plan; `show_all`: all candidates, not the best alone."""
     device = "GPU" if machine.on_gpu else "rank"
     parts = [
         f"{gib(machine.memory)} GiB per {device}, of which {gib(plan.limit)} GiB are planned with "
         "(--reserve)."
     ]
     if plan.shared:
-        both = sum(c.memory.peak for c in plan.chosen)
+        both = sum(job.chosen.memory.peak for job in plan.jobs)
         parts.append(f"Both jobs share one {device}: {gib(both)} GiB together.")
-    for c, candidates, item, texts in zip(
-        plan.chosen, plan.candidates, inputs, given, strict=True
-    ):
-        limit = limit_of(plan, c)
-        count = len(candidates) if show_all else SHOWN
+    for job in plan.jobs:
+        c, script = job.chosen, job.item.job.script
+        weights, trained = number_of_weights(job.item)
+        adapters = f", of which {trained / 1e6:.3f} million are trained" * (trained < weights)
+        host = "  Host memory: no copies of weights."
+        if c.host_per_node:
+            kinds = ", ".join(f"{name} {gib(size)}" for name, size in c.memory.host.items())
+            host = f"  Host memory per node: {gib(c.host_per_node)} GiB (GiB per rank: {kinds})."
+        count = len(job.candidates) if show_all else SHOWN
+        left_out = len(job.candidates) - count
+        words = (f"      {shlex.quote(word)}" for word in overrides_of(job, machine))
         parts += [
             "",
-            f"{item.job.name.upper()}: {weights_text(item)}, "
+            f"{job.item.job.name.upper()}: {weights / 1e9:.3f} billion weights{adapters}, "
             f"{c.split.ranks} {device}{'s' if c.split.ranks > 1 else ''}, {split_text(c)}"
             + (f", {notes(c)}" if notes(c) else ""),
             "",
             memory_table(c.memory),
             "",
             f"  All {device}s of the job together: {gib(c.total)} GiB.",
-            host_text(c),
+            host,
             "",
-            candidate_table(candidates, limit, count),
+            candidate_table(job, count),
+            *([f"  ... and {left_out} more (--all)"] if left_out > 0 else []),
             "",
-            command(c, item, texts, machine),
+            " \\\n".join([f"  python {script}", *words]),
         ]
-        if len(candidates) > count:
-            parts.insert(-2, f"  ... and {len(candidates) - count} more (--all)")
     return "\n".join(parts)
 
 
-def limit_of(plan: Plan, chosen: Candidate) -> float:
-    """Bytes that the job of a chosen candidate may use: what a job on the same GPU leaves."""
-    others = (c.memory.peak for c in plan.chosen if plan.shared and c is not chosen)
-    return plan.limit - sum(others)
-
-
-def host_text(c: Candidate) -> str:
-    if not c.host_per_node:
-        return "  Host memory: no copies of weights."
-    kinds = ", ".join(f"{name} {gib(size)}" for name, size in c.memory.host.items())
-    return f"  Host memory per node: {gib(c.host_per_node)} GiB (GiB per rank: {kinds})."
-
-
-def plan_values(
-    plan: Plan, inputs: list[JobInput], given: list[list[str]], machine: Machine
-) -> dict[str, Any]:
+def plan_values(plan: Plan, machine: Machine) -> dict[str, Any]:
     """The whole plan as plain values; sizes in bytes."""
     jobs = []
-    for c, candidates, item, texts in zip(
-        plan.chosen, plan.candidates, inputs, given, strict=True
-    ):
-        weights, trained = number_of_weights(item)
+    for job in plan.jobs:
+        weights, trained = number_of_weights(job.item)
         jobs.append(
             {
-                "job": item.job.name,
-                "script": item.job.script,
+                "job": job.item.job.name,
+                "script": job.item.job.script,
                 "weights": weights,
                 "trained": trained,
-                "recommended": candidate_values(c, limit_of(plan, c)),
-                "overrides": overrides(c, item, texts, machine),
-                "candidates": [candidate_values(each, limit_of(plan, c)) for each in candidates],
+                "recommended": candidate_values(job.chosen, job.limit),
+                "overrides": overrides_of(job, machine),
+                "candidates": [candidate_values(each, job.limit) for each in job.candidates],
             }
         )
     return {"memory": machine.memory, "limit": plan.limit, "shared": plan.shared, "jobs": jobs}
 
 
 def candidate_values(c: Candidate, limit: float) -> dict[str, Any]:
-    s = c.split
     return {
-        "gpus": s.ranks,
-        "tp": s.tp,
-        "pp": s.pp,
-        "cp": s.cp,
-        "ep": s.ep,
-        "dp": s.dp,
+        "gpus": c.split.ranks,
+        **{name: getattr(c.split, name) for name in ("tp", "pp", "cp", "ep", "dp")},
         "recompute": c.workload.recompute,
         "changes": c.changes,
         "peak": c.memory.peak,
@@ -334,15 +305,10 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str]]]:
-    """The jobs to be planned, and the overrides of each.
-
-    Raises:
-        UserError: a model or an override cannot be read.
-    """
+def read_inputs(args: argparse.Namespace) -> list[JobInput]:
+    """The jobs to be planned; `UserError`: a model or an override cannot be read."""
     models: dict[Path, tuple[Mapping[str, Any], int]] = {}
     inputs: list[JobInput] = []
-    given = []
     jobs = chosen_jobs(args.job, args.overrides)
     if len(jobs) == 1 and (args.critic or args.critic_model):
         raise UserError(
@@ -363,9 +329,8 @@ def read_inputs(args: argparse.Namespace) -> tuple[list[JobInput], list[list[str
         texts = [*(text for text in job.needs if text not in texts), *texts]
         texts += args.critic if number else []
         cfg = job_config(job, model, read_overrides(texts), str(path))
-        inputs.append(JobInput(job, str(path), cfg, vocab_size))
-        given.append(texts)
-    return inputs, given
+        inputs.append(JobInput(job, str(path), cfg, vocab_size, texts))
+    return inputs
 
 
 def _refuse_chosen_keys(overrides: list[str]) -> None:
@@ -374,7 +339,7 @@ def _refuse_chosen_keys(overrides: list[str]) -> None:
     chosen |= {"trainer.devices", "trainer.num_nodes"}
     for text in overrides:
         key = text.partition("=")[0].lstrip("+~")
-        if key in chosen and key != "model.virtual_pipeline_model_parallel_size":
+        if key in chosen:
             raise UserError(
                 f"{text}: the plan chooses {key}; see all of its candidates with --all."
             )
@@ -420,12 +385,11 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--reserve={args.reserve:g} must be from 0 to below 100 (percent).")
         memory = read_memory(args.memory)
         machine = Machine(memory, memory * (1 - args.reserve / 100), args.gpus_per_node)
-        inputs, given = read_inputs(args)
-        plan = make_plan(inputs, args.gpus, machine)
+        plan = make_plan(read_inputs(args), args.gpus, machine)
         if args.json:
-            print(json.dumps(plan_values(plan, inputs, given, machine), indent=2))
+            print(json.dumps(plan_values(plan, machine), indent=2))
         else:
-            print(plan_text(plan, inputs, given, machine, args.all))
+            print(plan_text(plan, machine, args.all))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

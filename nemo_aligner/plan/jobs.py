@@ -7,7 +7,7 @@ user's overrides, in the order in which the script merges them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -148,9 +148,6 @@ def job_config(
 ) -> dict[str, Any]:
     """The configuration that the script of the job would compute with, as plain values.
 
-    Args:
-        overrides: of the user, for this job.
-
     Raises:
         ConfigError: a key that the job does not have or that needs a value, or a reference that
             leads nowhere.
@@ -186,45 +183,84 @@ def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
     return int((model.get("regression") or {}).get("num_attributes") or 1)
 
 
+def is_on_policy(cfg: Mapping[str, Any]) -> bool:
+    return Values(cfg).get(ON_POLICY) is not None
+
+
 def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) -> Workload:
     """What a job computes at once, by `job_config` and the split's micro-batches."""
-    model, trainer = cfg["model"], cfg["trainer"]
-    by_tokens = model.get("dynamic_micro_batch_tokens") is not None
+    v, model = Values(cfg), cfg["model"]
+    width = model["encoder_seq_length"]
+    if job.config is STEERLM2.config:  # SFT, too
+        width = model["data"]["train_ds"]["max_seq_length"] or width
+    tokens = model.get("dynamic_micro_batch_tokens")
+    by_tokens = tokens is not None
+
+    def samples(size: int, together: int) -> int:
+        """Of a micro-batch of the longest: `size` or what tokens allow, times `together`."""
+        return together * (max(tokens // (width * together), 1) if by_tokens else size)
+
     unit = 1 if by_tokens else job.unit  # by tokens the responses of a pair are dealt out singly
-    forward = 0
-    if job.forward_key:
-        forward = _samples(job, cfg, Values(cfg).get(job.forward_key), unit)
-    common: dict[str, Any] = dict(
-        width=_width(job, model), unit=unit, by_tokens=by_tokens, on_gpu=on_gpu
+    forward = samples(v.get(job.forward_key), unit) if job.forward_key else 0
+    w = Workload(
+        trains=job.trains,
+        width=width,
+        unit=unit,
+        by_tokens=by_tokens,
+        on_gpu=on_gpu,
+        forward_samples=forward,
     )
     if not job.trains:
-        return Workload(**common, trains=False, forward_samples=forward)
-    common |= _training(job, cfg, split)
+        return w
+    together = 2 if job.config.pairs else 1
+    own = samples((model["steerlm2"] if job is STEERLM2 else model)["micro_batch_size"], together)
+    optimizer = OPTIMIZERS[model["optim"]["name"]]
+    w = replace(
+        w,
+        samples=own,
+        # the batch of SteerLM 2 counts prompts, whose numbers of responses only the data know
+        micro_batches=max(
+            model["global_batch_size"] * together // (own * split.dp),
+            split.pp if job is STEERLM2 else 1,
+        ),
+        recompute=model["activations_checkpoint_granularity"],
+        recompute_layers=model["activations_checkpoint_num_layers"] or 1,
+        block=model["activations_checkpoint_method"] == "block",
+        distributed_optimizer=optimizer.distributed,
+        state_bytes=8 if optimizer.kind != "sgd" else 4 * bool(model["optim"].get("momentum")),
+    )
     if job.config is CRITIC.config:
-        return Workload(
-            **common,
-            forward_samples=forward,
-            swaps=bool(trainer["ppo"]["combine_rm_and_critic_server"]),
-            offloads=bool(model["offload_adam_states"]),
-        )
-    if job is STUDENT and Values(cfg).get(ON_POLICY, 0) > 0:
+        swaps = bool(cfg["trainer"]["ppo"]["combine_rm_and_critic_server"])
+        return replace(w, swaps=swaps, offloads=bool(model["offload_adam_states"]))
+    adapters = trains_adapters(cfg)
+    merges = adapters and bool(model["peft"].get("merge_for_generation"))
+    whole = merges or not adapters  # no adapter lies beside the weights
+    if job is STUDENT and v.get(ON_POLICY, 0) > 0:
         settings = model["knowledge_distillation"]["on_policy"]
         share = max(model["global_batch_size"] // split.dp, 1)
-        return Workload(
-            **common,
+        return replace(
+            w,
             rollout_samples=min(settings["rollout_micro_batch_size"] or share, share),
             response=settings["length_params"]["max_length"],
-            merges=_merges(cfg),
-            graphs=_whole_weights(cfg),
+            merges=merges,
+            graphs=whole,
         )
-    reference = _has_reference(job, cfg)
-    if f"{job.section}.generation.kv_cache_gb" in job.config.keys:
-        settings = Values(cfg).get(job.section)
-        if not reference and "rollout_logprobs" not in settings:
-            forward = 0
-        common |= _generation(cfg, settings, split)
-        common["rollout_samples"] = max(Values(cfg).get(key) for key in job.rollout_keys)
-    return Workload(**common, forward_samples=forward, reference=reference)
+    w = replace(w, reference=_has_reference(job, cfg))
+    if f"{job.section}.generation.kv_cache_gb" not in job.config.keys:
+        return w
+    settings = v.get(job.section)
+    scores = w.reference or "rollout_logprobs" in settings
+    return replace(
+        w,
+        forward_samples=forward if scores else 0,
+        rollout_samples=max(v.get(key) for key in job.rollout_keys),
+        cache_memory=(settings["generation"]["kv_cache_gb"] or 0) * 1e9,
+        response=settings["length_params"]["max_length"],
+        merges=merges,
+        graphs=whole and settings["generation"]["cuda_graphs"] is not False,
+        generation=generation_sizes(asked_reshard(settings), split.tp, split.pp),
+        offloads=bool(settings["offload_adam_states"]),
+    )
 
 
 def _has_reference(job: Job, cfg: Mapping[str, Any]) -> bool:
@@ -234,69 +270,3 @@ def _has_reference(job: Job, cfg: Mapping[str, Any]) -> bool:
         return v.get(f"{job.section}.ref_log_probs_dir") is None
     in_reward = v.get(f"{loop}.initial_policy_kl_penalty", 0)
     return in_reward > 0 or v.get(f"{job.section}.kl_loss_coef", 0) > 0
-
-
-def _samples(job: Job, cfg: Mapping[str, Any], size: int, together: int) -> int:
-    """Of a micro-batch of the longest samples: `size` or what tokens allow, times `together`."""
-    tokens = cfg["model"].get("dynamic_micro_batch_tokens")
-    if tokens is not None:
-        size = max(tokens // (_width(job, cfg["model"]) * together), 1)
-    return int(size * together)
-
-
-def _training(job: Job, cfg: Mapping[str, Any], split: Split) -> dict[str, Any]:
-    model = cfg["model"]
-    together = 2 if job.config.pairs else 1
-    size = (model["steerlm2"] if job is STEERLM2 else model)["micro_batch_size"]
-    own = _samples(job, cfg, size, together)
-    micro_batches = max(model["global_batch_size"] * together // (own * split.dp), 1)
-    if job is STEERLM2:  # the batch counts prompts, whose numbers of responses only the data know
-        micro_batches = max(micro_batches, split.pp)
-    optimizer = OPTIMIZERS[model["optim"]["name"]]
-    if optimizer.kind == "sgd":
-        state_bytes = 4 if model["optim"].get("momentum") else 0
-    else:
-        state_bytes = 8
-    return {
-        "samples": own,
-        "micro_batches": micro_batches,
-        "recompute": model["activations_checkpoint_granularity"],
-        "recompute_layers": model["activations_checkpoint_num_layers"] or 1,
-        "block": model["activations_checkpoint_method"] == "block",
-        "distributed_optimizer": optimizer.distributed,
-        "state_bytes": state_bytes,
-    }
-
-
-def is_on_policy(cfg: Mapping[str, Any]) -> bool:
-    return Values(cfg).get(ON_POLICY) is not None
-
-
-def _merges(cfg: Mapping[str, Any]) -> bool:
-    """Whether adapters are merged into a copy of their weights for generation."""
-    return trains_adapters(cfg) and bool(cfg["model"]["peft"]["merge_for_generation"])
-
-
-def _whole_weights(cfg: Mapping[str, Any]) -> bool:
-    """Whether no adapter lies beside the weights while responses are generated."""
-    return _merges(cfg) or not trains_adapters(cfg)
-
-
-def _generation(
-    cfg: Mapping[str, Any], settings: Mapping[str, Any], split: Split
-) -> dict[str, Any]:
-    """What the generation of a policy needs, by `settings`, its section of `model`."""
-    return {
-        "cache_memory": (settings["generation"]["kv_cache_gb"] or 0) * 1e9,
-        "response": settings["length_params"]["max_length"],
-        "merges": _merges(cfg),
-        "graphs": settings["generation"]["cuda_graphs"] is not False and _whole_weights(cfg),
-        "generation": generation_sizes(asked_reshard(settings), split.tp, split.pp),
-        "offloads": bool(settings["offload_adam_states"]),
-    }
-
-
-def _width(job: Job, model: Mapping[str, Any]) -> int:
-    if job.config is STEERLM2.config:  # SFT, too
-        return int(model["data"]["train_ds"]["max_seq_length"] or model["encoder_seq_length"])
-    return int(model["encoder_seq_length"])

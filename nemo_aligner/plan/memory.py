@@ -96,27 +96,22 @@ def weight_bytes(a: Architecture, weights: Weights) -> float:
     return numbers * a.number_bytes + weights.head * a.head_bytes
 
 
-def optimizer_bytes(a: Architecture, weights: Weights, split: Split, w: Workload) -> float:
-    """Of Adam's two moments, and of the fp32 copy that a bf16 weight has; each rank holds a share.
+def optimizer_bytes(
+    a: Architecture, weights: Weights, split: Split, w: Workload, copies: bool = True
+) -> float:
+    """Of Adam's two moments, and with `copies` of the fp32 copy that a bf16 weight has; each rank
+    holds a share.
 
     Experts are replicated over fewer ranks than other weights, so their shares are larger.
     """
     replicas = split.dp * split.cp if w.distributed_optimizer else 1
-    expert_replicas = max(replicas // split.ep, 1)
-    own = w.state_bytes + (FP32 if a.number_bytes == BF16 else 0)
-    head = w.state_bytes + (FP32 if a.head_bytes == BF16 else 0)
+    own, head = (
+        w.state_bytes + (FP32 if copies and size == BF16 else 0)
+        for size in (a.number_bytes, a.head_bytes)
+    )
     trained = weights.trained
     shared = trained.dense * own + trained.head * head
-    return shared / replicas + trained.expert * own / expert_replicas
-
-
-def moved_bytes(weights: Weights, split: Split, w: Workload) -> float:
-    """Of the states that `offload_adam_states` moves: not the fp32 copies."""
-    replicas = split.dp * split.cp if w.distributed_optimizer else 1
-    expert_replicas = max(replicas // split.ep, 1)
-    trained = weights.trained
-    dense = trained.dense + trained.head
-    return w.state_bytes * (dense / replicas + trained.expert / expert_replicas)
+    return shared / replicas + trained.expert * own / max(replicas // split.ep, 1)
 
 
 def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> Parts:
@@ -132,7 +127,8 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
         parts["reward model"] = size
         parts["critic while the reward model computes"] = size
     if w.offloads and w.trains and w.on_gpu:
-        parts["Adam's states while not training"] = moved_bytes(weights, split, w)
+        moments = optimizer_bytes(a, weights, split, w, copies=False)
+        parts["Adam's states while not training"] = moments
     return parts
 
 
@@ -285,8 +281,8 @@ def logits_bytes(a: Architecture, split: Split, tokens: float) -> float:
 
 
 def copies_of_logits(split: Split, samples: int) -> int:
-    """With sequence parallelism Megatron Core copies the logits from [S, B, V] to [B, S, V], and
-    their gradient back; with one sample both are the same.
+    """With sequence parallelism Megatron Core copies the logits of several samples from [S, B, V]
+    to [B, S, V], and their gradient back.
     """
     return 2 if split.sequence_parallel and samples > 1 else 1
 
@@ -451,11 +447,13 @@ def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankM
     standing: Parts = {WEIGHTS: weight_bytes(a, weights)}
     resting = dict(standing)
     if w.trains:
-        states = optimizer_bytes(a, weights, split, w)
-        standing |= {GRADIENTS: FP32 * weights.trained.total, OPTIMIZER: states}
+        standing |= {
+            GRADIENTS: FP32 * weights.trained.total,
+            OPTIMIZER: optimizer_bytes(a, weights, split, w),
+        }
         resting = dict(standing)
         if w.offloads and w.on_gpu:
-            resting[OPTIMIZER] = states - moved_bytes(weights, split, w)
+            resting[OPTIMIZER] -= optimizer_bytes(a, weights, split, w, copies=False)
     phases: dict[str, Parts] = {}
     if w.rollout_samples:
         phases["generation"] = resting | generation_parts(a, split, stage, w)

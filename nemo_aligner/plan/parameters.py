@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_aligner.config.parallel_rules import dtype_name, uneven_stages
+from nemo_aligner.config.parallel_rules import dtype_name, is_uneven, uneven_stages
 from nemo_aligner.config.peft_rules import SPLIT_BY_ROWS, LoRASettings, trains_adapters
 from nemo_aligner.config.values import Values
 
@@ -145,14 +145,8 @@ class Weights:
 def read_architecture(
     model: Mapping[str, Any], vocab_rows: int, head_outputs: int = 0
 ) -> Architecture:
-    """The sizes in a complete `model` section.
-
-    Args:
-        vocab_rows: V, with padding (`config.parallel_rules.count_vocab_rows`).
-        head_outputs: of the job's head; 0: a language model.
-
-    Raises:
-        ConfigError: a size is missing or no whole number, or the precision is not supported.
+    """The sizes in a complete `model` section, with `vocab_rows`, V with padding, and the outputs
+    of the job's head; 0: a language model.
     """
     v = Values({"model": model})
     hidden, heads = v.size("model.hidden_size"), v.size("model.num_attention_heads")
@@ -161,10 +155,6 @@ def read_architecture(
     learned = model["position_embedding_type"] == LEARNED
     number_bytes = FP32 if dtype_name(model["precision"]) == "float32" else BF16
     narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
-    several_stages = (v.whole("model.pipeline_model_parallel_size") or 1) > 1
-    uneven = several_stages and any(
-        model.get(f"num_layers_in_{which}_pipeline_stage") for which in ("first", "last")
-    )
     return Architecture(
         layers=v.size("model.num_layers"),
         hidden=hidden,
@@ -194,15 +184,11 @@ def read_architecture(
         head_bytes=max(number_bytes, BF16 if narrow_head else FP32),
         window=model.get("window_size") is not None,
         dropout=bool(model["hidden_dropout"] or model["attention_dropout"]),
-        stages=tuple(uneven_stages(v)) if uneven else (),
-        lora=_lora(model),
+        stages=tuple(uneven_stages(v)) if is_uneven(v) else (),
+        lora=LoRASettings.from_config(model["peft"]["lora_tuning"])
+        if trains_adapters({"model": model})
+        else None,
     )
-
-
-def _lora(model: Mapping[str, Any]) -> LoRASettings | None:
-    if not trains_adapters({"model": model}):
-        return None
-    return LoRASettings.from_config(model["peft"]["lora_tuning"])
 
 
 def _dense_layers(model: Mapping[str, Any]) -> tuple[int, ...]:
@@ -250,7 +236,10 @@ def count_adapters(a: Architecture, split: Split, stage: int = 0) -> tuple[int |
     return own * (min(chosen, 1) if a.lora.weight_tying else chosen), merged * chosen
 
 
-def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
+ONE_RANK = Split()
+
+
+def count_weights(a: Architecture, split: Split = ONE_RANK, stage: int = 0) -> Weights:
     layers = [
         (count_layer(kind, split.tp, split.ep), count)
         for kind, count in a.kinds_of(stage, split.pp)
@@ -269,10 +258,6 @@ def count_weights(a: Architecture, split: Split, stage: int = 0) -> Weights:
         elif not a.tied or not first:  # a tied table has a copy where the output is
             dense += table
     return Weights(dense, expert, head, *count_adapters(a, split, stage))
-
-
-def count_model(a: Architecture) -> Weights:
-    return count_weights(a, Split())
 
 
 def _norm(a: Architecture) -> int:

@@ -7,6 +7,7 @@ Which sizes cannot work together is decided by the rules of `config/`, with whic
 would refuse them.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -58,10 +59,18 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class JobInput:
+    job: Job  # which one
+    path: str  # of the model that it starts from
+    cfg: Mapping[str, Any]  # `jobs.job_config`
+    vocab_size: int  # ids of the tokenizer
+    overrides: list[str]  # the user's
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One way to run a job."""
 
-    job: Job  # which one
     split: Split  # over its ranks
     workload: Workload  # what it computes at once
     memory: RankMemory  # of the rank that needs most
@@ -128,38 +137,28 @@ def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
     return ""
 
 
-def halved(size: int) -> int:
-    """Half of an even size, which divides whatever it divided; 1 of an odd one."""
-    return size // 2 if size % 2 == 0 else 1
-
-
-def halved_until(fits: Callable[[int], bool], size: int) -> int | None:
-    """The largest of `size`, half of it, ... 1 that fits; None if none does."""
-    while not fits(size):
-        if size <= 1:
-            return None
-        size = halved(size)
+def halved_until(fits: Callable[[int], bool], size: int) -> int:
+    """The largest of `size`, half of it, ... 1 that fits, or 1. Half of an even size divides
+    whatever it divided; an odd one becomes 1.
+    """
+    while size > 1 and not fits(size):
+        size = size // 2 if size % 2 == 0 else 1
     return size
-
-
-def doublings(size: int) -> float:
-    """log2 of a parallel size."""
-    return math.log2(size)
 
 
 def relative_cost(w: Workload, given: Workload, split: Split) -> float:
     """The rule of thumb for the time of a step, from 1 up, relative to the `given` workload."""
     cost = 1.0 + (split.pp - 1) / (w.micro_batches * split.vpp) if w.trains else 1.0
-    cost *= 1 + TP_COST * doublings(split.tp) + CP_COST * doublings(split.cp)
-    cost *= 1 + PP_COST * doublings(split.pp) + EP_COST * doublings(split.ep)
+    cost *= 1 + TP_COST * math.log2(split.tp) + CP_COST * math.log2(split.cp)
+    cost *= 1 + PP_COST * math.log2(split.pp) + EP_COST * math.log2(split.ep)
     if w.recompute == "full":
         cost *= FULL_RECOMPUTE_COST
     if w.rollout_samples:
         cost *= 1 + PIPELINED_GENERATION_COST * (split.pp - 1)
-        steps = doublings(given.rollout_samples) - doublings(w.rollout_samples)
+        steps = math.log2(given.rollout_samples) - math.log2(w.rollout_samples)
         cost *= 1 + SMALLER_ROLLOUT_COST * steps
     if w.forward_samples:
-        steps = doublings(given.forward_samples) - doublings(w.forward_samples)
+        steps = math.log2(given.forward_samples) - math.log2(w.forward_samples)
         cost *= 1 + SMALLER_FORWARD_COST * steps
     return cost
 
@@ -167,23 +166,18 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
 def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
     """The workload with as many samples per pass without gradient, and responses, as fit."""
 
-    def fits(phase: str, changed: Workload) -> bool:
-        return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
-
-    def with_forward(samples: int) -> Workload:
-        return replace(w, forward_samples=samples)
-
-    def with_rollout(samples: int) -> Workload:
-        return replace(w, rollout_samples=samples)
+    def fits(phase: str, **samples: int) -> bool:
+        return sum(job_memory(a, split, replace(w, **samples)).phases[phase].values()) <= limit
 
     forward, rollout = w.forward_samples, w.rollout_samples
     if forward:
         phase = "scores" if a.head_outputs else "log-probs"
-        units = forward // w.unit
-        units = halved_until(lambda n: fits(phase, with_forward(n * w.unit)), units) or 1
+        units = halved_until(
+            lambda n: fits(phase, forward_samples=n * w.unit), max(forward // w.unit, 1)
+        )
         forward = units * w.unit
     if rollout:
-        rollout = halved_until(lambda n: fits("generation", with_rollout(n)), rollout) or 1
+        rollout = halved_until(lambda n: fits("generation", rollout_samples=n), rollout)
     return replace(w, forward_samples=forward, rollout_samples=rollout)
 
 
@@ -200,19 +194,20 @@ def pass_keys(job: Job, w: Workload, given: Workload) -> dict[str, Any]:
 
 
 def candidate(
-    job: Job,
+    item: JobInput,
     cfg: Mapping[str, Any],
-    vocab_size: int,
     split: Split,
     machine: Machine,
     recompute: str | None,
     limit: float,
 ) -> Candidate:
-    """One way to run a job, with passes as large as fit `limit` bytes; it may not fit itself."""
+    """One way to run a job, by `cfg` with its split, with passes as large as fit `limit` bytes; it
+    may not fit itself.
+    """
     model = cfg["model"]
-    rows = count_vocab_rows(SimpleNamespace(**model), vocab_size)
-    a = read_architecture(model, rows, head_outputs(job, model))
-    given = read_workload(job, cfg, split, machine.on_gpu)
+    rows = count_vocab_rows(SimpleNamespace(**model), item.vocab_size)
+    a = read_architecture(model, rows, head_outputs(item.job, model))
+    given = read_workload(item.job, cfg, split, machine.on_gpu)
     keys: dict[str, Any] = {}
     if recompute != given.recompute:
         given = replace(given, recompute=recompute, recompute_layers=1, block=False)
@@ -221,22 +216,21 @@ def candidate(
     ranks_on_node = min(split.ranks, machine.gpus_per_node)
     stages = [rank_memory(a, split, stage, workload) for stage in range(split.pp)]
     return Candidate(
-        job,
         split,
         workload,
         max(stages, key=lambda memory: memory.peak),
         sum(memory.peak for memory in stages) * split.ranks / split.pp,
         max(sum(memory.host.values()) for memory in stages) * ranks_on_node,
         relative_cost(workload, given, split),
-        keys | pass_keys(job, workload, given),
+        keys | pass_keys(item.job, workload, given),
     )
 
 
 def find_candidates(
-    job: Job, cfg: Mapping[str, Any], vocab_size: int, gpus: int, machine: Machine, limit: float
+    item: JobInput, gpus: int, machine: Machine, limit: float
 ) -> tuple[list[Candidate], str]:
-    """All ways to run a job on `gpus` ranks, those that fit and cost least first, and the first
-    rule that forbade a split.
+    """All ways to run a job on `gpus` ranks, those that fit `limit` bytes and cost least first,
+    and the first rule that forbade a split.
     """
     if gpus > machine.gpus_per_node and gpus % machine.gpus_per_node:
         return [], (
@@ -244,17 +238,17 @@ def find_candidates(
             f"{machine.gpus_per_node}; change --gpus or --gpus-per-node."
         )
     found, reason = [], ""
-    own = cfg["model"].get("activations_checkpoint_granularity")
-    for split in splits(gpus, machine.gpus_per_node, cfg["model"]):
-        with_sizes = with_split(cfg, split, machine)
-        forbidden = obstacle(job, with_sizes, vocab_size)
+    own = item.cfg["model"].get("activations_checkpoint_granularity")
+    for split in splits(gpus, machine.gpus_per_node, item.cfg["model"]):
+        cfg = with_split(item.cfg, split, machine)
+        forbidden = obstacle(item.job, cfg, item.vocab_size)
         reason = reason or forbidden
         if forbidden:
             continue
         # Recomputation that the user or the checkpoint asks for stays.
-        ways = ((own,) if own else (None, "full")) if job.trains else (None,)
+        ways = ((own,) if own else (None, "full")) if item.job.trains else (None,)
         for recompute in ways:
-            found.append(candidate(job, with_sizes, vocab_size, split, machine, recompute, limit))
+            found.append(candidate(item, cfg, split, machine, recompute, limit))
     found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
     return found, reason
 
@@ -270,18 +264,19 @@ MOST_GPUS = 1024  # where the search for a number of GPUs that suffices ends
 
 
 @dataclass(frozen=True)
-class JobInput:
-    job: Job  # which one
-    path: str  # of the model that it starts from
-    cfg: Mapping[str, Any]  # `jobs.job_config`
-    vocab_size: int  # ids of the tokenizer
+class Planned:
+    """What a job is to run with."""
+
+    item: JobInput  # the job
+    chosen: Candidate  # of the candidates
+    candidates: list[Candidate]  # all of them at its number of GPUs
+    limit: float  # bytes of a GPU that it may use: what a job on the same GPU leaves
 
 
 @dataclass(frozen=True)
 class Plan:
-    chosen: list[Candidate]  # one candidate per job
-    candidates: list[list[Candidate]]  # all candidates of each job at its number of GPUs
-    limit: float  # bytes of a GPU that a job may use
+    jobs: list[Planned]
+    limit: float  # bytes of a GPU that all jobs on it may use
     shared: bool = False  # the jobs are on the same GPU
 
 
@@ -314,7 +309,8 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
         return plan
     if reason:
         raise ConfigError(f"no split of {gpus} GPUs is possible: {reason}")
-    enough = smallest(inputs, gpus, machine)
+    more = (count for count in powers_of_two(MOST_GPUS) if count > gpus)
+    enough = next((count for count in more if try_plan(inputs, count, machine)[0]), None)
     what = f"{machine.memory / 2**30:.4g} GiB"
     names = " and ".join(item.job.name for item in inputs)
     raise NothingFitsError(
@@ -324,44 +320,29 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
     )
 
 
-def smallest(inputs: list[JobInput], above: int, machine: Machine) -> int | None:
-    """The least power of two above `above` of GPUs with a plan; None up to `MOST_GPUS`."""
-    gpus = 1
-    while gpus <= MOST_GPUS:
-        if gpus > above and try_plan(inputs, gpus, machine)[0] is not None:
-            return gpus
-        gpus *= 2
-    return None
-
-
 def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan | None, str]:
     """The plan for `gpus` GPUs; or None and, if rules forbid every split, the first of them."""
     limit = machine.usable
-    if len(inputs) == 1:
-        found, reason = search(inputs[0], gpus, machine, limit)
-        if found and found[0].memory.peak <= limit:
-            return Plan([found[0]], [found], limit), ""
-        return None, "" if found else reason
-    if gpus == 1:
-        for item in inputs:
-            found, reason = search(item, 1, machine, limit)
-            if not found:
-                return None, reason
-        return share_one(inputs, machine), ""
-    first, second = inputs
-    known: dict[tuple[int, int], tuple[list[Candidate], str]] = {}
+    search = functools.cache(
+        lambda index, count: find_candidates(inputs[index], count, machine, limit)
+    )
+    if len(inputs) > 1 and gpus == 1:
+        reasons = [reason for found, reason in map(search, (0, 1), (1, 1)) if not found]
+        return (None, reasons[0]) if reasons else (share_one(inputs, machine), "")
     possible, reasons = False, []
-    for pair in shares(gpus, machine.gpus_per_node):
-        both = []
-        for index, (item, count) in enumerate(zip((first, second), pair, strict=True)):
-            if (index, count) not in known:
-                known[index, count] = search(item, count, machine, limit)
-            both.append(known[index, count])
-        (found, reason), (other, other_reason) = both
-        reasons.append(reason or other_reason)
-        possible |= bool(found and other)
-        if found and other and max(c[0].memory.peak for c in (found, other)) <= limit:
-            return Plan([found[0], other[0]], [found, other], limit), ""
+    counts = [(gpus,)] if len(inputs) == 1 else shares(gpus, machine.gpus_per_node)
+    for count in counts:
+        both = [search(index, each) for index, each in enumerate(count)]
+        reasons.append(next((reason for _, reason in both if reason), ""))
+        if not all(found for found, _ in both):
+            continue
+        possible = True
+        if all(found[0].memory.peak <= limit for found, _ in both):
+            planned = [
+                Planned(item, found[0], found, limit)
+                for item, (found, _) in zip(inputs, both, strict=True)
+            ]
+            return Plan(planned, limit), ""
     return None, "" if possible else reasons[0]
 
 
@@ -370,19 +351,17 @@ def share_one(inputs: list[JobInput], machine: Machine) -> Plan | None:
     first with what is left.
     """
     first, second = inputs
-    quick, _ = search(second, 1, machine, machine.usable)
-    small, _ = search(second, 1, machine, 0.0)  # nothing fits: the passes are as small as can be
+    quick, _ = find_candidates(second, 1, machine, machine.usable)
+    small, _ = find_candidates(second, 1, machine, 0.0)  # nothing fits: passes as small as can be
     for server in (quick, small):
         for each in server:
             left = machine.usable - each.memory.peak
-            actor, _ = search(first, 1, machine, left)
+            actor, _ = find_candidates(first, 1, machine, left)
             if actor and actor[0].memory.peak <= left:
-                return Plan([actor[0], each], [actor, server], machine.usable, shared=True)
+                rest = machine.usable - actor[0].memory.peak
+                planned = [
+                    Planned(first, actor[0], actor, left),
+                    Planned(second, each, server, rest),
+                ]
+                return Plan(planned, machine.usable, shared=True)
     return None
-
-
-def search(
-    item: JobInput, gpus: int, machine: Machine, limit: float
-) -> tuple[list[Candidate], str]:
-    machine = replace(machine, usable=limit)
-    return find_candidates(item.job, item.cfg, item.vocab_size, gpus, machine, limit)

@@ -54,7 +54,6 @@ from nemo_aligner.plan.parameters import (
     Split,
     Weights,
     count_layer,
-    count_model,
     count_weights,
     read_architecture,
 )
@@ -105,7 +104,7 @@ def architecture_of(model, head_outputs=0):
 def test_number_of_weights_is_that_of_the_built_model(tiny_tokenizer_dir, variant):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **VARIANTS[variant]))
     built = sum(p.numel() for module in model.unwrapped() for p in module.parameters())
-    assert count_model(architecture_of(model)).total == built
+    assert count_weights(architecture_of(model)).total == built
 
 
 @pytest.mark.parametrize("attributes", [1, 5])
@@ -174,13 +173,13 @@ def test_number_of_weights_of_large_models():
         num_key_value_heads=8,
     )
     llama = read_architecture(large(), 128256)
-    assert count_model(llama).total == hf_count("Llama", tie_word_embeddings=False, **sizes)
+    assert count_weights(llama).total == hf_count("Llama", tie_word_embeddings=False, **sizes)
     qwen = read_architecture(
         large(qkv_bias=True, share_embeddings_and_output_weights=True), 128256
     )
-    assert count_model(qwen).total == hf_count("Qwen2", tie_word_embeddings=True, **sizes)
+    assert count_weights(qwen).total == hf_count("Qwen2", tie_word_embeddings=True, **sizes)
     mixtral = read_architecture(large(num_moe_experts=8, moe_router_topk=2), 128256)
-    assert count_model(mixtral).total == hf_count("Mixtral", num_local_experts=8, **sizes)
+    assert count_weights(mixtral).total == hf_count("Mixtral", num_local_experts=8, **sizes)
 
 
 @some_of(
@@ -331,7 +330,7 @@ def test_a_tied_table_has_a_copy_on_the_last_stage():
     tied = Architecture(32, 4096, 14336, 32, 8, 128, 128256, tied=True)
     table = 128256 * 4096
     parts = [count_weights(tied, Split(pp=2), stage).total for stage in (0, 1)]
-    assert sum(parts) == count_model(tied).total + table
+    assert sum(parts) == count_weights(tied).total + table
 
 
 def test_layers_with_and_without_experts():
@@ -341,10 +340,10 @@ def test_layers_with_and_without_experts():
     dense, sparse = (count_layer(kind).total for kind in (LLAMA_8B, mixed))
     feed_forward = 3 * 4096 * 14336
     assert sparse == dense + 7 * feed_forward + 3 * 4096 * 512 + 4096 * (8 + 1)
-    whole = count_model(mixed).total
+    whole = count_weights(mixed).total
     assert whole == N + 31 * (sparse - dense)
     assert sum(count_weights(mixed, Split(pp=2), stage).total for stage in (0, 1)) == whole
-    assert count_model(read_architecture(model | {"moe_layer_freq": 2}, 128256)).total == (
+    assert count_weights(read_architecture(model | {"moe_layer_freq": 2}, 128256)).total == (
         N + 16 * (sparse - dense)
     )
 

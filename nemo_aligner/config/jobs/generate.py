@@ -87,7 +87,6 @@ def check(v: Values, dp: dict[str, int], ranks: int) -> None:
 
 _NO_BATCHES = frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_size"))
 
-
 _GENERATE: dict[str, Any] = {
     "": GenerateCommand,
     "trainer": Machines,
@@ -96,12 +95,9 @@ _GENERATE: dict[str, Any] = {
     "model.data": Chat,
 }
 
-
 _OF_GENERATE = {**PARALLEL, **NO_RECOMPUTATION, "model.virtual_pipeline_model_parallel_size": 1}
 
-
 GENERATE = Job("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
-
 
 EVALUATE = Job(
     "evaluate",

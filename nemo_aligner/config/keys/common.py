@@ -207,12 +207,9 @@ class Pretrained:
 
 PARAMS = "exp_manager.checkpoint_callback_params"
 
-
 DATALOADER = {"model.data.dataloader_type": "single"}
 
-
 NEW_DATA = {"model.overwrite_base_config": {"data": {"data_prefix": True}}}
-
 
 CHAT_TOKENS = {
     "chat_prompt_tokens.system_turn_start": "<extra_id_0>",
@@ -220,27 +217,22 @@ CHAT_TOKENS = {
     "chat_prompt_tokens.label_start": "<extra_id_2>",
 }
 
-
 PARALLEL = {
     f"model.{name}_parallel_size": 1
     for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 }
-
 
 # As null they switch off what a checkpoint was trained with.
 NO_RECOMPUTATION = {
     f"model.activations_checkpoint_{name}": None for name in ("granularity", "method")
 }
 
-
 NO_LAYERS = {"model.activations_checkpoint_num_layers": None}
-
 
 # What a model is built from where no checkpoint is named.
 TOKENIZER = {
     f"model.tokenizer.{name}": None for name in "library type model vocab_file merge_file".split()
 }
-
 
 FROM_SCRATCH = TOKENIZER | {
     f"model.{name}": None
@@ -289,7 +281,6 @@ OF_SFT = {
     "model.optim.weight_decay": 0.01,
 }
 
-
 VALIDATION_SET = {
     "file_path": None,
     "shuffle": False,
@@ -302,8 +293,6 @@ VALIDATION_SET = {
     },
 }
 
-
 SIZES = ("global_batch_size", "micro_batch_size")
-
 
 VALIDATION_SIZES = frozenset(f"model.data.validation_ds.{name}" for name in SIZES)
