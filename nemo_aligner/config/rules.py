@@ -105,7 +105,14 @@ def check_values(
     """
     values, job = Values(resolved(complete_config(cfg, config_name))), JOBS[config_name]
     check_keys_alone(values, config_name)
-    ranks = _check_devices(values, visible_devices, env)
+    accelerator, devices = values.get("trainer.accelerator"), values.get("trainer.devices")
+    if visible_devices is None:
+        visible_devices = 0 if accelerator == "cpu" else cuda_devices()
+    check_accelerator(accelerator, devices, visible_devices)
+    if values.get("trainer.precision") is not None:
+        dtype_name(values.get("trainer.precision"))
+    own_gpus = visible_devices if accelerator != "cpu" else 0
+    ranks = count_ranks(devices, values.get("trainer.num_nodes"), own_gpus, env)
     trains_from_scratch = _check_start(values, config_name)
     refuse_model_values(values)
     if not complete:  # what the user wrote; a checkpoint's own data may have been of such a form
@@ -118,7 +125,16 @@ def check_values(
     if complete:
         check_architecture(values.get("model"), fixed=not trains_from_scratch)
     check_recomputation(values, complete)
-    _check_sequence_lengths(values)
+    length, positions = (
+        values.get(f"model.{name}") for name in ("encoder_seq_length", "max_position_embeddings")
+    )
+    name = "position_embedding_type"
+    learned = values.get(f"model.{name}", model_fallback(name)) == "learned_absolute"
+    if length and positions and learned and positions < length:
+        raise ConfigError(
+            f"model.max_position_embeddings={positions} is smaller than "
+            f"model.encoder_seq_length={length}; set it to {length}."
+        )
     for key, package in LOGGERS.items():
         if values.get(key) and importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -149,14 +165,12 @@ def check_async_save(async_save: object, always_save_nemo: object, save_hf: obje
     """Raise `ConfigError` if checkpoints are to be written in the background, and beside every one
     of them what is written from the weights in memory.
     """
-    if not async_save:
-        return
     beside = {
         "exp_manager.checkpoint_callback_params.always_save_nemo=True": bool(always_save_nemo),
         f"model.save_hf={EVERY_CHECKPOINT}": save_hf == EVERY_CHECKPOINT,
     }
     for setting, is_set in beside.items():
-        if is_set:
+        if async_save and is_set:
             raise ConfigError(
                 "exp_manager.checkpoint_callback_params.async_save=True writes checkpoints while "
                 f"the job goes on, but with {setting} the job waits for a file beside each of "
@@ -197,20 +211,6 @@ def check_keys_alone(values: Values, config_name: str) -> None:
             key.check(values)
 
 
-def _check_devices(
-    values: Values, visible_devices: int | None, env: Mapping[str, str] | None
-) -> int:
-    """Check `trainer.accelerator`, `devices` and `precision`; returns the number of ranks."""
-    accelerator, devices = values.get("trainer.accelerator"), values.get("trainer.devices")
-    nodes = values.size("trainer.num_nodes")
-    if visible_devices is None:
-        visible_devices = 0 if accelerator == "cpu" else cuda_devices()
-    check_accelerator(accelerator, devices, visible_devices)
-    if values.get("trainer.precision") is not None:
-        dtype_name(values.get("trainer.precision"))
-    return count_ranks(devices, nodes, visible_devices if accelerator != "cpu" else 0, env)
-
-
 def _check_start(values: Values, config_name: str) -> bool:
     """Check the weights that the job starts from; returns whether they are random."""
     if config_name == "evaluate":  # it may have responses in place of a policy
@@ -228,37 +228,15 @@ def _check_start(values: Values, config_name: str) -> bool:
         raise ConfigError(
             f"{key} is not set; give the path of the .nemo file or folder to start from."
         )
-    _check_from_scratch(values, key)
-    return True
-
-
-def _check_from_scratch(values: Values, key: str) -> None:
-    """Without a checkpoint the architecture must be given."""
-    needed = [
-        "model.num_layers",
-        "model.hidden_size",
-        "model.num_attention_heads",
-        "model.tokenizer.library",
-    ]
-    missing = [key for key in needed if values.get(key) is None]
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "tokenizer.library")
+    missing = [f"model.{name}" for name in sizes if values.get(f"model.{name}") is None]
     if missing:
         raise ConfigError(
             f"{key} is not set, so the model starts from random weights, but "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set either; name a "
             "checkpoint or give the architecture."
         )
-
-
-def _check_sequence_lengths(values: Values) -> None:
-    length = values.whole("model.encoder_seq_length", 2)
-    positions = values.whole("model.max_position_embeddings", 1)
-    name = "position_embedding_type"
-    learned = values.get(f"model.{name}", model_fallback(name)) == "learned_absolute"
-    if length and positions and learned and positions < length:
-        raise ConfigError(
-            f"model.max_position_embeddings={positions} is smaller than "
-            f"model.encoder_seq_length={length}; set it to {length}."
-        )
+    return True
 
 
 def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
@@ -296,8 +274,9 @@ def _check_prefix_data(values: Values) -> None:
     """What the jobs that read `model.data.data_prefix` have in common. The others may have got
     such keys from a checkpoint.
     """
-    data_length = values.whole("model.data.seq_length", 2)
-    length = values.whole("model.encoder_seq_length", 2)
+    data_length, length = (
+        values.get(key) for key in ("model.data.seq_length", "model.encoder_seq_length")
+    )
     if data_length and length and data_length > length:
         raise ConfigError(
             f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
