@@ -35,9 +35,7 @@ def read_token(
     """Return the token in `token_file`, else that in the environment; None without either.
 
     Args:
-        token_file: path, or None.
         setting, key: section of the configuration, and its key that holds `token_file`.
-        variable: of the environment.
 
     Raises:
         ConfigError: the file cannot be read, others can read it too, or its text is no token.
@@ -73,11 +71,7 @@ def read_token(
 
 
 def server_token(host: str, token_file: str | None, setting: str) -> str | None:
-    """Return the token that a server on `host` asks for; None: it asks for none.
-
-    Args:
-        host: address to listen on.
-        token_file, setting: see `read_token`.
+    """Return the token that a server which listens on `host` asks for; None: it asks for none.
 
     Raises:
         ConfigError: other machines can reach `host`, and there is no token; or see `read_token`.
@@ -96,12 +90,7 @@ def server_token(host: str, token_file: str | None, setting: str) -> str | None:
 
 
 def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Return the context of a server that encrypts, with these two files; None without them.
-
-    Raises:
-        ConfigError: one of them is missing, others can read the key, or they do not belong
-            together.
-    """
+    """Return the context of a server that encrypts, with these two files; None without them."""
     if certificate is None and key is None:
         return None
     files = f"server.tls_certificate={certificate} and server.tls_key={key}"
@@ -130,9 +119,6 @@ def client_tls(
 ) -> ssl.SSLContext | None:
     """Return the context of a client whose servers have certificates that one in `ca_file` has
     signed, or that are in it themselves; None: the servers do not encrypt.
-
-    Raises:
-        ConfigError: the file cannot be read.
     """
     if ca_file is None:
         return None

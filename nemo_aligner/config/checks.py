@@ -91,12 +91,8 @@ def check_config(
     unknown = unknown_keys(written, config_name) if may_have_other_keys else []
     if not may_have_other_keys:
         check_keys(written, config_name)
-    without_effect = INERT[config_name]
-    missing = [
-        key
-        for key, value in _walk(written, config_name).items()
-        if value == "???" and key not in without_effect
-    ]
+    asked = {key for key, value in _walk(written, config_name).items() if value == "???"}
+    missing = sorted(asked - INERT[config_name].keys())
     if missing:
         raise ConfigError(
             f"Not set: {', '.join(missing)}; give a value, for example {missing[0]}=..."
@@ -107,10 +103,9 @@ def check_config(
     before_notes()
     inert, old = inert_notes(tree, config_name), old_form_notes(Values(tree), config_name)
     nothing = why_nothing_is_kept(Values(tree), config_name)
-    lost = f"{nothing}; save_interval is val_check_interval if it is not given"
+    lost = [f"{nothing}; save_interval is val_check_interval if it is not given"]
     notes = {
-        "This job keeps neither a checkpoint nor a model of what it trains:": [lost]
-        * bool(nothing),
+        "This job keeps neither a checkpoint nor a model of what it trains:": lost * bool(nothing),
         "This package reads none of these keys:": unknown,
         "These configuration keys have no effect:": inert,
         "This configuration means something else:": old,
@@ -192,11 +187,7 @@ def _place(key: str, config_name: str) -> str:
 
 
 def check_keys(tree: Mapping, config_name: str) -> None:
-    """Refuse unknown keys of `tree`, a plain nested dict.
-
-    Raises:
-        ConfigError: all unknown keys in one message, each with the nearest known key.
-    """
+    """Refuse unknown keys of `tree`, a plain nested dict, all in one message."""
     unknown = unknown_keys(tree, config_name)
     if unknown:
         page = COMMAND_PAGES.get(config_name, "config")
@@ -237,17 +228,13 @@ def check_sections(tree: Mapping, config_name: str) -> None:
     a reference leads to is not known.
     """
     for key, value in _walk(tree, config_name).items():
-        if isinstance(value, Mapping) or value is None or _is_reference(value):
+        if isinstance(value, Mapping) or value is None or re.fullmatch(r"\$\{.*\}", str(value)):
             continue
         if key in FREE or key in LIVE[config_name]:
             continue
         below = sorted(live for live in LIVE[config_name] if live.startswith(f"{key}."))
         if below:
             raise ConfigError(f"{key}={value!r} is a section; set its keys, such as {below[0]}.")
-
-
-def _is_reference(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\$\{.*\}", value) is not None
 
 
 def inert_notes(tree: Mapping, config_name: str) -> list[str]:

@@ -107,9 +107,7 @@ class Key:
 
 
 def key(default: Any, required: bool = False, **more: Any) -> Any:
-    """A field; `more` are attributes of its `Key`. `required`: of the type `Any`, null is
-    refused.
-    """
+    """A field; `more` are attributes of its `Key`. `required`: of type `Any`, null is refused."""
     metadata = {"default": default, "required": required} | more
     return dataclasses.field(default=None, metadata=metadata)
 
@@ -162,38 +160,40 @@ class Job:
     pairs: bool = False
     records: str = ""
 
+    @property
+    def _classes(self) -> Iterator[tuple[str, type]]:
+        """The sections with each of their classes."""
+        for name, classes in self.sections.items():
+            for each in classes if isinstance(classes, tuple) else (classes,):
+                yield name, each
+
     @functools.cached_property
     def keys(self) -> dict[str, Key]:
         """The keys by their dotted names."""
         found: dict[str, Key] = {}
-        for name, classes in self.sections.items():
-            for each in classes if isinstance(classes, tuple) else (classes,):
-                found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
+        for name, each in self._classes:
+            found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
         assert self.records in ("", *RECORDS)
         assert {*self.without, *self.required, *self.inert, *self.defaults} <= set(found)
-        for name in self.inert:
-            found[name] = dataclasses.replace(found[name], acts=False)
-        for name in self.required:
-            found[name] = dataclasses.replace(found[name], nullable=False)
-        bare = {name for name in found if name.startswith(tuple(f"{each}." for each in self.bare))}
-        for name, default in (dict.fromkeys(bare, ABSENT) | dict(self.defaults)).items():
-            found[name] = dataclasses.replace(found[name], default=default)
-        for name in bare:
-            found[name] = dataclasses.replace(found[name], nullable=True)
-        return {
-            name: dataclasses.replace(key, default=self._own(key.default))
-            for name, key in found.items()
-            if name not in self.without
-        }
+        bare = tuple(f"{name}." for name in self.bare)
+        keys = {}
+        for name, key in found.items():
+            changes: dict[str, Any] = {"default": self.defaults.get(name, key.default)}
+            if name.startswith(bare):
+                changes = {"default": self.defaults.get(name, ABSENT), "nullable": True}
+            if name in self.required:
+                changes["nullable"] = False
+            if name in self.inert:
+                changes["acts"] = False
+            changes["default"] = self._own(changes["default"])
+            if name not in self.without:
+                keys[name] = dataclasses.replace(key, **changes)
+        return keys
 
     @functools.cached_property
     def section_classes(self) -> dict[str, type]:
         """The sections by their dotted names, also those that are in others."""
-        found: dict[str, type] = {}
-        for name, classes in self.sections.items():
-            for each in classes if isinstance(classes, tuple) else (classes,):
-                found |= dict(_sections(each, name))
-        return found
+        return {own: kind for name, each in self._classes for own, kind in _sections(each, name)}
 
     @functools.cached_property
     def algo(self) -> str | None:
@@ -274,8 +274,8 @@ def _keys(section_class: type, prefix: str) -> Iterator[Key]:
             yield from _keys(typing.cast(type, kind), f"{name}.")
             continue
         more = dict(field.metadata)
-        nullable = type(None) in kinds or (kind is Any and not more["required"])
-        del more["required"]
+        required = more.pop("required")
+        nullable = type(None) in kinds or (kind is Any and not required)
         is_literal = typing.get_origin(kind) is Literal
         choices = more.pop("choices", typing.get_args(kind) if is_literal else ())
         yield Key(name, section_class, kind, nullable, choices, **more)

@@ -43,9 +43,9 @@ def test_shared_queue():
 
 def test_top_n():
     check_top_n(4, 4)
-    with pytest.raises(ConfigError, match="top_n_rollouts=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="top_n_rollouts=0 must be from 1 to"):
         check_top_n(0, 4)
-    with pytest.raises(ConfigError, match="top_n_rollouts=5 is above .*=4: no more responses"):
+    with pytest.raises(ConfigError, match="top_n_rollouts=5 must be .*=4: no more responses"):
         check_top_n(5, 4)
 
 

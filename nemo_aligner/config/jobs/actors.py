@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Job, inert, key, section
-from nemo_aligner.config.keys.common import DATALOADER, ExpManager, Pretrained, Trainer, of_actor
+from nemo_aligner.config.keys.common import (
+    DATALOADER,
+    FROM_CHECKPOINT,
+    of_actor,
+)
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import (
@@ -210,62 +214,77 @@ PPO, MODEL = "trainer.ppo.", "model.ppo."
 
 def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_policy(v, "ppo", "remote_critic_rm", dp)
-    prompts = v.size(MODEL + "num_rollout_samples")
     responses = v.size(MODEL + "num_rollouts_per_prompt")
     name = MODEL + "num_rollout_samples"
     name += f" x num_rollouts_per_prompt={responses}" if responses > 1 else ""
     batch = v.size("model.global_batch_size")
-    require_multiple(name, prompts * responses, {"model.global_batch_size": batch})
+    require_multiple(name, _samples_per_step(v), {"model.global_batch_size": batch})
     check_ppo_variants(v)
     check_source_of_rewards(v.get("remote_critic_rm"))
 
 
-def check_ppo_variants(values: Values) -> None:
-    """Refuse variants of PPO that cannot work.
-
-    Raises:
-        ConfigError: with the value and the remedy.
-    """
-    _check_ranges(values)
-    _check_adaptive_kl(values)
-    _check_responses(values)
-    _check_target_kl(values)
-    estimator = values.get(PPO + "advantage_estimator")
-    if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
-        _check_critic_free(values, estimator)
+def check_ppo_variants(v: Values) -> None:
+    """Raise `ConfigError` for variants of PPO that cannot work."""
+    estimator = v.get(PPO + "advantage_estimator")
+    check_estimator(estimator)
+    kind, name = ADVANTAGE_ESTIMATORS[estimator], f"{PPO}advantage_estimator={estimator}"
+    _check_rewards_of_steps(v, name)
+    _check_adaptive_kl(v)
+    responses = v.size(MODEL + "num_rollouts_per_prompt")
+    if kind.compares_responses:
+        check_compares_responses(name, MODEL + "num_rollouts_per_prompt", responses)
+    check_responses_differ(v, MODEL, responses)
+    target, samples = v.get(PPO + "target_kl"), _samples_per_step(v)
+    batch, epochs = v.get("model.global_batch_size"), v.get(PPO + "ppo_epochs")
+    if target is not None and samples // batch * epochs == 1:
+        raise ConfigError(
+            f"{PPO}target_kl={target} ends the updates on a rollout early, but there is only one: "
+            f"{samples} samples per PPO step are one model.global_batch_size={batch}, in one "
+            "epoch. Set target_kl to null, or a smaller global_batch_size or more ppo_epochs."
+        )
+    if not kind.needs_critic:
+        _check_critic_free(v, name, kind.compares_responses)
         return
-    for name in ("ip", "port"):
-        if values.is_null(f"remote_critic_rm.critic.{name}"):
+    for part in ("ip", "port"):
+        if v.is_null(f"remote_critic_rm.critic.{part}"):
             raise ConfigError(
-                f"remote_critic_rm.critic.{name} is not set, but "
-                f"trainer.ppo.advantage_estimator={estimator} needs a critic; give the address of "
-                "its server."
+                f"remote_critic_rm.critic.{part} is not set, but {name} needs a critic; give the "
+                "address of its server."
             )
 
 
-def _check_ranges(v: Values) -> None:
-    check_estimator(v.get(PPO + "advantage_estimator"))
-    estimator = v.get(PPO + "advantage_estimator")
-    if v.get(PPO + "process_rewards") == "steps" and estimator != "grpo":
+def check_estimator(estimator: str) -> None:
+    """Raise `ConfigError` unless the advantage estimator exists."""
+    if estimator not in ADVANTAGE_ESTIMATORS:
         raise ConfigError(
-            "trainer.ppo.process_rewards=steps normalizes the rewards of steps within the "
-            f"responses to a prompt, as grpo does, but trainer.ppo.advantage_estimator="
-            f"{estimator}; set process_rewards=sum."
+            f"{PPO}advantage_estimator={estimator!r} must be one of "
+            f"{', '.join(ADVANTAGE_ESTIMATORS)}."
         )
-    overlong = v.get(PPO + "overlong_buffer_len")
-    if v.get(PPO + "process_rewards") == "steps" and overlong:
+
+
+def _samples_per_step(v: Values) -> int:
+    prompts = v.size(MODEL + "num_rollout_samples")
+    return prompts * v.size(MODEL + "num_rollouts_per_prompt")
+
+
+def _check_rewards_of_steps(v: Values, name: str) -> None:
+    """Check rewards of steps and the penalty on long responses; `name`: of the estimator."""
+    buffer, longest = v.get(PPO + "overlong_buffer_len"), v.get(MODEL + "length_params.max_length")
+    if v.get(PPO + "process_rewards") == "steps" and not name.endswith("=grpo"):
         raise ConfigError(
-            f"trainer.ppo.overlong_buffer_len={overlong} is a penalty at the last token of a "
-            "response. With trainer.ppo.process_rewards=steps it would count only where that "
-            "token ends a step; set one of them back."
+            f"{PPO}process_rewards=steps normalizes the rewards of steps within the responses to "
+            f"a prompt, as grpo does, but {name}; set process_rewards=sum."
         )
-    buffer = v.get(PPO + "overlong_buffer_len")
-    longest = v.get(MODEL + "length_params.max_length")
+    if v.get(PPO + "process_rewards") == "steps" and buffer:
+        raise ConfigError(
+            f"{PPO}overlong_buffer_len={buffer} is a penalty at the last token of a response. "
+            f"With {PPO}process_rewards=steps it would count only where that token ends a step; "
+            "set one of them back."
+        )
     if buffer > longest:
         raise ConfigError(
-            f"trainer.ppo.overlong_buffer_len={buffer} is more than the {longest} tokens that a "
-            "response can have (model.ppo.length_params.max_length); set it to at most "
-            f"{longest}."
+            f"{PPO}overlong_buffer_len={buffer} is more than the {longest} tokens that a response "
+            f"can have ({MODEL}length_params.max_length); set it to at most {longest}."
         )
 
 
@@ -275,100 +294,63 @@ def _check_adaptive_kl(v: Values) -> None:
     for name in ("target", "horizon"):
         if v.get(f"{PPO}adaptive_kl.{name}") is None:
             raise ConfigError(
-                f"trainer.ppo.adaptive_kl.{name} is not set, but adaptive_kl.enable=True needs "
-                "it; give a number, or switch adaptive_kl off."
+                f"{PPO}adaptive_kl.{name} is not set, but adaptive_kl.enable=True needs it; give "
+                "a number, or switch adaptive_kl off."
             )
     if not v.get(PPO + "initial_policy_kl_penalty"):
         raise ConfigError(
-            "trainer.ppo.adaptive_kl.enable=True multiplies "
-            "trainer.ppo.initial_policy_kl_penalty=0, which stays 0; set a small penalty to start "
-            "from, for example 0.01, or switch adaptive_kl off."
+            f"{PPO}adaptive_kl.enable=True multiplies {PPO}initial_policy_kl_penalty=0, which "
+            "stays 0; set a small penalty to start from, for example 0.01, or switch adaptive_kl "
+            "off."
         )
     samples, horizon = _samples_per_step(v), v.get(PPO + "adaptive_kl.horizon")
     if horizon <= 0.2 * samples:
         raise ConfigError(
-            f"trainer.ppo.adaptive_kl.horizon={horizon} is too short for {samples} samples per "
-            "PPO step: one step could make the penalty negative; set it above "
-            f"{0.2 * samples:g}, better to {10 * samples} or more."
+            f"{PPO}adaptive_kl.horizon={horizon} is too short for {samples} samples per PPO step: "
+            f"one step could make the penalty negative; set it above {0.2 * samples:g}, better to "
+            f"{10 * samples} or more."
         )
 
 
-def _check_responses(v: Values) -> None:
-    responses = v.size(MODEL + "num_rollouts_per_prompt")
-    estimator = v.get(PPO + "advantage_estimator")
-    if ADVANTAGE_ESTIMATORS[estimator].compares_responses:
-        name = f"trainer.ppo.advantage_estimator={estimator}"
-        check_compares_responses(name, MODEL + "num_rollouts_per_prompt", responses)
-    check_responses_differ(v, MODEL, responses)
-
-
-def check_estimator(estimator: str) -> None:
-    """Raise `ConfigError` unless the advantage estimator exists."""
-    if estimator not in ADVANTAGE_ESTIMATORS:
-        raise ConfigError(
-            f"trainer.ppo.advantage_estimator={estimator!r} must be one of "
-            f"{', '.join(ADVANTAGE_ESTIMATORS)}."
-        )
-
-
-def _check_target_kl(v: Values) -> None:
-    target, samples = v.get(PPO + "target_kl"), _samples_per_step(v)
-    batch, epochs = v.get("model.global_batch_size"), v.get(PPO + "ppo_epochs")
-    if target is not None and samples // batch * epochs == 1:
-        raise ConfigError(
-            f"trainer.ppo.target_kl={target} ends the updates on a rollout early, but there is "
-            f"only one: {samples} samples per PPO step are one model.global_batch_size={batch}, "
-            "in one epoch. Set target_kl to null, or a smaller global_batch_size or more "
-            "ppo_epochs."
-        )
-
-
-def _check_critic_free(v: Values, estimator: str) -> None:
-    name = f"trainer.ppo.advantage_estimator={estimator}"
+def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
+    """Check an estimator that needs no critic, called `name`."""
     combined = "remote_critic_rm.combine_rm_and_critic_server"
     if v.get(combined):
         raise ConfigError(
             f"{name} needs no critic, so the rewards cannot come from its server "
-            f"({combined}=True); leave that unset, and set trainer.ppo.reward_fn, or the address "
-            "of a reward server in remote_critic_rm.reward_model (or reward_models)."
+            f"({combined}=True); leave that unset, and set {PPO}reward_fn, or the address of a "
+            "reward server in remote_critic_rm.reward_model (or reward_models)."
         )
     if v.get(PPO + "critic_warmup_steps"):
         raise ConfigError(
-            f"trainer.ppo.critic_warmup_steps={v.get(PPO + 'critic_warmup_steps')} would train a "
-            f"critic, but {name} has none; set it to 0."
+            f"{PPO}critic_warmup_steps={v.get(PPO + 'critic_warmup_steps')} would train a critic, "
+            f"but {name} has none; set it to 0."
         )
     if v.get(PPO + "critic_gae_lambda") is not None:
         raise ConfigError(
-            f"trainer.ppo.critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is for the returns "
-            f"that a critic learns, but {name} has none; set it to null."
+            f"{PPO}critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is for the returns that a "
+            f"critic learns, but {name} has none; set it to null."
         )
     if v.get(PPO + "whiten_rewards"):
         raise ConfigError(
-            "trainer.ppo.whiten_rewards=True rescales the rewards of single tokens, whose sum "
-            f"would then depend on the length of a response, and {name} compares sums; set it to "
-            "False (its advantages are scaled anyway)."
+            f"{PPO}whiten_rewards=True rescales the rewards of single tokens, whose sum would "
+            f"then depend on the length of a response, and {name} compares sums; set it to False "
+            "(its advantages are scaled anyway)."
         )
     discount = v.get(PPO + "discount_factor")
-    if ADVANTAGE_ESTIMATORS[estimator].compares_responses and discount != 1.0:
+    if compares_responses and discount != 1.0:
         raise ConfigError(
-            f"trainer.ppo.discount_factor={discount} has no part in {name}, which compares whole "
+            f"{PPO}discount_factor={discount} has no part in {name}, which compares whole "
             "responses; set it to 1.0."
         )
-
-
-def _samples_per_step(v: Values) -> int:
-    prompts = v.size(MODEL + "num_rollout_samples")
-    return prompts * v.size(MODEL + "num_rollouts_per_prompt")
 
 
 PPO_JOB = Job(
     "gpt_ppo_actor",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.ppo": PPOLoop,
         "remote_critic_rm": RemoteCriticRM,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": TrainedModel,
         "model.ppo": PPOPolicy,
         "model.peft": PolicyPeft,
@@ -413,11 +395,9 @@ def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
     """Raise `ConfigError` unless rejection sampling keeps at least one response to a prompt and no
     more than it draws.
     """
-    if top_n_rollouts < 1:
-        raise ConfigError(f"model.rs.top_n_rollouts={top_n_rollouts} must be at least 1.")
-    if top_n_rollouts > num_rollouts_per_prompt:
+    if not 1 <= top_n_rollouts <= num_rollouts_per_prompt:
         raise ConfigError(
-            f"model.rs.top_n_rollouts={top_n_rollouts} is above "
+            f"model.rs.top_n_rollouts={top_n_rollouts} must be from 1 to "
             f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}: no more responses can "
             "be kept than were drawn; lower the first or raise the second."
         )
@@ -426,11 +406,9 @@ def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
 RS_JOB = Job(
     "gpt_rs_actor",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.rs": RolloutLoop,
         "remote_rm": RemoteRM,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": TrainedModel,
         "model.rs": RSPolicy,
         "model.peft": PolicyPeft,
@@ -493,11 +471,9 @@ def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
 REINFORCE_JOB = Job(
     "gpt_reinforce_actor",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.reinforce": ReinforceLoop,
         "remote_rm": RemoteRM,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": TrainedModel,
         "model.reinforce": ReinforcePolicy,
         "model.peft": PolicyPeft,

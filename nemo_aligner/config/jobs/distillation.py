@@ -12,13 +12,13 @@ from nemo_aligner.config.jobs.servers import Inference, Server
 from nemo_aligner.config.keys.common import (
     CHAT_TOKENS,
     DATALOADER,
+    FROM_CHECKPOINT,
     NEW_DATA,
     NO_LAYERS,
     NO_RECOMPUTATION,
     OF_SFT,
     PARALLEL,
     Alarms,
-    ExpManager,
     Named,
     Pretrained,
     ServerMachines,
@@ -152,28 +152,27 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
         )
 
 
-def check_student(values: Values, dp: dict[str, int], ranks: int) -> None:
+def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     own = "model.knowledge_distillation."
-    check_not_both_0(values, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
-    beta = values.get(f"{own}jsd_beta")
+    check_not_both_0(v, [f"{own}kd_loss_weight", f"{own}sft_loss_weight"])
+    beta, outside, sft_weight, scale = (
+        v.get(own + key)
+        for key in ("jsd_beta", "outside_top_k", "sft_loss_weight", "target_logits_scale")
+    )
     if not 0 < beta < 1:
         raise ConfigError(
             f"{own}jsd_beta={beta} must be above 0 and below 1; its limits are kd_loss=fwd_kl and "
             "bwd_kl."
         )
-    scale = values.get(f"{own}target_logits_scale")
-    if values.get(f"{own}outside_top_k") == "bucket" and scale != 1:
+    if outside == "bucket" and scale != 1:
         raise ConfigError(
             f"{own}outside_top_k=bucket needs {own}target_logits_scale=1, not {scale}: what the "
             "teacher gives other tokens is known at this scale only; set renormalize or 1."
         )
-    _check_on_policy(values)
-    top_k = values.get("model.data.top_k")
-    if top_k is not None:
-        check_candidates(
-            top_k, values.get(f"{own}outside_top_k"), values.get(f"{own}sft_loss_weight")
-        )
-    data_impl = str(values.get("model.data.data_impl"))
+    _check_on_policy(v, own, outside, sft_weight)
+    if v.get("model.data.top_k") is not None:
+        check_candidates(v.get("model.data.top_k"), outside, sft_weight)
+    data_impl = str(v.get("model.data.data_impl"))
     if holds_tokens(data_impl):
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only; give the jsonl files that "
@@ -181,39 +180,33 @@ def check_student(values: Values, dp: dict[str, int], ranks: int) -> None:
         )
 
 
-def _check_on_policy(v: Values) -> None:
+def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> None:
     """Check how a student responds itself (`model.knowledge_distillation.on_policy`), if it does,
-    and its served teacher.
+    that it can unlearn what it does by itself, and its served teacher.
     """
-    section, remote = "model.knowledge_distillation.on_policy.", "remote_teacher"
+    section, remote = loss + "on_policy.", "remote_teacher"
     check_generation(v, section)
-    if v.get(section + "fraction") is None:
+    fraction, top_k = v.get(section + "fraction"), v.get("model.data.top_k")
+    if fraction is None:
         return
     check_remote(v, remote)
     read_teacher(v.get(remote), remote)
-    if v.get("model.data.top_k") is not None:
+    if top_k is not None:
         raise ConfigError(
-            f"model.data.top_k={v.get('model.data.top_k')} chooses among the logits of data "
-            f"files, but with {section}fraction={v.get(section + 'fraction')} a served teacher "
-            "gives them; set inference.top_k of its server, and leave it null."
+            f"model.data.top_k={top_k} chooses among the logits of data files, but with "
+            f"{section}fraction={fraction} a served teacher gives them; set inference.top_k of "
+            "its server, and leave it null."
         )
-    if v.get(section + "fraction") > 0:
-        _check_loss_of_own_responses(v, "model.knowledge_distillation.", section)
-
-
-def _check_loss_of_own_responses(v: Values, loss: str, section: str) -> None:
-    """Check that a student can unlearn what it does by itself."""
-    own = f"with {section}fraction={v.get(section + 'fraction')} a student"
-    outside, weight = v.get(loss + "outside_top_k"), v.get(loss + "sft_loss_weight")
-    if outside != "bucket":
+    own = f"with {section}fraction={fraction} a student"
+    if fraction > 0 and outside != "bucket":
         raise ConfigError(
             f"{own} goes wrong by tokens outside the teacher's top k, and "
             f"{loss}outside_top_k={outside} leaves them out of the loss; set it to bucket."
         )
-    if weight:
+    if fraction > 0 and sft_weight:
         raise ConfigError(
             f"{own} would make its own responses more likely, whatever they are, by "
-            f"{loss}sft_loss_weight={weight}; set it to 0."
+            f"{loss}sft_loss_weight={sft_weight}; set it to 0."
         )
 
 
@@ -221,12 +214,10 @@ STUDENT_JOB = Job(
     "gpt_knowledge_distillation",
     {
         "": Named,
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.knowledge_distillation": SupervisedLoop,
         "trainer.knowledge_distillation.alarms": KDAlarms,
         "remote_teacher": RemoteTeacher,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": (TrainedModel, Student),
         "model.knowledge_distillation": Distillation,
         "model.peft": PolicyPeft,
@@ -263,10 +254,6 @@ class TeacherModel(Model):
 
     micro_batch_size: int = key(4, at_least=1, fallback=1)
     megatron_amp_O2: bool = key(True)
-
-
-def _check_server(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_serving(values, "inference")
 
 
 @dataclass
@@ -385,5 +372,5 @@ TEACHER_SERVER = Job(
         "inference.max_queue_delay_microseconds": 2000,
         "inference.inference_micro_batch_size": "${model.micro_batch_size}",
     },
-    check=_check_server,
+    check=lambda v, dp, ranks: check_serving(v, "inference"),
 )

@@ -11,16 +11,14 @@ from nemo_aligner.config.fields import Job, key, section
 from nemo_aligner.config.keys.common import (
     CHAT_TOKENS,
     DATALOADER,
+    FROM_CHECKPOINT,
     NEW_DATA,
     PARAMS,
     SIZES,
     VALIDATION_SET,
     VALIDATION_SIZES,
     Alarms,
-    ExpManager,
-    Pretrained,
     SupervisedLoop,
-    Trainer,
     below,
     wandb,
 )
@@ -157,11 +155,9 @@ def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
 DPO_JOB = Job(
     "gpt_dpo",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.dpo": SupervisedLoop,
         "trainer.dpo.alarms": PairAlarms,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": TrainedModel,
         "model.dpo": DPO,
         "model.peft": Peft,
@@ -197,11 +193,9 @@ def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
 KTO_JOB = Job(
     "gpt_kto",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.kto": SupervisedLoop,
         "trainer.kto.alarms": PreferenceAlarms,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": TrainedModel,
         "model.kto": KTO,
         "model.peft": Peft,
@@ -285,10 +279,8 @@ def _check_penalties(given: Any, iterations: int) -> None:
 SPIN_JOB = Job(
     "gpt_spin",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.spin": SPINLoop,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": TrainedModel,
         "model.spin": SPIN,
         "model.peft": PolicyPeft,

@@ -10,12 +10,10 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.fields import ABSENT, Job, key
 from nemo_aligner.config.keys.common import (
+    FROM_CHECKPOINT,
     FROM_SCRATCH,
     NEW_DATA,
-    ExpManager,
-    Pretrained,
     SupervisedLoop,
-    Trainer,
     below,
     wandb,
 )
@@ -103,10 +101,8 @@ def learns_labelled_pairs(cfg: DictConfig) -> bool:
 JOB = Job(
     "training_rm",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.rm": RMLoop,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": (TrainedModel, RewardHead, RMModel),
         "model.peft": Peft,
         "model.data": Lines,

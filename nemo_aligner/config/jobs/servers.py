@@ -7,14 +7,12 @@ from typing import Any
 
 from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Job, inert, key, section
 from nemo_aligner.config.keys.common import (
+    FROM_CHECKPOINT,
     NO_RECOMPUTATION,
     PARAMS,
     TOKENIZER,
     Alarms,
-    ExpManager,
-    Pretrained,
     ServerMachines,
-    Trainer,
     below,
 )
 from nemo_aligner.config.keys.model import Model, Peft, RewardHead, TrainedModel
@@ -137,11 +135,9 @@ def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
 CRITIC_JOB = Job(
     "gpt_ppo_critic",
     {
-        "trainer": Trainer,
+        **FROM_CHECKPOINT,
         "trainer.ppo": CriticServer,
         "server": Server,
-        "exp_manager": ExpManager,
-        "pretrained_checkpoint": Pretrained,
         "model": (TrainedModel, RewardHead, CriticModel),
         "model.peft": Peft,
     },

@@ -12,13 +12,12 @@ from nemo_aligner.config.keys.common import (
     NO_RECOMPUTATION,
     OF_SFT,
     SIZES,
+    TRAINS,
     VALIDATION_SET,
     VALIDATION_SIZES,
     Alarms,
-    ExpManager,
     Named,
     SupervisedLoop,
-    Trainer,
     below,
 )
 from nemo_aligner.config.keys.data import Examples, PackedSet
@@ -107,10 +106,9 @@ JOB = Job(
     "gpt_sft",
     {
         "": Named,
-        "trainer": Trainer,
+        **TRAINS,
         "trainer.sft": SupervisedLoop,
         "trainer.sft.alarms": SFTAlarms,
-        "exp_manager": ExpManager,
         "model": (TrainedModel, SFTModel),
         "model.peft": PolicyPeft,
         "model.data": Examples,

@@ -205,6 +205,10 @@ class Pretrained:
     restore_from_path: str | None = key(None)
 
 
+# Sections of jobs that train, without and with a checkpoint that they start from.
+TRAINS: dict[str, type] = {"trainer": Trainer, "exp_manager": ExpManager}
+FROM_CHECKPOINT = {**TRAINS, "pretrained_checkpoint": Pretrained}
+
 PARAMS = "exp_manager.checkpoint_callback_params"
 
 DATALOADER = {"model.data.dataloader_type": "single"}
