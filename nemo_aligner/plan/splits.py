@@ -166,18 +166,20 @@ def relative_cost(w: Workload, given: Workload, split: Split) -> float:
 def fit_passes(a: Architecture, split: Split, w: Workload, limit: float) -> Workload:
     """The workload with as many samples per pass without gradient, and responses, as fit."""
 
-    def fits(phase: str, **samples: int) -> bool:
-        return sum(job_memory(a, split, replace(w, **samples)).phases[phase].values()) <= limit
+    def fits(phase: str, changed: Workload) -> bool:
+        return sum(job_memory(a, split, changed).phases[phase].values()) <= limit
 
     forward, rollout = w.forward_samples, w.rollout_samples
     if forward:
         phase = "scores" if a.head_outputs else "log-probs"
-        units = halved_until(
-            lambda n: fits(phase, forward_samples=n * w.unit), max(forward // w.unit, 1)
+        forward = w.unit * halved_until(
+            lambda n: fits(phase, replace(w, forward_samples=n * w.unit)),
+            max(forward // w.unit, 1),
         )
-        forward = units * w.unit
     if rollout:
-        rollout = halved_until(lambda n: fits("generation", rollout_samples=n), rollout)
+        rollout = halved_until(
+            lambda n: fits("generation", replace(w, rollout_samples=n)), rollout
+        )
     return replace(w, forward_samples=forward, rollout_samples=rollout)
 
 
