@@ -37,19 +37,16 @@ from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 
 
 def register_resolvers() -> None:
-    """Register the resolvers; may be called any number of times."""
-    OmegaConf.register_new_resolver("multiply", operator.mul, replace=True)
-    OmegaConf.register_new_resolver("int_div", operator.floordiv, replace=True)
-    OmegaConf.register_new_resolver("subtract", operator.sub, replace=True)
-    OmegaConf.register_new_resolver("critic_gives_rewards", _critic_gives_rewards, replace=True)
+    """Register what the YAML files compute with; may be called any number of times."""
+    resolvers = {"multiply": operator.mul, "int_div": operator.floordiv, "subtract": operator.sub}
+    for name, function in (resolvers | {"critic_gives_rewards": _critic_gives_rewards}).items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
 
 
 def _critic_gives_rewards(estimator: str, *others: Any) -> bool:
     """Whether there is a critic, and none of the `others` gives the rewards."""
-    has_critic = estimator not in ADVANTAGE_ESTIMATORS or (
-        ADVANTAGE_ESTIMATORS[estimator].needs_critic
-    )
-    return has_critic and all(other is None for other in others)
+    kind = ADVANTAGE_ESTIMATORS.get(estimator)
+    return (kind is None or kind.needs_critic) and all(other is None for other in others)
 
 
 CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of the repository
@@ -168,11 +165,8 @@ def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, 
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:
-    """Copy of `model_cfg` without the architecture keys that are null: they must not override a
-    checkpoint's values.
-
-    Keys that say how the weights look (`num_layers`, `tokenizer.*`, parallel sizes, ...) are null
-    in the YAML files to mean "as in the checkpoint", as is the longest sample
+    """Copy of `model_cfg` without the keys whose null means "as in the checkpoint": they must not
+    override its values. Those are the architecture's, and the longest sample
     (`encoder_seq_length`) of a job that does not train. Other keys keep their null.
     """
     tree = plain_dict(model_cfg)

@@ -14,6 +14,8 @@ import fnmatch
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
+from nemo_aligner.config.fields import Key, tree_of
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 _OTHER_LAYERS = (
@@ -109,9 +111,6 @@ def passed_fields(
         settings: fields that this library derives from keys of its own.
         own_keys: dotted keys of the configuration, of which one may have a field's name.
         refused: `MODEL_REFUSED` or `OPTIM_REFUSED`.
-
-    Raises:
-        ConfigError: there is no such field, another key sets it, or it breaks a promise.
     """
     passed = {}
     for key, value in given.items():
@@ -122,7 +121,12 @@ def passed_fields(
             continue
         same_name = f"{section.removesuffix('.mcore_customization_config')}.{name}"
         own_key = same_name if same_name in own_keys else OWN_KEYS.get(name)
-        promise = _broken_promise(name, refused)
+        promises = (
+            promise
+            for promise, patterns in refused.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
+        )
+        promise = next(promises, None)
         if own_key not in (None, key):
             raise ConfigError(f"{key}={value!r} does not act there; set {own_key}.")
         if name in settings:
@@ -156,21 +160,7 @@ def core_errors(passed: Iterable[str]) -> Iterator[None]:
 
 def _of_kind(key: str, value: Any, default: Any) -> Any:
     """`value` for a field whose default is `default`; `ConfigError` if it cannot be one."""
-    if isinstance(default, enum.Enum):
-        names = [each.name for each in type(default)]
-        if value not in names:
-            raise ConfigError(f"{key}={value!r} must be one of {', '.join(names)}.")
-        return type(default)[value]
-    if isinstance(default, bool) and not isinstance(value, bool):
-        raise ConfigError(f"{key}={value!r} must be True or False.")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if type(default) in (int, float) and not is_number:
-        raise ConfigError(f"{key}={value!r} must be a number.")
-    return value
-
-
-def _broken_promise(field: str, promises: Mapping[str, str]) -> str | None:
-    for promise, patterns in promises.items():
-        if any(fnmatch.fnmatchcase(field, pattern) for pattern in patterns.split()):
-            return promise
-    return None
+    choices = tuple(type(default).__members__) if isinstance(default, enum.Enum) else ()
+    kind = {bool: bool, int: float, float: float}.get(type(default), Any)
+    Key(key, object, kind, True, choices, None).check(Values(tree_of({key: value})))
+    return type(default)[value] if choices else value

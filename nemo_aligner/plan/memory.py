@@ -298,8 +298,8 @@ def chunk_bytes(
 
 
 def output_bytes(a: Architecture, split: Split, samples: int, w: Workload) -> list[Parts]:
-    """The moments of the end of the forward pass and the beginning of the backward pass on the
-    last stage that may need most, beside the layers.
+    """The moments at the turn from forward to backward pass, on the last stage, that may need most
+    beside the layers.
     """
     e = a.number_bytes
     tokens = samples * w.width / split.cp

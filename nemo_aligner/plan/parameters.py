@@ -23,8 +23,7 @@ LEARNED = "learned_absolute"
 class Split:
     """Over how many ranks a job is spread."""
 
-    # tp, pp, cp, ep, dp: sizes of tensor, pipeline, context, expert and data parallelism. Expert
-    # parallelism is among the DP x CP ranks.
+    # Expert parallelism is among the DP x CP ranks.
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -42,7 +41,6 @@ class Split:
 class Architecture:
     """The sizes of a model that decide its memory."""
 
-    # layers, hidden, ffn, heads, groups, head_size: as the keys of `model`
     layers: int
     hidden: int
     ffn: int

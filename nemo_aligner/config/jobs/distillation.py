@@ -249,14 +249,6 @@ class TeacherInference(Inference):
 
 
 @dataclass
-class TeacherModel(Model):
-    """A teacher."""
-
-    micro_batch_size: int = key(4, at_least=1, fallback=1)
-    megatron_amp_O2: bool = key(True)
-
-
-@dataclass
 class TopKChat(Chat):
     """Conversations of which a teacher gives the logits.
 
@@ -361,16 +353,19 @@ TEACHER_SERVER = Job(
         "server": Server,
         "inference": TeacherInference,
         "pretrained_checkpoint": Pretrained,
-        "model": TeacherModel,
+        "model": Model,
     },
     {
         **PARALLEL,
         **NO_RECOMPUTATION,
         **NO_LAYERS,
         "model.virtual_pipeline_model_parallel_size": None,
+        "model.micro_batch_size": 4,
+        "model.megatron_amp_O2": True,
         "inference.model_name": "teacher_logits",
         "inference.max_queue_delay_microseconds": 2000,
         "inference.inference_micro_batch_size": "${model.micro_batch_size}",
     },
+    required=frozenset(("model.micro_batch_size",)),
     check=lambda v, dp, ranks: check_serving(v, "inference"),
 )
