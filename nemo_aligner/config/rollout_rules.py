@@ -7,8 +7,11 @@ from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token, shown_url
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.reward_models import read_reward_models, read_reward_servers
-from nemo_aligner.config.server_rules import check_kind_of_rewards
+from nemo_aligner.config.server_rules import (
+    check_kind_of_rewards,
+    read_reward_models,
+    read_reward_servers,
+)
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 

@@ -1,12 +1,30 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that servers share, and those of reward models."""
+"""Servers that a job is or asks: the rules that they share, which reward models a job uses, and
+where these are served, read from `remote_rm` or `remote_critic_rm`.
+
+One reward model (`reward_model: {name, ip, port}`), or several named ones whose weighted rewards
+are added (`reward_models: {helpful: {ip, port, weight}, terse: {...}}`). Each may be served by a
+fleet: `ip`, `port` or both are then lists. Nothing here talks to a server (see servers/fleet.py).
+"""
 
 import importlib.util
+import math
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from nemo_aligner.config.access import server_tls, server_token
+from nemo_aligner.config.access import (
+    REWARD_TOKEN_VARIABLE,
+    client_tls,
+    is_web_address,
+    read_token,
+    server_tls,
+    server_token,
+    shown_url,
+)
+from nemo_aligner.config.fields import Job
+from nemo_aligner.config.keys.rollouts import RewardAddress
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
@@ -142,3 +160,209 @@ def check_serving(values: Values, section: str) -> None:
                 f"{section}.inference_micro_batch_size={sizes!r} must be a positive whole number "
                 "or a list of them."
             )
+
+
+# Name and port of a reward model's endpoint where the configuration does not give them.
+_DEFAULT = Job("", {"": RewardAddress}).tree
+REWARD_MODEL, REWARD_MODEL_PORT = _DEFAULT["name"], _DEFAULT["port"]
+_MEMBER_KEYS = ("ip", "port", "name", "weight")
+
+
+@dataclass(frozen=True)
+class RewardModelSpec:
+    """One reward model and its servers."""
+
+    name: str | None  # its name in the ensemble; None for the only reward model
+    endpoint: str  # name of the served model
+    addresses: tuple[tuple[str, int], ...]  # (host, port) of each server; all serve the same model
+    weight: float  # factor of its reward in the sum
+    setting: str  # its configuration section, for error messages
+
+
+def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
+    """The reward models of `cfg`, the section called `setting`.
+
+    `host` and `port` of `remote_rm` win over those of its `reward_model`.
+    """
+    ensemble = cfg.get("reward_models")
+    host, port = cfg.get("host"), cfg.get("port")  # keys of remote_rm only
+    if ensemble is None:
+        own = f"{setting}.reward_model"
+        return [_read_one(cfg.get("reward_model") or {}, own, ip=host, port=port)]
+    if not isinstance(ensemble, Mapping) or not ensemble:
+        raise ConfigError(
+            f"{setting}.reward_models={ensemble!r} must map names to servers, for example "
+            "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: "
+            "5556, weight: 0.3}}."
+        )
+    if host is not None or port is not None:
+        raise ConfigError(
+            f"{setting}.host={host} and {setting}.port={port} are the address of one reward "
+            f"model, but {setting}.reward_models names {len(ensemble)}; give the addresses there "
+            "and leave host and port null."
+        )
+    specs = [
+        _read_member(member, f"{setting}.reward_models", str(name))
+        for name, member in ensemble.items()
+    ]
+    if all(spec.weight == 0 for spec in specs):
+        raise ConfigError(
+            f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least "
+            "one."
+        )
+    return specs
+
+
+@dataclass(frozen=True)
+class RewardServersSpec:
+    """Web servers that give the same rewards."""
+
+    setting: str  # the key that names them, for error messages
+    urls: list[str]
+    token: str | None = field(default=None, repr=False)  # that they ask for, or None
+    # how to verify their certificates; None: by the certificates of this system
+    tls: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return f"the reward server {', '.join(map(shown_url, self.urls))}"
+
+
+def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | None:
+    """The web servers that `reward_fn` of `options`, the section called `section`, names; None if
+    it is null or a Python function.
+    """
+    setting, reward_fn = f"{section}.reward_fn", options["reward_fn"]
+    given = _as_list(reward_fn)
+    texts = [value for value in given if isinstance(value, str) and value.strip()]
+    urls = [value for value in texts if value.lower().startswith(("http://", "https://"))]
+    if not urls and (reward_fn is None or len(texts) == len(given) == 1):
+        for key in ("reward_token_file", "reward_tls_ca_file"):
+            if options[key] is not None:
+                raise ConfigError(
+                    f"{section}.{key}={options[key]} is for an address in {setting}, which has "
+                    "none; leave it null."
+                )
+        return None
+    if not urls or len(urls) < len(given) or len(set(urls)) < len(urls):
+        raise ConfigError(
+            f"{setting}={shown_url(str(reward_fn))} must be path/to/file.py:function, an address "
+            "http://... or https://..., or a list of different addresses."
+        )
+    for url in urls:
+        if not is_web_address(url):
+            raise ConfigError(
+                f"{setting}={shown_url(url)} must name a host, and a port from 1 to 65535 if any, "
+                "and hold no user or password; a token comes from "
+                f"{REWARD_TOKEN_VARIABLE} or reward_token_file."
+            )
+    key = "reward_token_file"
+    token = read_token(options[key], section, key, REWARD_TOKEN_VARIABLE)
+    key = "reward_tls_ca_file"
+    return RewardServersSpec(setting, urls, token, client_tls(options[key], section, key))
+
+
+def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:
+    """The served teacher that `cfg`, the section called `setting`, names."""
+    return _read_one({"name": cfg["name"]}, setting, ip=cfg["host"], port=cfg["port"])
+
+
+def _read_member(member: Mapping, setting: str, name: str) -> RewardModelSpec:
+    """One reward model of an ensemble; a key that is misspelt would leave its default in force."""
+    if not name.isidentifier() or name == "with_kl":
+        raise ConfigError(
+            f"{setting} has the name {name!r}, which becomes part of a metric's name, "
+            "rewards_<name>: use letters, digits and underscores, and not with_kl, which is a "
+            "metric already."
+        )
+    spec = _read_one(member, f"{setting}.{name}", name)
+    for key in member:
+        if key not in _MEMBER_KEYS:
+            raise ConfigError(
+                f"{setting}.{name} has the unknown key {key}; a member has "
+                f"{', '.join(_MEMBER_KEYS)}."
+            )
+    for key in ("ip", "port"):
+        if member.get(key) is None:
+            raise ConfigError(
+                f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and "
+                "port."
+            )
+    return spec
+
+
+def _read_one(
+    section: Mapping,
+    setting: str,
+    name: str | None = None,
+    ip: str | Sequence[str] | None = None,
+    port: int | Sequence[int] | None = None,
+) -> RewardModelSpec:
+    """One reward model; `ip` and `port` win over those of its `section`."""
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"{setting}={section!r} must be a section with ip, port and optionally name and "
+            "weight."
+        )
+    weight = section.get("weight", 1.0)  # a member that has none counts as it is
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
+        raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
+    whole = _DEFAULT | {key: value for key, value in section.items() if value is not None}
+    return RewardModelSpec(
+        name=name,
+        endpoint=whole["name"],
+        addresses=_read_addresses(
+            whole["ip"] if ip is None else ip, whole["port"] if port is None else port, setting
+        ),
+        weight=float(weight),
+        setting=setting,
+    )
+
+
+def _read_addresses(
+    ip: str | Sequence[str], port: int | Sequence[int], setting: str
+) -> tuple[tuple[str, int], ...]:
+    """((host, port), ...): lists of equal length are paired, a single value goes with each item of
+    the other list.
+    """
+    ips, ports = _as_list(ip), _as_list(port)
+    for value in ips:
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{setting}.ip={ip!r}: {value!r} is not a host name or IP address.")
+        # IPv6 addresses have more than one colon.
+        if "/" in value or value.count(":") == 1 or any(map(str.isspace, value)):
+            raise ConfigError(
+                f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to "
+                f"{setting}.port."
+            )
+    for value in ports:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+            raise ConfigError(
+                f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to "
+                "65535."
+            )
+    if not ips or not ports:
+        raise ConfigError(f"{setting}.ip={ips} with {setting}.port={ports} names no server.")
+    if len(ips) == 1:
+        ips = ips * len(ports)
+    if len(ports) == 1:
+        ports = ports * len(ips)
+    if len(ips) != len(ports):
+        raise ConfigError(
+            f"{setting}.ip={ips} names {len(ips)} servers, but {setting}.port={ports} has "
+            f"{len(ports)} ports; give one port for all of them, or one for each."
+        )
+    addresses = tuple(zip(ips, ports))
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ConfigError(
+                f"{setting} names {address[0]}:{address[1]} more than once; list each server of "
+                "the fleet once."
+            )
+    return addresses
+
+
+def _as_list(value: object) -> list:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return list(value)
+    return [value]

@@ -25,7 +25,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import read_state, step_to_resume
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.reward_models import read_reward_servers
+from nemo_aligner.config.server_rules import read_reward_servers
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import PromptLoaderBuilder
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls

@@ -57,7 +57,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from nemo.utils import logging
 
-from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError
 from nemo_aligner.servers.connection import RESTART_REMEDY
 from nemo_aligner.servers.exchange import (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.reward_models import RewardModelSpec, read_reward_models
+from nemo_aligner.config.server_rules import RewardModelSpec, read_reward_models
 from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
@@ -180,7 +180,7 @@ class RewardModels:
     the connections.
 
     Args:
-        cfg: section `setting`, `remote_rm` or `remote_critic_rm` (config/reward_models.py).
+        cfg: section `setting`, `remote_rm` or `remote_critic_rm` (config/server_rules.py).
 
     Raises:
         ConfigError: the section cannot work.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_aligner.config.reward_models import REWARD_MODEL
+from nemo_aligner.config.server_rules import REWARD_MODEL
 from nemo_aligner.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.config.reward_models import read_teacher
+from nemo_aligner.config.server_rules import read_teacher
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema

@@ -17,7 +17,7 @@ from typing import Any
 from nemo.utils import logging
 
 from nemo_aligner.config.access import shown_url
-from nemo_aligner.config.reward_models import RewardServersSpec
+from nemo_aligner.config.server_rules import RewardServersSpec
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, one_line
 from nemo_aligner.servers.exchange import token_header

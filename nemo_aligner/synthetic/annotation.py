@@ -17,7 +17,7 @@ import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.config.access import client_tls, read_token
-from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, UserError
 from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.records import Records

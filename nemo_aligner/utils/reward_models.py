@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The former place of these names; what each import statement below names is the present one."""
 
-from nemo_aligner.config.reward_models import (
+from nemo_aligner.config.server_rules import (
     REWARD_MODEL,
     REWARD_MODEL_PORT,
     RewardModelSpec,

@@ -14,8 +14,7 @@ import pytest
 
 from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
-from nemo_aligner.config.reward_models import RewardModelSpec
-from nemo_aligner.config.server_rules import read_frontend
+from nemo_aligner.config.server_rules import RewardModelSpec, read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
 from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access

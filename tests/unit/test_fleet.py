@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError

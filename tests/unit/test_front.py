@@ -14,8 +14,7 @@ from http.server import BaseHTTPRequestHandler
 import numpy as np
 import pytest
 
-from nemo_aligner.config.reward_models import RewardModelSpec
-from nemo_aligner.config.server_rules import FRONTENDS
+from nemo_aligner.config.server_rules import FRONTENDS, RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import admission, asgi_host, exchange, http_communicator
 from nemo_aligner.servers import connection as connection_module

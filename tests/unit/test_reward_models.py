@@ -5,7 +5,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_aligner.config.reward_models import read_reward_models
+from nemo_aligner.config.server_rules import read_reward_models
 from nemo_aligner.core.errors import ConfigError
 
 

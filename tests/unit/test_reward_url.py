@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
-from nemo_aligner.config.reward_models import RewardServersSpec, read_reward_servers
+from nemo_aligner.config.server_rules import RewardServersSpec, read_reward_servers
 from nemo_aligner.core.errors import ConfigError, LostPeerError, UserError
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.web import NoReplyError, RewardServers, post_json

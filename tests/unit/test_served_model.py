@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 
-from nemo_aligner.config.reward_models import RewardModelSpec
+from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.exchange import InferRequest

@@ -395,7 +395,7 @@ def test_a_server_that_cannot_be_used_is_one_error(tmp_path, monkeypatch):
 
 
 def test_a_client_of_rewards_refuses_a_server_of_attributes():
-    from nemo_aligner.config.reward_models import RewardModelSpec
+    from nemo_aligner.config.server_rules import RewardModelSpec
     from nemo_aligner.servers.fleet import Fleet
 
     with RatingServer() as server:

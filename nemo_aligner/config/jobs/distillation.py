@@ -30,9 +30,8 @@ from nemo_aligner.config.keys.data import Chat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import LengthParams, SamplingParams
 from nemo_aligner.config.parallel_rules import virtual_pipeline_group
-from nemo_aligner.config.reward_models import read_teacher
 from nemo_aligner.config.rollout_rules import check_generation, check_remote
-from nemo_aligner.config.server_rules import check_serving
+from nemo_aligner.config.server_rules import check_serving, read_teacher
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DISTILLATION_LOSSES, LOSS_REDUCTIONS, OUTSIDE_TOP_K
