@@ -1362,8 +1362,8 @@ MUTANTS = [
     Mutant(
         "a checkpoint is used without a look at its checksums",
         "checkpoint/checksums.py",
-        "if _found(folder / name) != checksums[name]]",
-        "if _found(folder / name) is None]",
+        "if found(name) != checksums[name]]",
+        "if found(name) is None]",
         _unit(
             "test_checksums.py",
             "test_a_flipped_bit_in_any_file_of_a_nemo_folder_is_found",
@@ -1394,8 +1394,8 @@ MUTANTS = [
     Mutant(
         "checkpoints of an abandoned line push good ones out",
         "checkpoint/checkpointing.py",
-        "            abandon_after(self.root, self.save_number)\n",
-        "            complete_checkpoints(self.root)\n",
+        "                        abandon_after(self.root, self.save_number)\n",
+        "                        complete_checkpoints(self.root)\n",
         _unit("test_pair.py", "test_death_again_and_again_with_another_interval"),
     ),
     Mutant(
@@ -1651,15 +1651,15 @@ MUTANTS = [
     Mutant(
         "the A of projections change places in adapters of PEFT",
         "checkpoint/hugging_face/peft.py",
-        "layer, index))\n            if adapter is not None:",
-        "layer, len(result) - 1 - index))\n            if adapter is not None:",
+        "layer, index))\n            if adapter is not None:\n                block",
+        "layer, 1 - index))\n            if adapter is not None:\n                block",
         _unit("test_peft_folders.py", "test_adapters_of_peft_give_the_same_logits[Qwen 2]"),
     ),
     Mutant(
         "rows of B are written for PEFT in the order of query groups",
-        "checkpoint/hugging_face/peft.py",
-        "rows[run.name][run.start : run.start + run.count] = b[first : first + run.count]",
-        "rows[run.name][run.start : run.start + run.count] = b[run.start : run.start + run.count]",
+        "checkpoint/hugging_face/architecture.py",
+        "= values[first : first + run.count]",
+        "= values[run.start : run.start + run.count]",
         _unit(
             "test_peft_folders.py",
             "test_trained_adapters_give_the_same_logits_in_peft[Llama, odd sizes-canonical-all]",

@@ -20,12 +20,15 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.checkpoint.stored_weights import (
+    EitherName,
     Slice,
     TensorSource,
     distinct,
+    is_stacked,
     numbered,
     sharded_tensors,
     unnumbered,
+    whole_tensor,
 )
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
@@ -167,14 +170,21 @@ def check_base(expected: Base, found: str, what: str, where: str) -> None:
 # --- merging ---
 
 
-class MergedTensors:
-    """A `TensorSource`: a base with adapters merged into its weights, and their heads.
+def merged(
+    base: TensorSource, adapters: TensorSource, settings: LoRASettings, config: Mapping[str, Any]
+) -> TensorSource:
+    """A base with adapters merged into its weights, and their heads.
 
     Sums are computed in float64 and have the dtype of the base.
 
     Raises:
         UserError: the adapters do not fit the base.
     """
+    return EitherName(_MergedTensors(EitherName(base), adapters, settings, config))
+
+
+class _MergedTensors:
+    """A `TensorSource` of `merged`, each layer's by its number."""
 
     def __init__(
         self,
@@ -194,7 +204,8 @@ class MergedTensors:
         self._check()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        shapes = {**self.base.shapes(), **self._own}
+        stored = self.base.shapes()
+        shapes = {key: stored[key] for key in stored if not is_stacked(key)} | self._own
         if _HEAD in self._own:
             shapes.pop(_OUTPUT_LAYER, None)  # the base is a language model, the result is not
         return shapes
@@ -204,35 +215,14 @@ class MergedTensors:
             return self.adapters.read(key, part)
         values = self.base.read(key, part)
         name, number = unnumbered(key)
-        layers = (
-            self._adapted.get(name.removesuffix("weight")) if key.endswith(".weight") else None
-        )
-        if not layers:
-            return values
-        if number is not None:
-            return self._merged(name, number, values, part)
-        axis, *rest = part
-        if isinstance(axis, int):
-            return self._merged(name, axis, values, tuple(rest))
-        numbers = range(*axis.indices(self.base.shapes()[key][0]))
-        return torch.stack(
-            [
-                self._merged(name, layer, value, tuple(rest))
-                for layer, value in zip(numbers, values, strict=True)
-            ]
-        )
-
-    def _merged(self, name: str, layer: int, values: Tensor, part: Slice) -> Tensor:
-        """The part `part` of the weight `name` in `layer` (from 0), with its adapter."""
         stem = name.removesuffix("weight")
-        if layer + 1 not in self._adapted[stem]:
+        adapter = self._adapted.get(stem, {}).get(-1 if number is None else number + 1)
+        if adapter is None or stem == name:
             return values
-        key = self._adapted[stem][layer + 1]
-        shapes = self.adapters.shapes()
         rows, columns = part
-        a = self.adapters.read(key + "a", (slice(0, shapes[key + "a"][0]), columns))
-        b = self.adapters.read(key + "b", tuple(slice(0, size) for size in shapes[key + "b"]))
-        wide = self._wide(stem, b)[rows]
+        a_rows = slice(0, self.adapters.shapes()[adapter + "a"][0])
+        a = self.adapters.read(adapter + "a", (a_rows, columns))
+        wide = self._wide(stem, whole_tensor(self.adapters, adapter + "b"))[rows]
         # In float64 a part of a weight, merged alone, is the same as in the whole, also at another
         # split or on another machine: the checksum of adapters on adapters depends on it.
         change = delta(a, wide, self.settings.scale, torch.float64)
@@ -251,9 +241,7 @@ class MergedTensors:
     def _check(self) -> None:
         stored, shapes = self.base.shapes(), self.adapters.shapes()
         for stem, layers in self._adapted.items():
-            weight = stored.get(stem + "weight") or stored.get(
-                numbered(stem + "weight", min(layers) - 1)
-            )
+            weight = stored.get(numbered(stem + "weight", min(layers) - 1))
             if weight is None:
                 raise UserError(f"the base has no {stem}weight, to which the adapters belong.")
             for layer, key in layers.items():

@@ -46,7 +46,6 @@ from nemo_aligner.checkpoint.checksums import (
     Checksums,
     check_files_together,
     sync_folder,
-    write_durably,
     write_manifest,
 )
 from nemo_aligner.checkpoint.data_only import reason
@@ -104,10 +103,10 @@ class CheckpointedModel(Protocol):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A checkpoint that is being written in the background."""
+    """A checkpoint that is being written."""
 
-    save: dist_ckpt.BackgroundSave  # of the large files
-    # writing, folder, state: see `CheckpointCallback._write`; `writing` is its temporary name
+    save: dist_ckpt.Save  # of the large files
+    # writing, folder, state: of `CheckpointCallback._begin`; `writing` is its temporary name
     writing: Path
     folder: Path
     state: dict[str, Any]
@@ -225,12 +224,11 @@ class CheckpointCallback:
         state = {"trainer": counters, "metrics": metrics}
         if self.made_from is not None:
             state["made_from"] = self.made_from
-        if self.async_save and not is_train_end:
-            self._begin(folder, state)
-            return folder
-        self._write(folder, state)
-        self.folder = folder
-        self._export(folder, is_train_end)
+        in_background = self.async_save and not is_train_end
+        self._begin(folder, state, in_background)
+        if not in_background:
+            self.finish_save()
+            self._export(folder, is_train_end)
         return folder
 
     @property
@@ -244,10 +242,8 @@ class CheckpointCallback:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Complete the checkpoint that is being written in the background; all ranks call it.
-
-        Raises:
-            SaveError: on all ranks; it could not be written. Those from before are untouched.
+        """Complete the checkpoint that is being written, if one is; all ranks call it.
+        `SaveError`, on all ranks: it could not be written. Those from before are untouched.
         """
         begun, self._begun = self._begun, None
         if begun is None:
@@ -259,14 +255,24 @@ class CheckpointCallback:
                     self._finish_writing(begun.writing, begun.folder, begun.state, checksums)
         self.folder = begun.folder
 
-    def _begin(self, folder: Path, state: dict[str, Any]) -> None:
-        """Begin to write `folder` in the background, with `state` in its `state.json`."""
-        writing = self._make_folder(folder)
+    def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
+        """Begin to write `folder`, with `state` in its `state.json`."""
+        writing = folder.with_name(folder.name + WRITING_SUFFIX)
         with self._removed_if_failed(writing):
-            save = dist_ckpt.BackgroundSave(
+            with failing_together(writing):
+                if parallel_state.get_rank() == 0:
+                    if self.save_number is not None:
+                        abandon_after(self.root, self.save_number)
+                    for path in self.root.iterdir() if self.root.is_dir() else ():
+                        if is_leftover(path):
+                            shutil.rmtree(path)
+                    for name in (CHECKPOINT_WEIGHTS, RNG_FOLDER):
+                        (writing / name).mkdir(parents=True)
+            save = dist_ckpt.Save(
                 self._sharded_state(is_loading=False, with_reference=True),
                 writing / CHECKPOINT_WEIGHTS,
                 {_rng_file(writing): _rng_bytes()},
+                in_background,
             )
         self._begun = _Begun(save, writing, folder, state)
 
@@ -292,26 +298,6 @@ class CheckpointCallback:
             logging.info(f"the job died after {folder}: writing what comes at the end of training")
             self._export(folder, is_train_end=True)
 
-    def _write(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write `folder` with `state` in its `state.json`, and remove outdated checkpoints."""
-        writing = self._make_folder(folder)
-        with self._removed_if_failed(writing):
-            weights = writing / CHECKPOINT_WEIGHTS
-            checksums = dist_ckpt.save(self._sharded_state(False, with_reference=True), weights)
-            with failing_together(writing):
-                write_durably(_rng_file(writing), _rng_bytes())
-            with failing_together(folder):
-                if parallel_state.get_rank() == 0:
-                    self._finish_writing(writing, folder, state, checksums)
-
-    def _make_folder(self, folder: Path) -> Path:
-        """Make the folder in which the checkpoint `folder` is written; all ranks call it."""
-        writing = folder.with_name(folder.name + WRITING_SUFFIX)
-        with self._removed_if_failed(writing), failing_together(writing):
-            if parallel_state.get_rank() == 0:
-                self._start_writing(writing)
-        return writing
-
     @contextlib.contextmanager
     def _removed_if_failed(self, writing: Path) -> Iterator[None]:
         try:
@@ -320,15 +306,6 @@ class CheckpointCallback:
             if parallel_state.get_rank() == 0:
                 shutil.rmtree(writing, ignore_errors=True)
             raise
-
-    def _start_writing(self, writing: Path) -> None:
-        if self.save_number is not None:
-            abandon_after(self.root, self.save_number)
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            if is_leftover(path):
-                shutil.rmtree(path)
-        for name in (CHECKPOINT_WEIGHTS, RNG_FOLDER):
-            (writing / name).mkdir(parents=True)
 
     def _finish_writing(
         self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
@@ -385,41 +362,25 @@ class CheckpointCallback:
             if counter in state["trainer"] and not is_abandoned(path)
         }
 
-    def latest(self, resume_from: str | Path | None = None) -> Path | None:
-        """The checkpoint to resume from: `resume_from`, else the newest one, else None."""
-        if resume_from is not None:
-            return Path(resume_from)
-        found = [path for path, _ in complete_checkpoints(self.root) if not is_abandoned(path)]
-        return found[-1] if found else None
-
     def newest_sound(
         self, accept: Callable[[dict[str, Any]], bool] = lambda _state: True
     ) -> Path | None:
-        """The newest checkpoint whose files are what was written, else None; all ranks call it.
-
-        Damaged ones that are newer are set aside: they are renamed, and the log names them. Those
-        that the job has gone back behind are passed over.
-
-        Args:
-            accept: says of the contents of a `state.json` whether the checkpoint is looked at.
+        """The newest checkpoint whose files are what was written, and whose `state.json` is one to
+        `accept`, else None; all ranks call it. Damaged ones that are newer are set aside: they are
+        renamed, and the log names them. Those that the job has gone back behind are passed over.
         """
         while True:
+            chosen: Path | None = None
             with failing_together(self.root):
-                chosen = self._newest(accept) if parallel_state.get_rank() == 0 else None
+                if parallel_state.get_rank() == 0:
+                    for path, error in damaged_checkpoints(self.root):  # cannot be listed
+                        _set_aside(path, error)
+                    for path, state in complete_checkpoints(self.root):
+                        if accept(state) and not is_abandoned(path):
+                            chosen = path
             folder: Path | None = gathered(chosen)[0]
             if folder is None or self.is_sound(folder):
                 return folder
-
-    def _newest(self, accept: Callable[[dict[str, Any]], bool]) -> Path | None:
-        """The newest complete checkpoint, after those that cannot be listed were set aside."""
-        for path, error in damaged_checkpoints(self.root):
-            _set_aside(path, error)
-        accepted = [
-            path
-            for path, state in complete_checkpoints(self.root)
-            if accept(state) and not is_abandoned(path)
-        ]
-        return accepted[-1] if accepted else None
 
     def is_sound(self, folder: Path) -> bool:
         """Whether a checkpoint is what was written; else it is set aside. All ranks call it."""
@@ -467,10 +428,8 @@ class CheckpointCallback:
 
     def load_at(self, counter: str, count: int) -> dict[str, Any]:
         """Load the newest checkpoint whose counter `counter` is `count`; returns the counters. All
-        ranks call it.
-
-        Raises:
-            UserError: there is none; a damaged one is set aside. Nothing has changed in memory.
+        ranks call it. `UserError`: there is none that is not damaged; nothing has changed in
+        memory.
         """
         folder = self.newest_sound(lambda state: state["trainer"].get(counter) == count)
         if folder is None:
@@ -531,22 +490,19 @@ def _rng_file(folder: Path) -> Path:
 
 def _rng_bytes() -> bytes:
     buffer = io.BytesIO()
-    torch.save(_rng_state(), buffer)
-    return buffer.getvalue()
-
-
-def _rng_state() -> dict[str, Any]:
-    return {
+    state = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "numpy": np.random.get_state(),
         "python": random.getstate(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 def _read_rng(file: Path) -> dict[str, Any]:
-    """The states in a file of `_rng_state`, read as data alone; `UserError`: it holds others."""
+    """The states in a file of `_rng_bytes`, read as data alone; `UserError`: it holds others."""
     array = np.zeros(1, np.uint32)  # that of NumPy's generator
     classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
     try:

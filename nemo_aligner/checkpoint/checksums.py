@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import xxhash
 from nemo.utils import logging
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 
 from nemo_aligner.checkpoint.forms import MARKER
 from nemo_aligner.core.endings import progress
@@ -56,15 +56,12 @@ class _Stream:
                 progress.made()
         return len(view)
 
-    def tell(self) -> int:
-        return self.file.tell()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
     def flush(self) -> None:
         with self._noting_errors():
             self.file.flush()
-
-    def fileno(self) -> int:
-        return self.file.fileno()
 
     def close(self) -> None:
         with self._noting_errors():
@@ -82,28 +79,32 @@ class _Stream:
 class ChecksummedFiles(FileSystem):
     """The files that PyTorch's writer of distributed checkpoints makes, with their checksums.
 
+    Args:
+        open_weights: opens the large files, given their names, in another place.
+
     Attributes:
         checksums: of each file that was written, by its name.
         error: the first that the system reported; PyTorch's own, after it, hides what happened.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, open_weights: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
+    ) -> None:
         super().__init__()
+        self.open_weights = open_weights
         self.checksums: Checksums = {}
         self.error: OSError | None = None
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with self.opened(path, mode) as file:
+        opened = self.open_weights if str(path).endswith(DEFAULT_SUFFIX) else None
+        with Path(path).open(mode) if opened is None else opened(Path(path).name) as file:
             if mode != "wb":
                 yield file
                 return
             stream = _Stream(file, self._note)
             yield stream
         self.checksums[Path(path).name] = stream.hash.hexdigest()
-
-    def opened(self, path: str | os.PathLike, mode: str) -> contextlib.AbstractContextManager[Any]:
-        return Path(path).open(mode)
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
@@ -145,11 +146,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_manifest(folder: Path, known: Mapping[str, str]) -> str:
     """Write the manifest of `folder`, whose files then survive a loss of power; one process calls
-    it. Returns the checksum of the manifest.
-
-    Args:
-        known: checksums of the files that were computed while they were written, and that are
-            synchronized. The others, which are small, are read.
+    it. Returns its checksum. `known`: checksums of files that were computed while they were
+    written, and that are synchronized; the others, which are small, are read.
     """
     found = dict(known)
     for path in sorted(folder.rglob("*")):
@@ -231,64 +229,36 @@ def warn_without(path: Path) -> None:
     )
 
 
-def check_files(folder: Path, names: Iterable[str], checksums: Checksums) -> None:
-    """Compare the files `names` of `folder` with the checksums of all its files.
-
-    Raises:
-        DamagedFileError: a file is missing or another; names all such files.
-    """
-    damaged = [name for name in names if _found(folder / name) != checksums[name]]
-    if damaged:
-        raise _damaged(folder, damaged)
-
-
-def check_all_are_listed(
-    folder: Path, select: Callable[[str], bool], checksums: Checksums
+def check_folder(
+    folder: Path, select: Callable[[str], bool] = lambda _name: True, rank: int = 0, size: int = 1
 ) -> None:
-    """Check that the manifest of `folder` was not cut. That of a complete checkpoint, which gets
-    further files, is compared with its mark.
-
-    Raises:
-        DamagedFileError: names the files that are not in it.
-    """
-    if (folder / MARKER).is_file():
-        return
-    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    names = (path.as_posix() for path in files if not path.name.startswith("."))
-    if unlisted := _unlisted(filter(select, names), checksums):
-        raise _damaged(folder, unlisted)
-
-
-def _unlisted(names: Iterable[str], checksums: Checksums) -> list[str]:
-    return sorted({*names} - {*checksums, MANIFEST})
-
-
-def _found(path: Path) -> str | None:
-    try:
-        with path.open("rb") as file:
-            return file_checksum(file)
-    except FileNotFoundError:
-        return None
-
-
-def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _name: True) -> None:
-    """Compare the files of `folder` with its manifest; all ranks call it, each reads a part of
-    them. A folder without a manifest gets a warning.
+    """Compare the files of `folder` with its manifest. A folder without one gets a warning.
 
     Args:
         select: says of a file, by its path below the folder, whether it is compared.
+        rank, size: compare one of `size` shares.
 
     Raises:
-        DamagedFileError: on all ranks; names the files that are missing or others.
+        DamagedFileError: a file is missing or another one, or not in the manifest, which was cut;
+            names all such files.
     """
+    checksums = read_manifest(folder)
+    if checksums is None:
+        return
+    there: list[str] = []
+    # The manifest of a complete checkpoint, which gets further files, is compared with its mark.
+    if not (folder / MARKER).is_file():
+        files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
+        there = [path.relative_to(folder).as_posix() for path in files]
+    names = sorted(filter(select, checksums))[rank::size]
+    _compare(folder, filter(select, there), names, checksums, lambda n: (folder / n).open("rb"))
+
+
+def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _name: True) -> None:
+    """As `check_folder`, by all ranks, each of which reads a share; the error is that of all."""
     outcome: str | None = None
     try:
-        checksums = read_manifest(folder) or {}
-        names = sorted(filter(select, checksums))
-        if checksums:
-            check_all_are_listed(folder, select, checksums)
-        rank, size = parallel_state.get_rank(), parallel_state.get_world_size()
-        check_files(folder, names[rank::size], checksums)
+        check_folder(folder, select, parallel_state.get_rank(), parallel_state.get_world_size())
     except DamagedFileError as error:
         outcome = str(error)
     messages = [message for message in gathered(outcome) if message is not None]
@@ -297,36 +267,46 @@ def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _n
 
 
 def check_members(tar: tarfile.TarFile, path: Path, select: Callable[[str], bool]) -> None:
-    """Compare members of an uncompressed or compressed tar file with the manifest in it. A file
-    without one gets a warning.
+    """As `check_folder`, of the members of the tar file at `path`, compressed or not."""
+    members = {m.name.removeprefix("./"): m for m in tar.getmembers() if m.isreg()}
 
-    Raises:
-        DamagedFileError: names the members that are missing or others.
-    """
-    members = {member.name.removeprefix("./"): member for member in tar.getmembers()}
-    manifest = members.get(MANIFEST)
-    stream = None if manifest is None or not manifest.isreg() else tar.extractfile(manifest)
-    if stream is None:
+    def opened(name: str) -> IO[bytes]:
+        stream = tar.extractfile(members[name])
+        assert stream is not None
+        return stream
+
+    if MANIFEST not in members:
         warn_without(path)
         return
-    checksums = parse_manifest(stream.read(), path / MANIFEST)
-    files = (name for name, member in members.items() if member.isreg())
-    damaged = _unlisted(filter(select, files), checksums)
-    for name in filter(select, sorted(checksums)):
-        member = members.get(name)
-        found = tar.extractfile(member) if member is not None and member.isreg() else None
-        if found is None or file_checksum(found) != checksums[name]:
-            damaged.append(name)
+    checksums = parse_manifest(opened(MANIFEST).read(), path / MANIFEST)
+    names = sorted(filter(select, checksums))
+    _compare(path, filter(select, members), names, checksums, opened)
+
+
+def _compare(
+    path: Path,
+    there: Iterable[str],
+    names: Iterable[str],
+    checksums: Checksums,
+    opened: Callable[[str], IO[bytes]],
+) -> None:
+    """Check that files that are `there` are listed, and that the files `names` are as listed."""
+
+    def found(name: str) -> str | None:
+        try:
+            with opened(name) as file:
+                return file_checksum(file)
+        except (FileNotFoundError, KeyError):
+            return None
+
+    damaged = sorted({*there} - {*checksums, MANIFEST})
+    damaged = damaged or [name for name in names if found(name) != checksums[name]]
     if damaged:
-        raise _damaged(path, damaged)
-
-
-def _damaged(path: Path, names: list[str]) -> DamagedFileError:
-    verb = "is" if len(names) == 1 else "are"
-    return DamagedFileError(
-        f"{path} is damaged or incomplete: {', '.join(names)} {verb} not what was written (see "
-        f"{MANIFEST}). {_remedy(path)}"
-    )
+        verb = "is" if len(damaged) == 1 else "are"
+        raise DamagedFileError(
+            f"{path} is damaged or incomplete: {', '.join(damaged)} {verb} not what was written "
+            f"(see {MANIFEST}). {_remedy(path)}"
+        )
 
 
 def _remedy(path: Path) -> str:

@@ -103,10 +103,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(stream: Any, path: Path) -> Metadata:
-    """The table of contents of a distributed checkpoint.
-
-    Raises:
-        UserError: the file is damaged, or names what is not part of such a table.
+    """The table of contents of a distributed checkpoint; `UserError`: the file is damaged, or
+    names what is not part of such a table.
     """
     try:
         found = _MetadataUnpickler(stream).load()
@@ -137,14 +135,8 @@ def reason(error: BaseException) -> str:
 
 
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
-    """The table of contents of the distributed checkpoint in `folder`, whose other small files are
-    there and whole.
-
-    Args:
-        files: where `folder` lies; None: among the files of this machine.
-
-    Raises:
-        UserError: as `read_metadata`; a file is missing or damaged, or names another format.
+    """The table of contents of the distributed checkpoint in `folder` (among `files`, or those of
+    this machine), whose other small files are there and whole. Errors as of `read_metadata`.
     """
     files = files or FileSystem()
 
@@ -174,10 +166,8 @@ def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
 
 @contextmanager
 def objects_as_data(folder: str | Path) -> Iterator[None]:
-    """Let PyTorch load objects beside tensors only where `torch.load(weights_only=True)` does.
-
-    Raises:
-        UserError: an object names something that is no data.
+    """Let PyTorch load objects beside tensors only where `torch.load(weights_only=True)` does;
+    else `UserError`.
     """
     own: Callable[..., None] = DefaultLoadPlanner.load_bytes
 

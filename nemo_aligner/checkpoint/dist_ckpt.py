@@ -4,12 +4,10 @@
 
 Megatron Core's own writer starts a manager process (which imports the user's script again and
 takes seconds) and forks workers (unsafe beside the threads of an inference server). Here Megatron
-Core plans and PyTorch's synchronous writer writes, in the same format (`torch_dist`). Megatron
-Core reads it, after a check that no file of it can run code.
-
-Megatron Core's asynchronous saves (`async_sharded_save`) are of the same parts: the ranks plan
-together and copy their tensors to host memory, then a thread of each rank writes, without talking
-to the others, and at last the ranks write the metadata together (`BackgroundSave`).
+Core plans, as for its asynchronous saves, and PyTorch's writer writes, in the same format
+(`torch_dist`): the ranks plan together, each of them writes without talking to the others, in the
+background from a copy of its tensors in host memory, and at last they write the metadata together
+(`Save`). Megatron Core reads it, after a check that no file of it can run code.
 """
 
 import contextlib
@@ -70,11 +68,8 @@ _MARGIN_BYTES = 8 << 20
 
 @contextlib.contextmanager
 def failing_together(written: Path | None = None) -> Iterator[None]:
-    """All ranks enter it. A `UserError` inside, on any of them, is raised on all.
-
-    Args:
-        written: path that is written inside; an `OSError` becomes a `SaveError` about it. None:
-            it becomes a `UserError`.
+    """All ranks enter it. A `UserError` inside, on any of them, is raised on all. An `OSError`
+    becomes a `SaveError` about the path `written`, or, if that is None, a `UserError`.
     """
     failure: UserError | None = None
     try:
@@ -88,27 +83,9 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
             raise found
 
 
-class _CheckedWriter(FileSystemWriter):
-    """Keeps the checksums of its files, and raises the error of the system that stopped it."""
-
-    def __init__(self, folder: str | Path):
-        super().__init__(folder, single_file_per_rank=True)
-        self.fs = self.files = ChecksummedFiles()
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            if self.files.error is None:
-                raise
-            raise self.files.error from error
-
-
 class _Copies:
-    """Tensors and objects of this rank at the time of the save, in host memory; one after the
-    other is given to the writer, and forgotten.
-
-    Stands in the place of the planner, which would give those of the model.
+    """Tensors and objects of this rank at the time of the save, in host memory, in the place of
+    the planner, which would give those of the model; what is written is forgotten.
     """
 
     def __init__(self, plan: Any, planner: Any):
@@ -123,14 +100,25 @@ def _copied(data: Any) -> Any:
     return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
 
 
-class _BackgroundWriter(_CheckedWriter):
-    """Writes what it has copied, in any thread."""
+class _Writer(FileSystemWriter):
+    """Writes, in any thread, with the checksums of its files."""
+
+    def __init__(self, folder: str | Path, from_copies: bool):
+        super().__init__(folder, single_file_per_rank=True)
+        self.fs = self.files = ChecksummedFiles()
+        self.from_copies = from_copies
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
-        self._plan, self._copies = plan, _Copies(plan, planner)
+        self._plan = plan
+        self._data: Any = _Copies(plan, planner) if self.from_copies else planner
 
     def write(self) -> None:
-        self._results = self.write_data(self._plan, self._copies).value()
+        try:
+            self._results = self.write_data(self._plan, self._data).value()
+        except Exception as error:
+            if self.files.error is None:
+                raise
+            raise self.files.error from error
 
     def finish_together(self, metadata: Any) -> None:
         """Write the metadata, which rank 0 has; all ranks call it after their `write`."""
@@ -141,19 +129,29 @@ class _BackgroundWriter(_CheckedWriter):
 
 
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
-    writer: _CheckedWriter  # of the last save
+    writer: _Writer
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
-        self.writer = _CheckedWriter(checkpoint_dir)
-        torch.distributed.checkpoint.save(state, storage_writer=self.writer, planner=planner)
-        self._write_format(Path(checkpoint_dir))
+    def __init__(self, from_copies: bool):
+        super().__init__("torch_dist", 1)
+        self.from_copies = from_copies
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_strategy: str
     ) -> AsyncRequest:
-        state, planner = self._prepare(sharded_state_dict, checkpoint_dir)
-        writer = self.writer = _BackgroundWriter(checkpoint_dir)
+        """Plan, and write what is beside the tensors; all ranks call it."""
+        common = sharded_state_dict.get(COMMON_OBJECT)
+        if common is not None:
+            _write_common(common.data, checkpoint_dir)
+        by_key, _flat_mapping, _rename_mapping = (
+            mcore_torch._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
+        )
+        planner = mcore_torch.MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+        )
+        state = mcore_torch.mcore_to_pyt_state_dict(by_key, False)
+        writer = self.writer = _Writer(checkpoint_dir, self.from_copies)
         planned, *_plans = save_state_dict_async_plan(state, writer, planner=planner)
 
         def finish() -> None:
@@ -172,21 +170,6 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
             if torch.distributed.get_rank() == 0:
                 save_config(CheckpointingConfig(self.backend, self.version), str(folder))
 
-    def _prepare(self, sharded_state_dict: dict[str, Any], folder: str | Path) -> tuple[Any, Any]:
-        """PyTorch's state dict, and the planner for it; writes what is beside it."""
-        common = sharded_state_dict.get(COMMON_OBJECT)
-        if common is not None:
-            _write_common(common.data, folder)
-        by_key, _flat_mapping, _rename_mapping = (
-            mcore_torch._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, self.keep_only_main_replica
-            )
-        )
-        planner = mcore_torch.MCoreSavePlanner(
-            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-        )
-        return mcore_torch.mcore_to_pyt_state_dict(by_key, False), planner
-
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
@@ -196,18 +179,7 @@ def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     Raises:
         SaveError: on all ranks; there is no space, or the system cannot write.
     """
-    folder = Path(folder)
-    needed = _check_space(sharded_state_dict, folder)
-    strategy = _InProcessSave("torch_dist", 1)
-    try:
-        with _common_written_together():
-            dist_checkpointing.save(sharded_state_dict, str(folder), sharded_strategy=strategy)
-    except CheckpointException as error:  # not an Exception; says what went wrong on each rank
-        failure, _trace = next(iter(error.failures.values()))
-        if isinstance(failure, OSError):
-            raise save_error(folder, failure, needed) from error
-        raise SaveError(f"{folder} cannot be written: {failure!r}") from error
-    return _checksums_of_all(strategy.writer)
+    return Save(sharded_state_dict, Path(folder), {}, in_background=False).finish()
 
 
 def _write_common(common: Any, folder: str | Path) -> None:
@@ -236,57 +208,55 @@ def _common_written_together() -> Iterator[None]:
         writer.save_common = own
 
 
-def _checksums_of_all(writer: _CheckedWriter) -> Checksums:
-    """Checksums of the files of all ranks; all ranks call it."""
-    parts = gathered(writer.files.checksums)
-    return {name: found for part in parts for name, found in part.items()}
-
-
-class BackgroundSave:
-    """`save` by a thread of each rank, of a copy of the state dict in host memory; all ranks make
-    one, which begins to write, and call `finish`, when the caller wants to know how it went.
-
-    Args:
-        files: small files beside it, which this rank's thread writes durably.
+class Save:
+    """A sharded state dict that is written, and small files beside it, this rank's. All ranks make
+    one and call `finish`. `in_background` a thread of each rank writes a copy in host memory.
 
     Raises:
         SaveError: on all ranks; there is no space.
     """
 
     def __init__(
-        self, sharded_state_dict: dict[str, Any], folder: Path, files: Mapping[Path, bytes]
+        self,
+        sharded_state_dict: dict[str, Any],
+        folder: Path,
+        files: Mapping[Path, bytes],
+        in_background: bool,
     ):
         self._folder, self._files = folder, files
         self._needed = _check_space(sharded_state_dict, folder)
-        strategy = _InProcessSave("torch_dist", 1)
+        strategy = _InProcessSave(from_copies=in_background)
         with _common_written_together():
             self._request: AsyncRequest = dist_checkpointing.save(
                 sharded_state_dict, str(folder), sharded_strategy=strategy, async_sharded_save=True
             )
         self._writer = strategy.writer
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
-        self._thread.start()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if in_background:
+            self._thread = threading.Thread(target=self._write, daemon=True, name="checkpoint")
+            self._thread.start()
+        else:
+            self._write()
 
     def _write(self) -> None:
         try:
             self._request.async_fn(*self._request.async_fn_args)
             for path, content in self._files.items():
                 write_durably(path, content)
-        except BaseException as error:
+        except Exception as error:
             self._error = error
 
     def is_written(self) -> bool:
         """Whether this rank has written its part, or could not."""
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> Checksums:
-        """Wait for all ranks, and complete the checkpoint; all ranks call it. Returns as `save`.
-
-        Raises:
-            SaveError: on all ranks; one of them could not write.
+        """Wait for all ranks, and complete it; all ranks call it. Returns as `save`. `SaveError`,
+        on all ranks: one of them could not write.
         """
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         with failing_together(self._folder):
             if isinstance(self._error, OSError):
                 raise save_error(self._folder, self._error, self._needed) from self._error
@@ -295,26 +265,24 @@ class BackgroundSave:
                 raise SaveError(message) from self._error
         for finish in self._request.finalize_fns:
             finish()
-        return _checksums_of_all(self._writer)
+        parts = gathered(self._writer.files.checksums)
+        return {name: found for part in parts for name, found in part.items()}
 
 
 def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
     """Bytes that a checkpoint takes; all ranks call it. `SaveError` on all: there is no space."""
-    needed = sum(gathered(_bytes_to_write(sharded_state_dict))) + _MARGIN_BYTES
-    with failing_together(folder):
-        if torch.distributed.get_rank() == 0:
-            check_space(folder, needed)
-    return needed
-
-
-def _bytes_to_write(sharded_state_dict: dict[str, Any]) -> int:
-    return sum(
+    own = sum(
         item.data.nbytes
         for item in nested_values(sharded_state_dict)
         if isinstance(item, (ShardedTensor, ShardedTensorFactory))
         and item.data is not None
         and is_main_replica(item.replica_id)
     )
+    needed = sum(gathered(own)) + _MARGIN_BYTES
+    with failing_together(folder):
+        if torch.distributed.get_rank() == 0:
+            check_space(folder, needed)
+    return needed
 
 
 def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, Any]:
@@ -353,11 +321,7 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
 
 
 def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:
-    """The global tensors of a distributed checkpoint, by name.
-
-    Raises:
-        UserError: a file could run code, or is damaged.
-    """
+    """The global tensors of a distributed checkpoint, by name; errors as of `load`."""
     read_table(Path(folder))
     return dist_checkpointing.load_tensors_metadata(str(folder))
 
@@ -366,10 +330,8 @@ def make_sharded_tensors_from_reference(
     reference_param: ShardedBase, model_param: Any, prefix: str
 ) -> ShardedBase:
     """An entry of a sharded state dict for `model_param`, split over the ranks as
-    `reference_param` is, under the key `<prefix>.<key of the reference>`.
-
-    Raises:
-        UserError: a tensor's shape is not that of the reference.
+    `reference_param` is, under the key `<prefix>.<key of the reference>`; `UserError`: it has
+    another shape.
     """
     renamed = {"key": f"{prefix}.{reference_param.key}", "data": model_param}
     if not isinstance(reference_param, ShardedTensor):

@@ -11,13 +11,14 @@ weights as those of step 0 until then: after a death they have one of the same s
 go back (`launch/rollout_job.py`).
 """
 
+import contextlib
 import functools
 import json
 import math
 import re
 import shlex
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,7 @@ def format_name(template: str, metrics: dict[str, float]) -> str:
 
 def try_names(root: Path, template: str, others: list[str]) -> None:
     """Make what a job will write in `root`, checkpoints named by `template` and `others`, with the
-    longest names, and remove it again.
-
-    Raises:
-        SaveError: a name or `root` cannot be written.
+    longest names, and remove it again; `SaveError`: a name or `root` cannot be written.
     """
     try:
         keys = re.findall(r"\{([^{}:]+)", template)
@@ -172,32 +170,29 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
     """Complete checkpoints under `root`, oldest first; a warning names damaged ones."""
-    complete, damaged = _marked_checkpoints(root)
-    for _path, error in damaged:
-        _warn_once(str(error))
-    return complete
-
-
-def damaged_checkpoints(root: Path) -> list[tuple[Path, DamagedFileError]]:
-    """Checkpoints under `root` that are marked as complete, but that cannot even be listed."""
-    return _marked_checkpoints(root)[1]
-
-
-def _marked_checkpoints(
-    root: Path,
-) -> tuple[list[Checkpoint], list[tuple[Path, DamagedFileError]]]:
-    complete, damaged = [], []
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        if not path.is_dir():
-            continue
+    complete = []
+    for path in _folders(root):
         try:
             state = read_state(path)
         except DamagedFileError as error:
-            damaged.append((path, error))
+            _warn_once(str(error))
         else:
             if state is not None:
                 complete.append((path, state))
-    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"]), damaged
+    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
+
+
+def damaged_checkpoints(root: Path) -> Iterator[tuple[Path, DamagedFileError]]:
+    """Checkpoints under `root` that are marked as complete, but that cannot even be listed."""
+    for path in _folders(root):
+        try:
+            read_state(path)
+        except DamagedFileError as error:
+            yield path, error
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
 @functools.cache
@@ -229,19 +224,17 @@ def checkpoints_of_others(root: Path) -> list[str]:
     """Names under `root` that look like training checkpoints of NeMo-Aligner or Lightning: files
     `.ckpt`, and folders with a distributed checkpoint or the files of each rank at their top.
     """
-    if not root.is_dir():
-        return []
-    return sorted(path.name for path in root.iterdir() if _is_of_others(path))
 
+    def is_of_others(path: Path) -> bool:
+        if path.is_file():
+            return path.suffix == ".ckpt"
+        ours = path.name.endswith(WRITING_SUFFIX) or (path / MARKER).exists()
+        if ours or (path / CONFIG_FILE).exists():  # the second is a .nemo folder
+            return False
+        tops = ("metadata.json", "common.pt", "mp_rank_*", "tp_rank_*")
+        return any(next(path.glob(top), None) is not None for top in tops)
 
-def _is_of_others(path: Path) -> bool:
-    if path.is_file():
-        return path.suffix == ".ckpt"
-    ours = path.name.endswith(WRITING_SUFFIX) or (path / MARKER).exists()
-    if ours or (path / CONFIG_FILE).exists():  # the second is a .nemo folder
-        return False
-    tops = ("metadata.json", "common.pt", "mp_rank_*", "tp_rank_*")
-    return any(next(path.glob(top), None) is not None for top in tops)
+    return sorted(p.name for p in root.iterdir() if is_of_others(p)) if root.is_dir() else []
 
 
 def replace_folder(target: Path, written: Path) -> None:
@@ -255,6 +248,20 @@ def replace_folder(target: Path, written: Path) -> None:
         shutil.rmtree(former)
     else:
         former.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replaced_folder(target: Path) -> Iterator[Path]:
+    """Inside, an empty folder beside `target`, whose place it takes; after an error it is gone."""
+    folder = target.with_name(target.name + WRITING_SUFFIX)
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        replace_folder(target, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -122,20 +122,19 @@ def loadable_forms() -> str:
     return "; ".join(form.name for form in FORMS.values() if form.loads)
 
 
-def top_name(member: str) -> str:
-    """First part of the path of a file in a `.nemo`."""
+def _top_name(member: str) -> str:
     return member.removeprefix("./").split("/", 1)[0]
 
 
 def is_weight(member: str) -> bool:
     """Whether the path `member` in a `.nemo` belongs to the weights."""
-    top = top_name(member)
+    top = _top_name(member)
     return top in (WEIGHTS_FOLDER, WEIGHTS_FILE) or RANK_FOLDER.fullmatch(top) is not None
 
 
 def is_weight_of_any(member: str) -> bool:
     """Whether `member` of a `.nemo` or checkpoint is read for weights or a resume alone."""
-    return is_weight(member) or top_name(member) in (CHECKPOINT_WEIGHTS, RNG_FOLDER)
+    return is_weight(member) or _top_name(member) in (CHECKPOINT_WEIGHTS, RNG_FOLDER)
 
 
 def form_of_weights(
@@ -144,15 +143,9 @@ def form_of_weights(
     path: Path,
     formats: Sequence[str] = ("torch_dist", "zarr"),
 ) -> str | None:
-    """The key in `FORMS` of the weights in a `.nemo`.
-
-    Args:
-        names: of the files and folders at its top.
-        backend: content of the distributed checkpoint's `BACKEND_FILE`, if there is one.
-        formats: of a distributed checkpoint that load.
-
-    Raises:
-        UserError: a distributed checkpoint of an unknown format, or without `BACKEND_FILE`.
+    """The key in `FORMS` of the weights in a `.nemo` with the files and folders `names`, and
+    `backend` in its `BACKEND_FILE`, if it has one. `UserError`: a distributed checkpoint of
+    another format than `formats`, or without `BACKEND_FILE`.
     """
     names = set(names)
     if backend is not None:

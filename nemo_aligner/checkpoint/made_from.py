@@ -84,9 +84,7 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
 
 def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
     """Compare what a job is made from with the `state.json` of a checkpoint; show what differs.
-
-    Raises:
-        UserError: another base, other data or another objective; with the remedies.
+    `UserError`: another base, other data or another objective; with the remedies.
     """
     before = stored.get("made_from")
     if before is None:

@@ -80,10 +80,8 @@ _PLACES = re.compile(
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint at `path`: of a root the newest.
-
-    Raises:
-        UserError: the root does not say which that is, or it is not there.
+    """The checkpoint at `path`: of a root the newest; `UserError`: the root does not say which
+    that is, or it is not there.
     """
     if not (path / TRACKER).is_file():
         return path
@@ -106,11 +104,8 @@ def locate(path: Path) -> Path:
 
 
 def read_config(path: Path) -> DictConfig:
-    """The section `model` for the model in a folder.
-
-    Raises:
-        UserError: the folder is damaged or incomplete, or has a value without a counterpart here;
-            the message names it.
+    """The section `model` for the model in a folder; `UserError`: it is damaged or incomplete, or
+    has a value without a counterpart here, which the message names.
     """
     folder = locate(path)
     if (folder / BRIDGE_FILE).is_file():
@@ -125,17 +120,16 @@ def read_config(path: Path) -> DictConfig:
     return OmegaConf.create(keys)
 
 
-def _refusal(where: str) -> megatron_keys.Refusal:
+def _refusal(where: str, remedy: str = "use another checkpoint") -> megatron_keys.Refusal:
     return lambda name, value: UserError(
-        f"{where}.{name}={value!r} has no counterpart here and would change the model; use "
-        "another checkpoint."
+        f"{where}.{name}={value!r} has no counterpart here and would change the model; {remedy}."
     )
 
 
 def _args(folder: Path) -> dict[str, Any]:
     ranks = rank_folders(folder)
     if ranks:
-        found = _read_rank(ranks[0])
+        found = read_objects(ranks[0] / RANK_FILE, ranks[0] / RANK_FILE, mmap=True)
     elif (folder / COMMON_FILE).is_file():
         found = read_objects(folder / COMMON_FILE, folder / COMMON_FILE)
     else:
@@ -204,10 +198,8 @@ def _tokenizer_keys(folder: Path, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(path: Path) -> TensorSource:
-    """The weights in a folder.
-
-    Raises:
-        UserError: a file is missing or damaged, or a weight has no place in a GPT.
+    """The weights in a folder; `UserError`: a file is missing or damaged, or a weight has no place
+    in a GPT.
     """
     folder = locate(path)
     ranks = rank_folders(folder)
@@ -248,11 +240,6 @@ def check_place(key: str, path: Path) -> None:
         )
 
 
-def _read_rank(folder: Path) -> dict[str, Any]:
-    """The file of one rank; tensors stay in it until they are used."""
-    return read_objects(folder / RANK_FILE, folder / RANK_FILE, mmap=True)
-
-
 def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
     args = _args(folder)
     if args.get("num_experts"):
@@ -269,7 +256,8 @@ def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
             raise UserError(
                 f"{folder} lacks {name}/{RANK_FILE} of a job of {tp} x {pp} ranks; copy it again."
             )
-        stages.append(_read_rank(names[name]))
+        file = names[name] / RANK_FILE
+        stages.append(read_objects(file, file, mmap=True))  # tensors stay there until used
     # Virtual stages: each pipeline stage has the first, then each the second, ...
     chunks = [key for key in stages[0] if re.fullmatch(r"model\d*", key)]
     tensors = RankTensors(
@@ -320,11 +308,7 @@ def nemo2_weights(path: Path) -> TorchDistTensors:
 
 
 def read_nemo2_config(path: Path) -> DictConfig:
-    """The section `model` for the model in a folder of NeMo 2.0.
-
-    Raises:
-        UserError: an argument or a class has no counterpart here; the message names it.
-    """
+    """The section `model` for the model in a folder of NeMo 2.0; errors as of `read_config`."""
     file = path / NEMO2_CONTEXT / NEMO2_MODEL
     if not file.is_file():
         raise UserError(
@@ -348,12 +332,7 @@ def read_nemo2_config(path: Path) -> DictConfig:
 
 
 def _nemo2_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    def refusal(name: str, value: Any) -> UserError:
-        return UserError(
-            f"{file}: config.{name}={value!r} has no counterpart here and would change the model; "
-            f"{_NEMO2_REMEDY}."
-        )
-
+    refusal = _refusal(f"{file}: config", _NEMO2_REMEDY)
     given = dict(arguments)
     factor = given.pop("scale_factor", None)
     constants = {name: given.pop(name) for name in ROPE_SCALING.keys() & given.keys()}

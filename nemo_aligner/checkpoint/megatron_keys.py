@@ -118,18 +118,17 @@ Refusal = Callable[[str, Any], UserError]  # of the field of this name with this
 
 
 def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> dict[str, Any]:
-    """Keys of `model` for the fields of a model's configuration class.
-
-    Args:
-        fields: by name; classes and functions as `{_target_: <dotted path>}`.
-
-    Raises:
-        UserError: `refusal` of a field without a counterpart.
+    """Keys of `model` for the fields of a model's configuration class, by name; classes and
+    functions are `{_target_: <dotted path>}`. Raises `refusal` of a field without a counterpart.
     """
     given = dict(fields)
     keys = {name: given.pop(name) for name in SAME & given.keys()}
     keys |= {RENAMED[name]: given.pop(name) for name in RENAMED.keys() & given.keys()}
-    keys |= _activation(given, refusal)
+    function = last_name(given.pop("activation_func", {"_target_": "gelu"}))
+    gated = bool(given.pop("gated_linear_unit", False))
+    if (function, gated) not in ACTIVATIONS:
+        raise refusal("activation_func", f"{function} with gated_linear_unit={gated}")
+    keys |= ACTIVATIONS[function, gated]
     norm = given.pop("normalization", "LayerNorm")
     if norm not in NORMALIZATIONS:
         raise refusal("normalization", norm)
@@ -144,30 +143,22 @@ def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> di
     return keys
 
 
-def _activation(given: dict[str, Any], refusal: Refusal) -> dict[str, Any]:
-    """Keys for the activation, whose arguments are taken out of `given`."""
-    function = last_name(given.pop("activation_func", {"_target_": "gelu"}))
-    gated = bool(given.pop("gated_linear_unit", False))
-    if (function, gated) not in ACTIVATIONS:
-        raise refusal("activation_func", f"{function} with gated_linear_unit={gated}")
-    return ACTIVATIONS[function, gated]
-
-
 def check_neutral(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> None:
     """Check that fields do not change what a model computes; raise `refusal` of one that does."""
+    experts = experts or fields.get(NUMBER_OF_EXPERTS) is not None
+
+    def has_no_effect(name: str, value: Any) -> bool:
+        if name in IGNORED or name.startswith(IGNORED_PREFIXES):
+            return True
+        if name.startswith("moe_") and (not experts or name in _EXPERTS_IGNORED):
+            return True
+        if name == BALANCING and value:
+            return set(value if isinstance(value, list) else [value]) <= _BALANCED_IN_TRAINING
+        return value in (None, False, [], {}, "") or value == defaults().get(name, ...)
+
     for name, value in sorted(fields.items(), key=lambda item: item[0] != NUMBER_OF_EXPERTS):
-        if not _has_no_effect(name, value, experts or fields.get(NUMBER_OF_EXPERTS) is not None):
+        if not has_no_effect(name, value):
             raise refusal(name, value)
-
-
-def _has_no_effect(name: str, value: Any, experts: bool) -> bool:
-    if name in IGNORED or name.startswith(IGNORED_PREFIXES) or value in (None, False, [], {}, ""):
-        return True
-    if name.startswith("moe_") and (not experts or name in _EXPERTS_IGNORED):
-        return True
-    if name == BALANCING:
-        return set(value if isinstance(value, list) else [value]) <= _BALANCED_IN_TRAINING
-    return name in defaults() and value == defaults()[name]
 
 
 @functools.cache
@@ -288,10 +279,8 @@ def _idle(experts: bool, positions: Any) -> tuple[str, ...]:
 
 
 def arguments(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the section `model`, in Megatron-LM's old names and its new ones.
-
-    Raises:
-        Unsupported: Megatron-LM has no arguments for it; the message names the keys.
+    """The arguments of the section `model`, in Megatron-LM's old names and its new ones;
+    `Unsupported`: Megatron-LM has none for it; the message names the keys.
     """
     keys = plain_dict(complete_model(dict(model)), resolve=True)
     wanted = computed(keys)

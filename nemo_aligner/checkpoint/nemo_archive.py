@@ -24,7 +24,6 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +34,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint import adapters, forms, hugging_face, megatron
 from nemo_aligner.checkpoint.checksums import (
-    check_all_are_listed,
-    check_files,
     check_files_together,
+    check_folder,
     check_members,
-    read_manifest,
 )
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
 from nemo_aligner.checkpoint.file_references import (
@@ -59,8 +56,8 @@ from nemo_aligner.checkpoint.forms import (
     is_peft,
 )
 from nemo_aligner.checkpoint.hugging_face import peft
-from nemo_aligner.checkpoint.old_weights import RankFiles, ZarrArrays
-from nemo_aligner.checkpoint.stored_weights import StoredWeights, TensorSource
+from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
+from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
@@ -73,10 +70,8 @@ TOKENIZER_FOLDER = "tokenizer.folder"  # our copy of a Hugging Face tokenizer
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tarfile.TarFile]:
-    """The tar file of a `.nemo`, open for reading.
-
-    Raises:
-        UserError: the file is damaged, or a member that is unpacked would lie outside.
+    """The tar file of a `.nemo`, open for reading; `UserError`: it is damaged, or a member that is
+    unpacked would lie outside.
     """
     try:
         with tarfile.open(path) as tar:
@@ -111,16 +106,9 @@ def _member_name(member: tarfile.TarInfo) -> str:
 def _unpack_small_members(path: Path) -> Path:
     """Folder with all but the weights, compared with its checksums; a file is unpacked once."""
     if path.is_dir():
-        _check_small_files(path)
+        check_folder(path, lambda name: not forms.is_weight_of_any(name))
         return path
     return _unpack_file(path, path.stat().st_mtime_ns)
-
-
-def _check_small_files(folder: Path) -> None:
-    checksums = read_manifest(folder)
-    if checksums is not None:
-        check_all_are_listed(folder, lambda name: not forms.is_weight_of_any(name), checksums)
-        check_files(folder, filterfalse(forms.is_weight_of_any, checksums), checksums)
 
 
 @functools.cache
@@ -147,18 +135,14 @@ def _set_nemo_gelu(config: DictConfig) -> None:
 
 
 def read_config(path: str | Path, base: Path | None = None) -> DictConfig:
-    """The model configuration in a `.nemo` or a folder of NeMo 2.0; the files in it that it refers
-    to get absolute paths.
-
-    That of adapters describes the model with all weights that they make with their base. Files
-    that it names and does not hold stand behind `file_references.OUTSIDE`.
-
-    Args:
-        base: where the base of adapters lies; None: where they say.
+    """The model configuration in a checkpoint of any form; the files in it that it refers to get
+    absolute paths, and those that it names and does not hold stand behind
+    `file_references.OUTSIDE`. That of adapters describes the model with all weights that they make
+    with their base, which lies at `base`; None: where they say.
 
     Raises:
-        UserError: a reference leads out of the archive, a value calls a resolver, or NeMo 2.0
-            built a model that is not supported.
+        UserError: a reference leads out of the archive, a value calls a resolver, or the model is
+            one that is not supported.
     """
     config = read_stored_config(path, None if base is None else read_config(base))
     return config if adapters.base_in(config) is None else adapters.without_adapter_keys(config)
@@ -166,10 +150,8 @@ def read_config(path: str | Path, base: Path | None = None) -> DictConfig:
 
 def read_stored_config(path: str | Path, model: DictConfig | None = None) -> DictConfig:
     """As `read_config`, with the sections `lora_base` and `peft` of a checkpoint of adapters.
-
-    Args:
-        model: configuration of the base, for folders of PEFT, which do not hold it; None: that of
-            the base that they name.
+    `model`: configuration of the base, for folders of PEFT, which do not hold it; None: of what
+    they name.
     """
     path = Path(path).resolve()
     if is_peft(path):
@@ -243,9 +225,9 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[StoredWeights]:
-    """The weights of a `.nemo` or a folder of NeMo 2.0, in whatever form; all ranks enter it
-    together. Those of adapters are the weights of their base with the adapters merged in.
+def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
+    """The weights of a checkpoint of any form; all ranks enter it together. Those of adapters are
+    the weights of their base with the adapters merged in.
 
     Args:
         base: where the base of adapters lies; None: where they say.
@@ -254,47 +236,22 @@ def stored_weights(path: str | Path, base: Path | None = None) -> Iterator[Store
         UserError: the archive holds no weights, or their form does not load; adapters whose base
             is not there, or is another model; a base is given of what are no adapters.
     """
-    with stored_tensors(path, base) as source:
-        yield StoredWeights(source)
-
-
-@contextlib.contextmanager
-def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
-    """As `stored_weights`, but for reading one tensor after the other."""
-    expected, config = _base_and_config(path, base)
-    if expected is not None:
-        with _merged(path, base, expected, config) as merged:
-            yield merged
-    else:
+    model = None if base is None else read_config(base)
+    config = read_stored_config(path, model)
+    expected = adapters.base_in(config)
+    if expected is None:
+        if base is not None:
+            raise UserError(f"{path} holds a model with all its weights, which has no base.")
         with own_tensors(path) as source:
             yield source
-
-
-def _base_and_config(
-    path: str | Path, base: Path | None
-) -> tuple[adapters.Base | None, DictConfig]:
-    """The base of the adapters at `path`, or None, and what `read_stored_config` says of them;
-    `UserError`: a `base` is given of what are no adapters.
-    """
-    config = read_stored_config(path, None if base is None else read_config(base))
-    expected = adapters.base_in(config)
-    if base is None:
-        return expected, config
-    if expected is None:
-        raise UserError(f"{path} holds a model with all its weights, which has no base.")
-    return dataclasses.replace(expected, path=str(base)), config
-
-
-@contextlib.contextmanager
-def _merged(
-    path: str | Path, base: Path | None, expected: adapters.Base, config: DictConfig
-) -> Iterator[adapters.MergedTensors]:
-    model = None if base is None else read_config(base)
+        return
+    if base is not None:
+        expected = dataclasses.replace(expected, path=str(base))
     with own_tensors(path, model) as own, stored_tensors(_base_path(path, expected)) as source:
         found = adapters.checksum_of_source(source)
         where = f"{expected.path}, as it is now,"
         adapters.check_base(expected, found, what=str(path), where=where)
-        yield adapters.MergedTensors(source, own, adapters.settings_in(config), config)
+        yield adapters.merged(source, own, adapters.settings_in(config), config)
 
 
 def _base_path(path: str | Path, base: adapters.Base) -> Path:
@@ -312,15 +269,10 @@ def _base_path(path: str | Path, base: adapters.Base) -> Path:
 
 
 @contextlib.contextmanager
-def own_weights(path: str | Path, model: DictConfig | None = None) -> Iterator[StoredWeights]:
-    """As `stored_weights`, of adapters alone; `model` as for `read_stored_config`."""
-    with own_tensors(path, model) as source:
-        yield StoredWeights(source)
-
-
-@contextlib.contextmanager
 def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
-    """As `own_weights`, for reading tensor by tensor; in place, where a file's form allows."""
+    """As `stored_tensors`, of adapters alone; `model` as for `read_stored_config`. A file whose
+    form allows it is read in place.
+    """
     path = Path(path).resolve()
     if is_peft(path):
         base = read_config(peft.base_path(path)) if model is None else model
@@ -382,7 +334,7 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
             f"{path} holds no weights in a form that loads; these do: {forms.loadable_forms()}."
         )
     gated = str(read_config(path).get("activation", "")).lower().endswith("glu")
-    return RankFiles(folder, path, gated)
+    return rank_files(folder, path, gated)
 
 
 @contextlib.contextmanager

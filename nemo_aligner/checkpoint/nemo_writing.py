@@ -9,6 +9,7 @@ so our copy stands at a key of its own, `tokenizer.folder`.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import tarfile
@@ -57,6 +58,11 @@ NEMO_TARGETS = {
 }
 
 
+def _large(source: str, names: list[str]) -> list[str]:
+    """What not to copy of a tokenizer's folder, maybe of a whole model: folders, weights."""
+    return [n for n in names if Path(source, n).is_dir() or n.endswith(_WEIGHT_SUFFIXES)]
+
+
 def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     """Copy the files that `config` names into `folder`; return it with references to these."""
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
@@ -69,7 +75,7 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
     source = OmegaConf.select(config, TOKENIZER_TYPE)
     if isinstance(source, str) and os.path.isdir(source):
         name = _archive_name(source)
-        shutil.copytree(source, folder / name, ignore=_all_but_small_files, dirs_exist_ok=True)
+        shutil.copytree(source, folder / name, ignore=_large, dirs_exist_ok=True)
         OmegaConf.update(config, TOKENIZER_FOLDER, ARTIFACT_PREFIX + name, force_add=True)
         OmegaConf.update(config, TOKENIZER_TYPE, _first_name(Path(source)))
     for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE):  # a file outside is named as before, not copied
@@ -77,13 +83,6 @@ def _pack_artifacts(config: DictConfig, folder: Path) -> DictConfig:
         if value != unmarked(value):
             OmegaConf.update(config, key, unmarked(value))
     return config
-
-
-def _all_but_small_files(source: str, names: list[str]) -> list[str]:
-    """What not to copy of a tokenizer's folder, maybe of a whole model: folders, weights."""
-    return [
-        name for name in names if Path(source, name).is_dir() or name.endswith(_WEIGHT_SUFFIXES)
-    ]
 
 
 def _archive_name(path: str) -> str:
@@ -161,7 +160,8 @@ def write_nemo(
         with failing_together(path):
             if rank_zero:
                 if not as_directory:
-                    check_space(folder, sum(file.stat().st_size for file in _files(folder)))
+                    files = (file for file in folder.rglob("*") if file.is_file())
+                    check_space(folder, sum(file.stat().st_size for file in files))
                 _finish(folder, path, config, as_directory, checksums)
     except SaveError:
         if rank_zero:
@@ -184,18 +184,13 @@ def write_streamed(
     weights = folder / WEIGHTS_FOLDER
     try:
         weights.mkdir(parents=True)
-        if as_directory:
-            checksums = torch_dist_stream.write(chunks, read, weights)
-            _finish(folder, path, config, as_directory, checksums)
-            return
-        # The weights go straight into the tar file: they would be written twice otherwise.
-        with tarfile.open(_packed(path), "w:") as tar:
-            checksums = torch_dist_stream.write(
-                chunks,
-                read,
-                weights,
-                lambda name: _growing_member(tar, f"./{WEIGHTS_FOLDER}/{name}"),
-            )
+        with contextlib.ExitStack() as stack:
+            tar, elsewhere = None, None
+            if not as_directory:
+                # The weights go straight into the tar file: they would be written twice otherwise.
+                tar = stack.enter_context(tarfile.open(_packed(path), "w:"))
+                elsewhere = functools.partial(_growing_member, tar)
+            checksums = torch_dist_stream.write(chunks, read, weights, elsewhere)
             _finish(folder, path, config, as_directory, checksums, tar)
     except BaseException:
         _remove_half(folder, path)
@@ -207,19 +202,15 @@ def _remove_half(folder: Path, path: Path) -> None:
     _packed(path).unlink(missing_ok=True)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
-
-
 @contextlib.contextmanager
 def _growing_member(tar: tarfile.TarFile, name: str) -> Iterator["_Member"]:
-    """A file in `tar`, open for writing, whose size is not known before."""
+    """A file of the weights in `tar`, open for writing, whose size is not known before."""
     file: Any = tar.fileobj
     header = file.tell()
     file.write(bytes(tarfile.BLOCKSIZE))
     member = _Member(file)
     yield member
-    info = tarfile.TarInfo(name)
+    info = tarfile.TarInfo(f"./{WEIGHTS_FOLDER}/{name}")
     info.size, info.mtime = member.tell(), int(time.time())
     file.write(bytes(-info.size % tarfile.BLOCKSIZE))
     tar.offset = file.tell()
@@ -234,17 +225,11 @@ class _Member:
     def __init__(self, file: Any):
         self.file, self.start = file, file.tell()
 
-    def write(self, data: Any) -> int:
-        return self.file.write(data)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
     def tell(self) -> int:
         return self.file.tell() - self.start
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def fileno(self) -> int:
-        return self.file.fileno()
 
     def close(self) -> None:
         """Do nothing: the whole file stays open."""

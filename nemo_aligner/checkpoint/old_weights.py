@@ -31,7 +31,14 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.data_only import reason
 from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
-from nemo_aligner.checkpoint.stored_weights import LAYERS, Slice, checked, numbered, unnumbered
+from nemo_aligner.checkpoint.stored_weights import (
+    EitherName,
+    Slice,
+    TensorSource,
+    checked,
+    numbered,
+    unnumbered,
+)
 from nemo_aligner.core.errors import UserError
 
 # Axis along which tensor-parallel ranks share a weight; those of no line here are whole on each.
@@ -55,15 +62,13 @@ OTHER_NAMES = (
 
 
 class RankTensors:
-    """A `TensorSource` of the weights of each rank.
+    """A `TensorSource` of the weights of each rank, each layer's by its number; `UserError`: they
+    lack weights, or have layers of another kind.
 
     Args:
         stages: the state dicts of tensor-parallel ranks by stage, or virtual stage, in the order
             of their layers; in the last a tied output layer is a copy.
         gated: the first linear layer of the MLP holds a gate and its partner (`swiglu`, ...).
-
-    Raises:
-        UserError: they lack weights, or have layers of another kind.
     """
 
     def __init__(self, stages: Sequence[Sequence[Mapping[str, Any]]], path: Path, gated: bool):
@@ -83,7 +88,6 @@ class RankTensors:
                 whole = name if layer is None else numbered(key, first_layer + layer)
                 self.tensors.setdefault(whole, [shard[name] for shard in shards])
             first_layer += len(layers)
-        self.num_layers = first_layer
         if any(name.startswith("model.language_model.") for name in self.tensors):
             raise refusal("legacy_layers", path)
         if any(".experts." in name for name in self.tensors):
@@ -94,25 +98,15 @@ class RankTensors:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = {}
         for name, shards in self.tensors.items():
-            key, layer = unnumbered(name)
             shape = list(shards[0].shape)
             axis = SPLIT_AXES.get(_leaf(name))
             if axis is not None:
                 shape[axis] = sum(shard.shape[axis] for shard in shards)
-            shapes[key] = tuple(shape if layer is None else [self.num_layers, *shape])
+            shapes[name] = tuple(shape)
         return shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
-        first, *rest = part
-        if not key.startswith(LAYERS):
-            return self._part(key, part)
-        if isinstance(first, int):
-            return self._part(numbered(key, first), tuple(rest))
-        layers = range(*first.indices(self.num_layers))
-        return torch.stack([self.read(key, (layer, *rest)) for layer in layers])
-
-    def _part(self, name: str, part: Slice) -> Tensor:
-        return checked(self._whole(name)[part], name.removeprefix("model."), self.path)
+        return checked(self._whole(key)[part], key.removeprefix("model."), self.path)
 
     def _whole(self, name: str) -> Tensor:
         shards = self.tensors[name]
@@ -125,17 +119,12 @@ class RankTensors:
         return torch.cat(shards, axis)
 
 
-class RankFiles(RankTensors):
-    """A `TensorSource` of NeMo's files in `folder`, of the `.nemo` at `path`.
-
-    Raises:
-        UserError: the file of a rank is missing, holds other objects than tensors, or has layers
-            of another kind.
+def rank_files(folder: Path, path: Path, gated: bool) -> TensorSource:
+    """NeMo's files in `folder`, of the `.nemo` at `path`; `UserError`: the file of a rank is
+    missing, holds other objects than tensors, or has layers of another kind.
     """
-
-    def __init__(self, folder: Path, path: Path, gated: bool):
-        stages = [[_read_file(file, path) for file in files] for files in _stages(folder, path)]
-        super().__init__(stages, path, gated)
+    stages = [[_read_file(file, path) for file in files] for files in _stages(folder, path)]
+    return EitherName(RankTensors(stages, path, gated))
 
 
 def _stages(folder: Path, path: Path) -> list[list[Path]]:
@@ -197,10 +186,8 @@ BFLOAT16 = ("bfloat16", "<V2", "|V2", "V2")
 
 
 class ZarrArrays:
-    """A `TensorSource` of the arrays in `folder`, of the `.nemo` at `path`.
-
-    Raises:
-        UserError: an array is compressed, of an unknown type, or its file is damaged.
+    """A `TensorSource` of the arrays in `folder`, of the `.nemo` at `path`; `UserError`: an array
+    is compressed, of an unknown type, or its file is damaged.
     """
 
     def __init__(self, folder: Path, path: Path):
@@ -225,21 +212,13 @@ class ZarrArrays:
             for span, size in zip(spans, chunk_shape, strict=True)
         ]
         for index in itertools.product(*touched):
-            chunk = self._chunk(key, index)
-            begins = [i * size for i, size in zip(index, chunk_shape, strict=True)]
-            overlaps = [
-                range(max(span.start, begin), min(span.stop, begin + size))
-                for span, begin, size in zip(spans, begins, chunk_shape, strict=True)
-            ]
-            target = tuple(
-                slice(o.start - span.start, o.stop - span.start)
-                for o, span in zip(overlaps, spans, strict=True)
-            )
-            source = tuple(
-                slice(o.start - begin, o.stop - begin)
-                for o, begin in zip(overlaps, begins, strict=True)
-            )
-            result[target] = chunk[source]
+            target, source = [], []
+            for span, number, size in zip(spans, index, chunk_shape, strict=True):
+                begin = number * size
+                low, high = max(span.start, begin), min(span.stop, begin + size)
+                target.append(slice(low - span.start, high - span.start))
+                source.append(slice(low - begin, high - begin))
+            result[tuple(target)] = self._chunk(key, index)[tuple(source)]
         tensor = torch.from_numpy(result)
         if bfloat16:
             tensor = tensor.view(torch.bfloat16)

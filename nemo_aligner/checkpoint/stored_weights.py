@@ -65,6 +65,10 @@ class TensorSource(Protocol):
         """A part within the tensor `key`, `checked`; an int in `part` drops its axis."""
 
 
+def whole_tensor(source: TensorSource, key: str) -> Tensor:
+    return source.read(key, tuple(slice(0, size) for size in source.shapes()[key]))
+
+
 def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
     """Of a tensor of `source`: that of its first entry."""
     axes = len(source.shapes()[key])
@@ -72,63 +76,61 @@ def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
     return source.read(key, first).dtype
 
 
-class StoredWeights:
-    """The weights of one checkpoint, to be loaded into a model."""
+@torch.no_grad()
+def load_weights(source: TensorSource, sharded: Sharded) -> Sharded:
+    """Values for `sharded`, whose tensors the checkpoint has; all ranks call it. They are written
+    into the tensors of `sharded`, where it has some.
 
-    def __init__(self, source: TensorSource):
-        self.source = source
+    Raises:
+        UserError: on all ranks; a file is damaged.
+    """
+    with failing_together():
+        return {
+            chunk: {name: _value(source, item) for name, item in items.items()}
+            for chunk, items in sharded.items()
+        }
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.source.shapes()
 
-    @torch.no_grad()
-    def load(self, sharded: Sharded) -> Sharded:
-        """Values for `sharded`, whose tensors the checkpoint has; all ranks call it. They are
-        written into the tensors of `sharded`, where it has some.
+def _value(source: TensorSource, item: Any) -> Any:
+    if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
+        parts: Any = item.build()
+        if isinstance(parts, dict):
+            return item.merge_fn({name: _value(source, part) for name, part in parts.items()})
+        return item.merge_fn([_value(source, part) for part in parts])
+    if isinstance(item, ShardedTensor):
+        return _tensor(source, item)
+    if isinstance(item, LocalNonpersistentObject):
+        return item.unwrap()
+    return item.data if isinstance(item, ShardedObject) else item
 
-        Raises:
-            UserError: on all ranks; a file is damaged.
-        """
-        with failing_together():
-            return {
-                chunk: {name: self._value(item) for name, item in items.items()}
-                for chunk, items in sharded.items()
-            }
 
-    def _value(self, item: Any) -> Any:
-        if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
-            parts: Any = item.build()
-            if isinstance(parts, dict):
-                return item.merge_fn({name: self._value(part) for name, part in parts.items()})
-            return item.merge_fn([self._value(part) for part in parts])
-        if isinstance(item, ShardedTensor):
-            return self._tensor(item)
-        if isinstance(item, LocalNonpersistentObject):
-            return item.unwrap()
-        return item.data if isinstance(item, ShardedObject) else item
-
-    def _tensor(self, wanted: ShardedTensor) -> Tensor:
-        part = wanted.global_slice()
-        target = wanted.data
-        assert target is not None
-        if not wanted.allow_shape_mismatch:
-            return target.copy_(self.source.read(wanted.key, part))
-        # An embedding table: its padding rows depend on the split. Those that the checkpoint does
-        # not have are 0, as Megatron Core loads them.
-        rows, *others = part
-        assert isinstance(rows, slice)
-        stop = max(min(rows.stop, self.source.shapes()[wanted.key][0]), rows.start)
-        target[stop - rows.start :] = 0
-        if stop > rows.start:
-            part = (slice(rows.start, stop), *others)
-            target[: stop - rows.start] = self.source.read(wanted.key, part)
-        return target
+def _tensor(source: TensorSource, wanted: ShardedTensor) -> Tensor:
+    part = wanted.global_slice()
+    target = wanted.data
+    assert target is not None
+    if not wanted.allow_shape_mismatch:
+        return target.copy_(source.read(wanted.key, part))
+    # An embedding table: its padding rows depend on the split. Those that the checkpoint does not
+    # have are 0, as Megatron Core loads them.
+    rows, *others = part
+    assert isinstance(rows, slice)
+    stop = max(min(rows.stop, source.shapes()[wanted.key][0]), rows.start)
+    target[stop - rows.start :] = 0
+    if stop > rows.start:
+        part = (slice(rows.start, stop), *others)
+        target[: stop - rows.start] = source.read(wanted.key, part)
+    return target
 
 
 def unnumbered(key: str) -> tuple[str, int | None]:
     """The key of a layer's tensor as for all layers, and its number from 0 if it has one."""
     number, _, name = key.removeprefix(LAYERS).partition(".")
     return (LAYERS + name, int(number)) if number.isdigit() else (key, None)
+
+
+def is_stacked(key: str) -> bool:
+    """Whether a tensor is that of all layers, whose number is its first axis."""
+    return key.startswith(LAYERS) and unnumbered(key)[1] is None
 
 
 def numbered(key: str, layer: int) -> str:
@@ -157,7 +159,7 @@ class EitherName:
             name, number = unnumbered(key)
             if number is not None:
                 layers.setdefault(name, set()).add(number)
-            elif key.startswith(LAYERS):
+            elif is_stacked(key):
                 self._shapes |= {numbered(key, layer): shape[1:] for layer in range(shape[0])}
         count = 1 + max((max(numbers) for numbers in layers.values()), default=-1)
         for name, numbers in layers.items():

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -78,15 +78,13 @@ def write(
 
     Args:
         read: the values of one part, of the shape `chunk.size`; called once for each, in order.
-        open_weights: opens the one large file, given its name, for writing in another place; None:
-            it is written into `folder`.
+        open_weights: opens the one large file, given its name, for writing in another place.
         common: what to write beside the tensors.
         states: write the empty extra states of linear layers and attention too, without which
             Megatron Core does not load its own models.
     """
     writer = FileSystemWriter(folder, single_file_per_rank=True)
-    files = ChecksummedFiles() if open_weights is None else _WeightsElsewhere(open_weights)
-    writer.fs = files
+    files = writer.fs = ChecksummedFiles(open_weights)
     try:
         save_checkpoint(
             {}, storage_writer=writer, planner=_WritePlanner(chunks, read, states), no_dist=True
@@ -98,18 +96,6 @@ def write(
     torch.save(dict(common or {}), folder / COMMON_FILE)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     return files.checksums
-
-
-class _WeightsElsewhere(ChecksummedFiles):
-    """Files, but for the large one, which `open_weights` opens."""
-
-    def __init__(self, open_weights: Callable[[str], AbstractContextManager[Any]]):
-        super().__init__()
-        self.open_weights = open_weights
-
-    def opened(self, path: str | os.PathLike, mode: str) -> AbstractContextManager[Any]:
-        here = not str(path).endswith(DEFAULT_SUFFIX)
-        return super().opened(path, mode) if here else self.open_weights(Path(path).name)
 
 
 class TarFiles(FileSystem):
@@ -231,12 +217,11 @@ class TorchDistTensors:
 
     def read(self, key: str, part: Slice) -> Tensor:
         name, entry = self.stored[key]
-        starts = [axis if isinstance(axis, int) else axis.start or 0 for axis in part]
-        stops = [
-            axis + 1 if isinstance(axis, int) else size if axis.stop is None else axis.stop
+        spans = [
+            range(axis, axis + 1) if isinstance(axis, int) else range(*axis.indices(size))
             for axis, size in zip(part, entry.size, strict=True)
         ]
-        sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        starts, sizes = [span.start for span in spans], [len(span) for span in spans]
         result = torch.empty(sizes, dtype=entry.properties.dtype)
         wanted = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
         for item in create_read_items_for_chunk_list(name, entry, [wanted]):

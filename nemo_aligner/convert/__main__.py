@@ -133,46 +133,42 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     # Megatron Core takes seconds to import.
+    from nemo_aligner.checkpoint.forms import is_peft
     from nemo_aligner.convert import conversions, info
 
     if args.command == "nemo-info":
         info.show(args.source, as_json=args.json)
         return
     options = conversions.Options(
-        dtype=args.dtype, overwrite=args.overwrite, progress=not args.quiet
+        dtype=args.dtype,
+        overwrite=args.overwrite,
+        progress=not args.quiet,
+        base=None if args.base is None else args.base.expanduser(),
+        tokenizer=getattr(args, "tokenizer", None),
+        drop_head_bias=getattr(args, "drop_head_bias", False),
     )
     if args.command == "merge-lora":
-        conversions.merge(args.source, args.target, options, args.base)
-    elif args.command == "to-megatron":
-        if not conversions.are_adapters(args.source, key="SOURCE"):
-            _refuse_options(args, "base")
-        print(
-            conversions.to_megatron(args.source, args.target, options, args.base, args.tokenizer)
-        )
-        return
+        conversions.merge(args.source, args.target, options)
     elif args.command == "hf-to-nemo":
-        if conversions.is_peft_folder(args.source):
-            conversions.peft_to_nemo(args.source, args.target, options, args.base)
+        if is_peft(args.source.expanduser()):
+            conversions.peft_to_nemo(args.source, args.target, options)
         else:
             _refuse_options(args, "base")
             conversions.to_nemo(args.source, args.target, options)
+    elif args.command == "to-megatron":
+        if not conversions.are_adapters(args.source):
+            _refuse_options(args, "base")
+        print(conversions.to_megatron(args.source, args.target, options))
+        return
     elif conversions.are_adapters(args.source, key="NEMO") and not args.merged:
         _refuse_options(args, "architecture")
-        conversions.to_peft(
-            args.source, args.target, options, drop_head_bias=args.drop_head_bias, base=args.base
-        )
+        conversions.to_peft(args.source, args.target, options)
     else:
         if not conversions.are_adapters(args.source, key="NEMO"):
             _refuse_options(args, "merged", "base")
+        size = int(args.shard_size * 1e9)
         conversions.from_nemo(
-            args.source,
-            args.target,
-            options,
-            model_type=args.architecture,
-            shard_bytes=int(args.shard_size * 1e9),
-            drop_head_bias=args.drop_head_bias,
-            base=args.base,
-            tokenizer=args.tokenizer,
+            args.source, args.target, options, model_type=args.architecture, shard_bytes=size
         )
     print(args.target)
 

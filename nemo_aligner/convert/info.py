@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.forms import is_peft
-from nemo_aligner.checkpoint.hugging_face import peft
+from nemo_aligner.checkpoint.hugging_face import peft, peft_config
 from nemo_aligner.checkpoint.stored_weights import TensorSource, distinct, stored_dtype
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
@@ -64,7 +64,7 @@ def _described(settings: LoRASettings, base: adapters.Base) -> dict[str, Any]:
 
 def _collect_peft(source: Path) -> dict[str, Any]:
     """Of a folder of PEFT, which does not hold the keys of its model; its base is not read."""
-    config, tensors, checksum = peft.describe(source)
+    config = peft_config.read(source)
     return {
         "path": str(source),
         "adapters": {
@@ -75,9 +75,9 @@ def _collect_peft(source: Path) -> dict[str, Any]:
             if config.layers is None
             else [layer + 1 for layer in config.layers],
             "base": config.base,
-            "base_checksum": checksum,
+            "base_checksum": peft.base_checksum(source),
         },
-        **_tensors(peft.AsStored(tensors)),
+        **_tensors(peft.file_tensors(source)),
         "keys": {},
         "tokenizer": None,
     }

@@ -64,7 +64,8 @@ def one_rank_has_no_space(
     callback.finish_save()
     full = OSError(errno.ENOSPC, "No space left on device")
     stream, names = checksums._Stream, ("write_durably", "write_manifest")
-    own = {name: getattr(checkpointing, name) for name in names}
+    modules = {"write_durably": dist_ckpt, "write_manifest": checkpointing}
+    own = {name: getattr(modules[name], name) for name in names}
 
     class FullStream(stream):
         def write(self, data):
@@ -86,7 +87,7 @@ def one_rank_has_no_space(
     if where == "weights" and get_rank() == 1:
         checksums._Stream = FullStream
     elif where in names and get_rank() == (where == "write_durably"):
-        setattr(checkpointing, where, refuse)
+        setattr(modules[where], where, refuse)
     elif where == "common" and get_rank() == 0:
         Path.write_bytes = refuse_common
     elif where == "form" and get_rank() == 0:
@@ -101,7 +102,7 @@ def one_rank_has_no_space(
     checksums._Stream = stream
     Path.write_bytes, dist_ckpt.save_config = write_bytes, save_config
     for name in names:
-        setattr(checkpointing, name, own[name])
+        setattr(modules[name], name, own[name])
     barrier()
     left = sorted(path.name for path in Path(callback.root).iterdir())
     barrier()  # the next save begins to write there

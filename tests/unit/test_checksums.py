@@ -272,8 +272,8 @@ def die_at(monkeypatch, target, count):
 @some_of(
     "target",
     [
-        "nemo_aligner.checkpoint.dist_ckpt.save",
-        "nemo_aligner.checkpoint.checkpointing.write_durably",
+        "nemo_aligner.checkpoint.dist_ckpt.Save",
+        "nemo_aligner.checkpoint.dist_ckpt.write_durably",
         "nemo_aligner.checkpoint.checkpointing.write_manifest",
         "nemo_aligner.checkpoint.checkpointing.sync_folder",
         "nemo_aligner.checkpoint.checkpointing.mark",

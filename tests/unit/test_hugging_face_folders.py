@@ -152,7 +152,7 @@ def _edit(folder, **keys):
     ("keys", "says"),
     [
         ({"model_type": "cohere"}, "architecture 'cohere' is not supported; what is:.*llama"),
-        ({"model_type": "no_such"}, "transformers has no model_type 'no_such'"),
+        ({"model_type": "no_such"}, "architecture 'no_such' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"hidden_act": "mish"}, "hidden_act='mish'"),
         ({"attention_bias": True}, "attention_bias=True"),

@@ -235,7 +235,7 @@ def test_a_nemo_of_adapters_is_small_and_stands_for_the_merged_model(bases, tmp_
     stored = nemo_archive.read_stored_config(path)
     assert stored.lora_base.restore_from_path == str(bases / "llama")
     assert "lora_base" not in nemo_archive.read_config(path)
-    with nemo_archive.own_weights(path) as weights:
+    with nemo_archive.own_tensors(path) as weights:
         assert all(".lora." in key for key in weights.shapes())
     for keys in ({}, {"precision": "bf16"}):
         merged = load_from_nemo(MegatronGPTModel, OmegaConf.create(keys), None, restore_path=path)

@@ -293,7 +293,7 @@ def test_checkpoints_keep_the_best_and_the_last_two(tiny_tokenizer_dir, tmp_path
         "c-step=1",
         "c-step=3",
     ]
-    assert callback.latest().name == "c-step=3"
+    assert callback.newest_sound().name == "c-step=3"
 
     callback.enabled = False
     assert callback.custom_save({"step": 5}) is None and not (callback.root / "c-step=5").exists()

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import forms, megatron, nemo_archive
-from nemo_aligner.checkpoint.old_weights import RankFiles
+from nemo_aligner.checkpoint.old_weights import rank_files
 from nemo_aligner.checkpoint.stored_weights import checked
 from nemo_aligner.convert.__main__ import main as convert
 from nemo_aligner.core.errors import UserError
@@ -536,7 +536,7 @@ def test_every_form_says_what_happens_to_it():
 def test_shapes_of_rank_files_are_those_of_the_whole(source, tmp_path):
     folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 2, [2, 1])
     gated = source.transformer_config.gated_linear_unit
-    shapes = RankFiles(folder, folder, gated).shapes()
+    shapes = rank_files(folder, folder, gated).shapes()
     assert shapes["model.decoder.layers.self_attention.linear_proj.weight"] == (3, 32, 32)
     assert shapes["model.decoder.layers.mlp.linear_fc1.weight"] == (3, 96 if gated else 48, 32)
     assert shapes["model.embedding.word_embeddings.weight"] == (384, 32)

@@ -267,7 +267,7 @@ def test_an_archive_cannot_name_files_outside_or_run_code(nemo_folder, tmp_path)
     with pytest.raises(UserError, match="a path that leads out of it.*do not use this file"):
         nemo_archive.read_config(tmp_path / "evil.nemo")
     with pytest.raises(UserError, match="a path that leads out of it.*do not use this file"):
-        with nemo_archive.stored_weights(tmp_path / "evil.nemo"):
+        with nemo_archive.stored_tensors(tmp_path / "evil.nemo"):
             pass
     assert not (tmp_path / "outside").exists() and not (tmp_path.parent / "outside").exists()
 

@@ -14,7 +14,6 @@ what is written is what was read, bit for bit. docs/hugging_face.md says how to 
 architecture.
 """
 
-from nemo_aligner.checkpoint.forms import is_hugging_face as is_folder
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, vocab_rows, weights
 from nemo_aligner.checkpoint.hugging_face.reading import model_section as read_config
 from nemo_aligner.checkpoint.hugging_face.writing import (
@@ -29,7 +28,6 @@ __all__ = [
     "SHARD_BYTES",
     "check",
     "head_bias",
-    "is_folder",
     "read_config",
     "vocab_rows",
     "weights",

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
@@ -86,6 +88,14 @@ class _Attention(Rule):
             for group in range(heads.groups)
             for name, start, width in zip(names, starts, widths, strict=True)
         ]
+
+
+def spread(runs: Sequence[Run], values: Tensor, into: Mapping[str, Tensor]) -> None:
+    """Write the rows of a tensor of Megatron Core into those of Hugging Face, by their names."""
+    first = 0
+    for run in runs:
+        into[run.name][run.start : run.start + run.count] = values[first : first + run.count]
+        first += run.count
 
 
 def whole(name: str, transposed: bool = False, beside: str | None = None) -> Rule:
@@ -185,14 +195,9 @@ class Architecture:
 def model_keys(
     architecture: Architecture, config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keys of the section `model` for a `config.json`.
-
-    Args:
-        config: the whole configuration, with the defaults of its class.
-        defaults: of its class; a key that is not known here must have its default.
-
-    Raises:
-        Unsupported: a key has a value that cannot be expressed here, or is not known.
+    """Keys of the section `model` for a `config.json`, complete, of a class with these `defaults`:
+    a key that is not known here must have its default. `Unsupported`: a key has a value that
+    cannot be expressed here, or is not known.
     """
     keys = dict(architecture.always)
     for name, key in architecture.same.items():
@@ -226,10 +231,8 @@ def keys_read(architecture: Architecture) -> set[str]:
 
 
 def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config.json` that say what a model computes.
-
-    Raises:
-        Unsupported: the architecture cannot express the model; names every key that would change.
+    """The keys of `config.json` that say what a model computes; `Unsupported`: the architecture
+    cannot express it; names every key that would change.
     """
     wanted = computed(keys)
     # Always written: a class may have another default than hidden_size / heads.
@@ -245,7 +248,8 @@ def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> 
         )
     for part in architecture.parts:
         config |= part.config(keys)
-    changed = _changed(architecture, config, keys, wanted)
+    again = computed(model_keys(architecture, as_class_reads(config), {}))
+    changed = sorted(key for key in {**wanted, **again} if wanted.get(key) != again.get(key))
     if changed:
         raise Unsupported(
             f"{architecture.class_name} cannot express "
@@ -253,17 +257,6 @@ def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> 
             + "."
         )
     return config
-
-
-def _changed(
-    architecture: Architecture,
-    config: Mapping[str, Any],
-    keys: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-) -> list[str]:
-    """The keys in which the model of `config` differs from `wanted`."""
-    again = computed(model_keys(architecture, as_class_reads(config), {}))
-    return sorted(key for key in {**wanted, **again} if wanted.get(key) != again.get(key))
 
 
 def as_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,12 +369,7 @@ class Place:
 
 
 class Layout:
-    """The names of the weights of one model, in both forms.
-
-    Args:
-        keys: of the section `model`: sizes of the attention, numbers of layers and experts, and
-            whether the head gives one number per token.
-    """
+    """The names of the weights of one model, with the section `model` in `keys`, in both forms."""
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
         self.names = architecture.names
@@ -411,11 +399,9 @@ class Layout:
         return (0 if numbered else 1) + (1 if EXPERTS in name else 0)
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
-        """The place of the tensor `key` of a checkpoint; None: it has none.
-
-        Args:
-            key: a global name, of layers with or without their number.
-            index: number of the layer (if it is not in the name) and of the expert.
+        """The place of the tensor `key`, a global name, of layers with or without their number;
+        None: it has none. `index`: number of the layer (if it is not in the name) and of the
+        expert.
         """
         name = key.removeprefix(PREFIX)
         layer = None

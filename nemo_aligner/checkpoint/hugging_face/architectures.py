@@ -2,89 +2,90 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures of Hugging Face that are known here."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from nemo_aligner.checkpoint.hugging_face import parts
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     Architecture,
     Names,
+    Part,
+    Rule,
     attention,
     joined,
     whole,
 )
 
-_SIZES = {name: key for name, key in parts.SIZES.items() if name != "rms_norm_eps"}
+_WITHOUT_GATE = {
+    "mlp.linear_fc1.": whole("mlp.up_proj."),
+    "mlp.linear_fc2.": whole("mlp.down_proj."),
+    "mlp.linear_fc1.layer_norm_": whole("post_attention_layernorm."),
+}
+_NO_BIAS: dict[str, Any] = {"attention_bias": {False: {}}}
+
+
+def _like_llama(
+    model_type: str,
+    class_name: str,
+    *,
+    norm_eps: str = "rms_norm_eps",
+    same: Mapping[str, str] | None = None,
+    always: Mapping[str, Any] | None = None,
+    layer: Mapping[str, Rule] = parts.MLP,
+    choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
+    windows: Part | None = None,
+    more: Sequence[Part] = (),
+    rope: Part = parts.ROPE,
+    implied: Sequence[str] = (),
+) -> Architecture:
+    """An architecture with what it has besides Llama's or in its place; `layer`: rules of a layer
+    besides those of its attention.
+    """
+    return Architecture(
+        model_type=model_type,
+        class_name=class_name,
+        same=parts.SIZES | {norm_eps: "layernorm_epsilon"} | dict(same or {}),
+        always=parts.ALWAYS | dict(always or {}),
+        names=Names("model.", parts.OUTSIDE, parts.ATTENTION | dict(layer)),
+        choices={"hidden_act": parts.GATED_ACTIVATIONS} | dict(choices or {}),
+        parts=(rope, *([windows] if windows else []), *more),
+        implied=implied,
+    )
+
 
 # Llama 2, 3, 3.1, 3.2 and what shares their layers.
-NAMES = Names("model.", parts.OUTSIDE, parts.ATTENTION | parts.MLP)
-
-LLAMA = Architecture(
-    model_type="llama",
-    class_name="Llama",
-    same=parts.SIZES | parts.HEAD_SIZE,
-    always=parts.ALWAYS,
-    names=NAMES,
-    choices={
-        "hidden_act": parts.GATED_ACTIVATIONS,
-        "attention_bias": {False: {}},
-        "mlp_bias": {False: {}},
-    },
-    parts=(parts.ROPE,),
-)
-
+LLAMA = _like_llama("llama", "Llama", choices=_NO_BIAS | {"mlp_bias": {False: {}}})
 
 # Mistral: Llama with a sliding window.
-MISTRAL = Architecture(
-    model_type="mistral",
-    class_name="Mistral",
-    same=parts.SIZES | parts.HEAD_SIZE,
-    always=parts.ALWAYS,
-    names=NAMES,
-    choices={"hidden_act": parts.GATED_ACTIVATIONS},
-    parts=(parts.ROPE, parts.WINDOW),
-)
-
+MISTRAL = _like_llama("mistral", "Mistral", windows=parts.WINDOW)
 
 # Qwen2 and Qwen2.5: biases of queries, keys and values only.
-QWEN2 = Architecture(
-    model_type="qwen2",
-    class_name="Qwen2",
-    same=parts.SIZES | parts.HEAD_SIZE,
-    always=parts.ALWAYS | {"qkv_bias": True},
-    names=NAMES,
-    choices={"hidden_act": parts.GATED_ACTIVATIONS},
-    parts=(parts.ROPE, parts.SWITCHED_WINDOW),
-)
-
+QWEN2 = _like_llama("qwen2", "Qwen2", always={"qkv_bias": True}, windows=parts.SWITCHED_WINDOW)
 
 # Qwen3: queries and keys normalized per head.
-QWEN3 = Architecture(
-    model_type="qwen3",
-    class_name="Qwen3",
-    same=parts.SIZES | parts.HEAD_SIZE,
-    always=parts.ALWAYS | {"qk_layernorm": True},
-    names=Names("model.", parts.OUTSIDE, parts.ATTENTION | parts.QUERY_KEY_NORM | parts.MLP),
-    choices={"hidden_act": parts.GATED_ACTIVATIONS, "attention_bias": {False: {}}},
-    parts=(parts.ROPE, parts.SWITCHED_WINDOW),
+QWEN3 = _like_llama(
+    "qwen3",
+    "Qwen3",
+    always={"qk_layernorm": True},
+    layer=parts.QUERY_KEY_NORM | parts.MLP,
+    choices=_NO_BIAS,
+    windows=parts.SWITCHED_WINDOW,
 )
-
 
 # Gemma: norms centred at zero, embeddings scaled by the root of the hidden size.
-GEMMA = Architecture(
-    model_type="gemma",
-    class_name="Gemma",
-    same=parts.SIZES | parts.HEAD_SIZE,
-    always=parts.ALWAYS | {"apply_embedding_scaling": True, "layernorm_zero_centered_gamma": True},
-    names=NAMES,
+GEMMA = _like_llama(
+    "gemma",
+    "Gemma",
+    always={"apply_embedding_scaling": True, "layernorm_zero_centered_gamma": True},
     # Its first files say gelu and mean the tanh form; the class reads hidden_activation.
-    choices={
+    choices=_NO_BIAS
+    | {
         "hidden_act": {"gelu_pytorch_tanh": parts.GATED_ACTIVATIONS["gelu_pytorch_tanh"]},
-        "attention_bias": {False: {}},
         "use_bidirectional_attention": {None: {}, False: {}},
     },
-    parts=(parts.ROPE,),
     implied=("hidden_activation",),
 )
-
 
 # GPT-2: learned positions, biases, matrices stored transposed.
 GPT2 = Architecture(
@@ -147,71 +148,41 @@ GPT2 = Architecture(
     ).split(),
 )
 
-
 # Phi-3: one tensor for queries, keys and values, one for gate and partner.
-PHI3 = Architecture(
-    model_type="phi3",
-    class_name="Phi3",
-    same=parts.SIZES | parts.HEAD_SIZE,
-    always=parts.ALWAYS,
-    names=Names(
-        "model.",
-        parts.OUTSIDE,
-        parts.ATTENTION
-        | parts.MLP
-        | {
-            "self_attention.linear_qkv.": attention("self_attn.qkv_proj."),
-            "mlp.linear_fc1.": whole("mlp.gate_up_proj."),
-        },
-    ),
-    choices={"hidden_act": parts.GATED_ACTIVATIONS},
-    parts=(parts.PARTIAL_ROPE, parts.WINDOW),
+PHI3 = _like_llama(
+    "phi3",
+    "Phi3",
+    layer=parts.MLP
+    | {
+        "self_attention.linear_qkv.": attention("self_attn.qkv_proj."),
+        "mlp.linear_fc1.": whole("mlp.gate_up_proj."),
+    },
+    rope=parts.PARTIAL_ROPE,
+    windows=parts.WINDOW,
     # Its original length counts with longrope only, which is refused.
     implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
 )
 
-
 # Nemotron: layer norms centred at zero, squared ReLU, a part of each head rotated.
-NEMOTRON = Architecture(
-    model_type="nemotron",
-    class_name="Nemotron",
-    same=_SIZES | parts.HEAD_SIZE | {"norm_eps": "layernorm_epsilon"},
-    always=parts.ALWAYS | {"normalization": "layernorm1p"},
-    names=Names(
-        "model.",
-        parts.OUTSIDE,
-        parts.ATTENTION
-        | {
-            "mlp.linear_fc1.": whole("mlp.up_proj."),
-            "mlp.linear_fc2.": whole("mlp.down_proj."),
-            "mlp.linear_fc1.layer_norm_": whole("post_attention_layernorm."),
-        },
-    ),
-    choices={
-        "hidden_act": {"relu2": {"activation": "squared-relu"}},
-        "attention_bias": {False: {}},
-        "mlp_bias": {False: {}},
-    },
-    parts=(parts.PARTIAL_ROPE,),
+NEMOTRON = _like_llama(
+    "nemotron",
+    "Nemotron",
+    norm_eps="norm_eps",
+    always={"normalization": "layernorm1p"},
+    layer=_WITHOUT_GATE,
+    choices=_NO_BIAS
+    | {"hidden_act": {"relu2": {"activation": "squared-relu"}}, "mlp_bias": {False: {}}},
+    rope=parts.PARTIAL_ROPE,
 )
 
-
 # StarCoder 2: biases and layer norms, an MLP without a gate.
-STARCODER2 = Architecture(
-    model_type="starcoder2",
-    class_name="Starcoder2",
-    same=_SIZES | parts.HEAD_SIZE | {"norm_epsilon": "layernorm_epsilon"},
-    always=parts.ALWAYS | {"normalization": "layernorm", "bias": True},
-    names=Names(
-        "model.",
-        parts.OUTSIDE,
-        parts.ATTENTION
-        | {
-            "mlp.linear_fc1.": whole("mlp.c_fc."),
-            "mlp.linear_fc2.": whole("mlp.c_proj."),
-            "mlp.linear_fc1.layer_norm_": whole("post_attention_layernorm."),
-        },
-    ),
+STARCODER2 = _like_llama(
+    "starcoder2",
+    "Starcoder2",
+    norm_eps="norm_epsilon",
+    always={"normalization": "layernorm", "bias": True},
+    layer=_WITHOUT_GATE
+    | {"mlp.linear_fc1.": whole("mlp.c_fc."), "mlp.linear_fc2.": whole("mlp.c_proj.")},
     choices={
         "hidden_act": {
             "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
@@ -219,90 +190,66 @@ STARCODER2 = Architecture(
         },
         "use_bias": {True: {}},
     },
-    parts=(parts.ROPE, parts.WINDOW),
+    windows=parts.WINDOW,
     implied=("residual_dropout", "embedding_dropout"),
 )
 
-
 # Mixtral: Mistral with a mixture of experts in each layer.
 _EXPERT = "block_sparse_moe.experts.{expert}."
-MIXTRAL = Architecture(
-    model_type="mixtral",
-    class_name="Mixtral",
-    same=parts.SIZES
-    | parts.HEAD_SIZE
-    | {
+MIXTRAL = _like_llama(
+    "mixtral",
+    "Mixtral",
+    same={
         "intermediate_size": "moe_ffn_hidden_size",
         "num_local_experts": "num_moe_experts",
         "num_experts_per_tok": "moe_router_topk",
     },
     # Its weights of the chosen experts add up to 1.
-    always=parts.ALWAYS | {"moe_router_pre_softmax": False},
-    names=Names(
-        "model.",
-        parts.OUTSIDE,
-        parts.ATTENTION
-        | {
-            "mlp.router.": whole("block_sparse_moe.gate."),
-            "mlp.experts.experts.linear_fc1.": joined(_EXPERT + "w1.", _EXPERT + "w3."),
-            "mlp.experts.experts.linear_fc2.": whole(_EXPERT + "w2."),
-            "pre_mlp_layernorm.": whole("post_attention_layernorm."),
-        },
-    ),
-    choices={"hidden_act": parts.GATED_ACTIVATIONS},
-    parts=(parts.ROPE, parts.WINDOW),
+    always={"moe_router_pre_softmax": False},
+    layer={
+        "mlp.router.": whole("block_sparse_moe.gate."),
+        "mlp.experts.experts.linear_fc1.": joined(_EXPERT + "w1.", _EXPERT + "w3."),
+        "mlp.experts.experts.linear_fc2.": whole(_EXPERT + "w2."),
+        "pre_mlp_layernorm.": whole("post_attention_layernorm."),
+    },
+    windows=parts.WINDOW,
 )
 
-
 # Qwen2 with a mixture of experts and one that all tokens share, behind a gate.
-QWEN2_MOE = Architecture(
-    model_type="qwen2_moe",
-    class_name="Qwen2Moe",
-    same=parts.SIZES
-    | parts.HEAD_SIZE
-    | parts.QWEN_EXPERTS
+QWEN2_MOE = _like_llama(
+    "qwen2_moe",
+    "Qwen2Moe",
+    same=parts.QWEN_EXPERTS
     | {"shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
-    always=parts.ALWAYS | {"moe_shared_expert_gate": True},
-    names=Names(
-        "model.",
-        parts.OUTSIDE,
-        parts.ATTENTION
-        | parts.MLP
-        | parts.EXPERTS
-        | {
-            "mlp.shared_experts.linear_fc1.": joined(
-                "mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj."
-            ),
-            "mlp.shared_experts.linear_fc2.": whole("mlp.shared_expert.down_proj."),
-            "mlp.shared_experts.gate_": whole("mlp.shared_expert_gate."),
-        },
-    ),
+    always={"moe_shared_expert_gate": True},
+    layer=parts.MLP
+    | parts.EXPERTS
+    | {
+        "mlp.shared_experts.linear_fc1.": joined(
+            "mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj."
+        ),
+        "mlp.shared_experts.linear_fc2.": whole("mlp.shared_expert.down_proj."),
+        "mlp.shared_experts.gate_": whole("mlp.shared_expert_gate."),
+    },
     choices={
-        "hidden_act": parts.GATED_ACTIVATIONS,
         "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
         "qkv_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}},
     },
-    parts=(parts.ROPE, parts.SWITCHED_WINDOW, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+    windows=parts.SWITCHED_WINDOW,
+    more=(parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
 )
-
 
 # Qwen3 with a mixture of experts, in all layers or in some.
-QWEN3_MOE = Architecture(
-    model_type="qwen3_moe",
-    class_name="Qwen3Moe",
-    same=parts.SIZES | parts.HEAD_SIZE | parts.QWEN_EXPERTS,
-    always=parts.ALWAYS | {"qk_layernorm": True},
-    names=Names(
-        "model.", parts.OUTSIDE, parts.ATTENTION | parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS
-    ),
-    choices={
-        "hidden_act": parts.GATED_ACTIVATIONS,
-        "attention_bias": {False: {}},
-        "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
-    },
-    parts=(parts.ROPE, parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+QWEN3_MOE = _like_llama(
+    "qwen3_moe",
+    "Qwen3Moe",
+    same=parts.QWEN_EXPERTS,
+    always={"qk_layernorm": True},
+    layer=parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS,
+    choices=_NO_BIAS | {"norm_topk_prob": parts.NORMALIZED_WEIGHTS},
+    windows=parts.ALL_WINDOWS,
+    more=(parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
 )
-
 
 # By `model_type`. For a model that never was in Hugging Face's form, the first one that can
 # express it is written.

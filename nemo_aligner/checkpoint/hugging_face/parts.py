@@ -31,11 +31,10 @@ SIZES = {
     "num_attention_heads": "num_attention_heads",
     "num_key_value_heads": "num_query_groups",
     "max_position_embeddings": "max_position_embeddings",
-    "rms_norm_eps": "layernorm_epsilon",
     "tie_word_embeddings": "share_embeddings_and_output_weights",
     "initializer_range": "init_method_std",
+    "head_dim": "kv_channels",
 }
-HEAD_SIZE = {"head_dim": "kv_channels"}
 ALWAYS = {
     "normalization": "rmsnorm",
     "bias": False,
@@ -75,11 +74,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def _rope_keys(config: Config) -> dict[str, Any]:
-    given = {
-        name: config[name]
-        for name in ("rope_theta", "partial_rotary_factor")
-        if config.get(name) is not None
-    }
+    names = ("rope_theta", "partial_rotary_factor")
+    given = {name: config[name] for name in names if config.get(name) is not None}
     given |= config.get("rope_scaling") or {}
     given |= config.get("rope_parameters") or {}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -216,9 +212,8 @@ def _switched_window_keys(config: Config) -> dict[str, Any]:
         return {"window_size": None}
     if config.get("layer_types") is None:
         first = config.get("max_window_layers") or 0
-        kinds = ["full_attention", "sliding_attention"]
         layers = range(config["num_hidden_layers"])
-        config = {**config, "layer_types": [kinds[layer >= first] for layer in layers]}
+        config = {**config, "layer_types": [_LAYER_TYPES[layer >= first] for layer in layers]}
     return _window_keys(config)
 
 
@@ -226,34 +221,27 @@ def _switched_window_config(keys: Config) -> dict[str, Any]:
     layers = windowed_layers(keys)
     if not any(layers):
         return {"use_sliding_window": False}
-    kinds = ["full_attention", "sliding_attention"]
     return _window_config(keys) | {
         "use_sliding_window": True,
         "max_window_layers": layers.index(1),
-        "layer_types": [kinds[windowed] for windowed in layers],
+        "layer_types": [_LAYER_TYPES[windowed] for windowed in layers],
     }
 
 
-def _all_windows_keys(config: Config) -> dict[str, Any]:
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return _window_keys({"sliding_window": window})
-
-
-def _all_windows_config(keys: Config) -> dict[str, Any]:
-    return _window_config(keys) | {"use_sliding_window": any(windowed_layers(keys))}
-
-
-# Qwen3-MoE's: in all layers, whatever max_window_layers says
-ALL_WINDOWS = Part(
-    ("sliding_window", "use_sliding_window", "max_window_layers"),
-    _all_windows_keys,
-    _all_windows_config,
-)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Qwen's, which a key of its own switches on
 SWITCHED_WINDOW = Part(
     ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
     _switched_window_keys,
     _switched_window_config,
+)
+# Qwen3-MoE's: in all layers, whatever max_window_layers says
+ALL_WINDOWS = Part(
+    ("sliding_window", "use_sliding_window", "max_window_layers"),
+    lambda config: _window_keys(
+        {"sliding_window": config.get("use_sliding_window") and config.get("sliding_window")}
+    ),
+    lambda keys: _window_config(keys) | {"use_sliding_window": any(windowed_layers(keys))},
 )
 
 
@@ -285,14 +273,12 @@ EXPERT_LAYERS = Part(
 )
 
 
-def _number_of_experts_keys(config: Config) -> dict[str, Any]:
-    return {"num_moe_experts": config.get("num_experts") or config.get("num_local_experts")}
-
-
 # transformers 5 has another name for it inside.
 NUMBER_OF_EXPERTS = Part(
     ("num_experts", "num_local_experts"),
-    _number_of_experts_keys,
+    lambda config: {
+        "num_moe_experts": config.get("num_experts") or config.get("num_local_experts")
+    },
     lambda keys: {"num_experts": keys["num_moe_experts"]},
 )
 QWEN_EXPERTS = {

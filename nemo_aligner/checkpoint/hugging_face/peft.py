@@ -13,7 +13,6 @@ gets rows of zeros.
 
 import functools
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, is_adapter
-from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
+from nemo_aligner.checkpoint.folders import replaced_folder
+from nemo_aligner.checkpoint.forms import PEFT_CONFIG
 from nemo_aligner.checkpoint.hugging_face import peft_config
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
@@ -42,26 +42,31 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Unsupported,
     expert_layers,
     hugging_face_config,
+    spread,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.peft_config import AdapterConfig
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors, names_in
+from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors
 from nemo_aligner.checkpoint.hugging_face.writing import (
-    HEAD_BIAS,
-    HEAD_WEIGHT,
     copy_tokenizer,
     left_out,
     role_of,
+    write_json,
 )
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, whole_tensor
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.lora import expand_blocks, gated_blocks, qkv_blocks
 
+WEIGHTS_FILE = "adapter_model.safetensors"
+CHECKSUM = "nemo_aligner.base_checksum"  # in the metadata of that file
+_PICKLED = "adapter_model.bin"
 A, B = "lora_A.weight", "lora_B.weight"
 NAME_PREFIX = "base_model.model."  # of all tensors in a folder of PEFT
+
+
+# --- the modules that each adapter stands for ---
 
 
 @dataclass(frozen=True)
@@ -74,18 +79,21 @@ class Weight:
     rows: int
     columns: int
 
-    @property
-    def key(self) -> str:
-        """The key of its layers' adapters, up to the number of the layer."""
-        return f"{PREFIX}{LAYERS}{TARGETS[self.target]}.lora."
-
-    def key_in(self, layer: int) -> str:
-        """The same in a model whose layers differ, which go by their numbers (from 0)."""
-        return f"{PREFIX}{LAYERS}{layer}.{TARGETS[self.target]}.lora."
+    def keys(self, layer: int, numbered: bool) -> list[str]:
+        """The keys of A and B of a layer (from 1). In models whose layers differ (`numbered`) the
+        layers go by their numbers from 0 too.
+        """
+        number = f"{layer - 1}." * numbered
+        stem = f"{PREFIX}{LAYERS}{number}{TARGETS[self.target]}.lora.{layer}."
+        return [stem + "a", stem + "b"]
 
 
 class Modules:
-    """The modules with adapters of one model, with the complete section `model` in `keys`."""
+    """The modules with adapters of one model, with the complete section `model` in `keys`.
+
+    Attributes:
+        places: weight, number of the projection in it and layer (from 0) by the module's name.
+    """
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
         self.architecture, self.keys = architecture, keys
@@ -106,18 +114,14 @@ class Modules:
             for target, path in TARGETS.items()
             if not (experts and target in TARGET_GROUPS["mlp"])
         }
-        # Their layers go by their numbers (Megatron Core).
         self.layers_differ = experts and len(set(expert_layers(keys))) > 1
-
-    @property
-    def separate(self) -> bool:
-        """Whether Hugging Face has a weight for each projection."""
-        return len(self.weights["attention_qkv"].rule.names) > 1
-
-    def is_fused(self, weight: Weight) -> bool:
-        """Whether both sides have several projections in this weight."""
-        several = weight.target == "attention_qkv" or (weight.target == "mlp_fc1" and self.gated)
-        return several and len(weight.rule.names) == 1
+        self.separate = len(self.weights["attention_qkv"].rule.names) > 1
+        self.places = {
+            self.name(weight, index, layer): (weight, index, layer)
+            for layer in range(self.layout.layers)
+            for weight in self.weights.values()
+            for index in range(len(weight.rule.names))
+        }
 
     def name(self, weight: Weight, index: int, layer: int) -> str:
         """The module with the `index`-th projection of a weight in a layer (from 0)."""
@@ -128,11 +132,8 @@ class Modules:
         """The end of the module's name that no module without an adapter has."""
         whole = weight.rule.names[index].removesuffix(".")
         last = whole.rpartition(".")[2]
-        ends = [
-            name.removesuffix(".").rpartition(".")[2]
-            for other in self.weights.values()
-            for name in other.rule.names
-        ]
+        names = [name for other in self.weights.values() for name in other.rule.names]
+        ends = [name.removesuffix(".").rpartition(".")[2] for name in names]
         return last if ends.count(last) == 1 else whole
 
     def rows(self, weight: Weight, index: int) -> int:
@@ -145,22 +146,16 @@ class Modules:
         return self.layout.name(self.layout.outside[HEAD].names[0], Place(Rule(()), kind))
 
 
-def modules_of(section: DictConfig, names: Sequence[str] | None = None) -> Modules:
-    """The modules of a model.
-
-    Args:
-        names: of modules with adapters, which decide between the architectures that can express a
-            model that did not come from Hugging Face; None: the first one of them.
-
-    Raises:
-        Unsupported: no architecture of Hugging Face can express the model.
+def modules_of(section: DictConfig, names: Sequence[str] = ()) -> Modules:
+    """The modules of a model; `Unsupported`: no architecture of Hugging Face can express it.
+    `names`, of modules with adapters, decide between those that can, if it did not come from one.
     """
     given = json.dumps(plain_dict(section, resolve=True), sort_keys=True, default=str)
-    return _modules_of(given, None if names is None else tuple(names))
+    return _modules_of(given, tuple(names))
 
 
 @functools.lru_cache(maxsize=8)  # the start of a job asks several times, and defaults take a while
-def _modules_of(section: str, names: tuple[str, ...] | None) -> Modules:
+def _modules_of(section: str, names: tuple[str, ...]) -> Modules:
     keys = plain_dict(complete_model(json.loads(section)), resolve=True)
     kind = (keys.get(ORIGIN) or {}).get("model_type")
     if kind in ARCHITECTURES:
@@ -172,7 +167,7 @@ def _modules_of(section: str, names: tuple[str, ...] | None) -> Modules:
         except Unsupported:
             continue
         found.append(Modules(architecture, keys))
-        if names is None or set(names) <= set(all_names(found[-1])):
+        if set(names) <= found[-1].places.keys():
             return found[-1]
     if not found:
         raise Unsupported(
@@ -181,20 +176,7 @@ def _modules_of(section: str, names: tuple[str, ...] | None) -> Modules:
     return found[0]
 
 
-def all_names(modules: Modules) -> dict[str, tuple[Weight, int, int]]:
-    """Each module that can have an adapter: its weight, the projection's number, the layer."""
-    return {
-        modules.name(weight, index, layer): (weight, index, layer)
-        for layer in range(modules.layout.layers)
-        for weight in modules.weights.values()
-        for index in range(len(weight.rule.names))
-    }
-
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CHECKSUM = "nemo_aligner.base_checksum"  # in the metadata of that file
-_PICKLED = "adapter_model.bin"
-_BASE_KEY = "base_model_name_or_path"
+# --- reading ---
 
 
 def base_path(path: Path) -> Path:
@@ -203,8 +185,8 @@ def base_path(path: Path) -> Path:
     if name is not None and Path(name).expanduser().exists():
         return Path(name).expanduser().absolute()
     raise UserError(
-        f"{path} holds adapters, but their base, {_BASE_KEY}={name!r} in "
-        f"{peft_config.CONFIG_FILE}, is not on this machine. Set it to the folder of the base "
+        f"{path} holds adapters, but their base, base_model_name_or_path={name!r} in "
+        f"{PEFT_CONFIG}, is not on this machine. Set it to the folder of the base "
         "there, give the base with --base (nemo-aligner convert hf-to-nemo or "
         "merge-lora), or start the job from the base with model.peft.restore_from_path naming the "
         "adapters."
@@ -212,10 +194,8 @@ def base_path(path: Path) -> Path:
 
 
 def adapter_section(path: Path, model: DictConfig) -> DictConfig:
-    """The section `model` of the adapters in a folder, given that of their base.
-
-    Raises:
-        UserError: the folder is damaged or does not fit the model.
+    """The section `model` of the adapters in a folder, given that of their base; `UserError`: the
+    folder is damaged or does not fit the model.
     """
     tensors = PeftTensors(path, model)
     section = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
@@ -223,14 +203,13 @@ def adapter_section(path: Path, model: DictConfig) -> DictConfig:
     section.update(tensors.head_keys())
     name = tensors.config.base
     local = name is not None and Path(name).expanduser().exists()
-    section[BASE_SECTION] = Base(
-        str(Path(str(name)).expanduser().absolute()) if local else name, _checksum(path)
-    ).to_config()
+    base = str(Path(str(name)).expanduser().absolute()) if local else name
+    section[BASE_SECTION] = Base(base, base_checksum(path)).to_config()
     section.peft = {"peft_scheme": LORA, "lora_tuning": tensors.settings.to_config()}
     return section
 
 
-def _checksum(path: Path) -> str | None:
+def base_checksum(path: Path) -> str | None:
     """Checksum of the base, which folders of this package hold."""
     with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
         return (opened.metadata() or {}).get(CHECKSUM)
@@ -239,7 +218,7 @@ def _checksum(path: Path) -> str | None:
 def file_tensors(path: Path) -> Tensors:
     """The tensors in a folder of PEFT by their names; `UserError`: missing, broken, pickled."""
     if (path / WEIGHTS_FILE).is_file():
-        return Tensors(path, dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE))
+        return Tensors(path, WEIGHTS_FILE)
     if (path / _PICKLED).is_file():
         raise UserError(
             f"{path} holds pickled adapters ({_PICKLED}), which can run code and are not read. "
@@ -251,13 +230,9 @@ def file_tensors(path: Path) -> Tensors:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The adapter of one module: its name in the file but for `A` and `B`, its rank, and what its
-    B is multiplied by, since all adapters have one scale here.
-    """
-
-    stem: str
+    stem: str  # its name in the file but for `A` and `B`
     rank: int
-    factor: float
+    factor: float  # what its B is multiplied by, since all adapters have one scale here
 
 
 class PeftTensors:
@@ -283,25 +258,28 @@ class PeftTensors:
         if self.config.role != CAUSAL_LM:  # its head's name depends on it
             role = {"output_sequence": self.config.role == PER_TOKEN}
             model = OmegaConf.merge(model, role)
-        self.modules: Modules = modules_of(model, names)
+        self.modules = modules_of(model, names)
         self._has_head = "reward_model_type" in model
         self._heads = self._find_heads()
         self._found = self._find_adapters()
         self._check_complete()
         self.settings = self._settings()
-        self._shapes = self._megatron_shapes()
-        self.dtype = self.file.part(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
-
-    # --- what there is --------------------------------------------------------------------------
+        self._shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
+        self._places: dict[str, tuple[Weight, int]] = {}
+        for target in self.settings.targets:
+            weight = self.modules.weights[target]
+            for layer in self.settings.layers or range(1, self.modules.layout.layers + 1):
+                a, b = weight.keys(layer, self.modules.layers_differ)
+                self._shapes[a] = (len(weight.rule.names) * self._rank, weight.columns)
+                self._shapes[b] = (weight.rows, self._rank)
+                self._places |= dict.fromkeys((a, b), (weight, layer - 1))
+        self.dtype = self.file.read(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
 
     def _find_heads(self) -> dict[str, str]:
         if self.config.role == CAUSAL_LM:
             return {}
-        found = {
-            f"{PREFIX}{HEAD}{kind}": NAME_PREFIX + self.modules.head(kind)
-            for kind in KINDS
-            if NAME_PREFIX + self.modules.head(kind) in self.file.shapes()
-        }
+        names = {f"{PREFIX}{HEAD}{kind}": NAME_PREFIX + self.modules.head(kind) for kind in KINDS}
+        found = {key: name for key, name in names.items() if name in self.file.shapes()}
         if not found and not self._has_head:
             name = NAME_PREFIX + self.modules.head("weight")
             raise UserError(
@@ -319,53 +297,45 @@ class PeftTensors:
         return found
 
     def head_keys(self) -> dict[str, Any]:
-        if f"{PREFIX}{HEAD}weight" not in self._heads:
+        name = self._heads.get(f"{PREFIX}{HEAD}weight")
+        if name is None:
             return {}
         keys: dict[str, Any] = {"output_sequence": self.config.role == PER_TOKEN}
         if not self._has_head:
-            numbers = self.file.shapes()[self._heads[f"{PREFIX}{HEAD}weight"]][0]
+            numbers = self.file.shapes()[name][0]
             kind = "regression" if numbers > 1 else "binary_ranking"
             keys |= {"reward_model_type": kind, "regression": {"num_attributes": numbers}}
         return keys
 
     def _find_adapters(self) -> dict[tuple[str, int, int], _Adapter]:
         """The adapters by target, layer (from 0) and number of the projection in the weight."""
-        places = all_names(self.modules)
-        shapes = self.file.shapes()
-        found: dict[tuple[str, int, int], tuple[_Adapter, float]] = {}
-        for name in shapes:
+        found: dict[tuple[str, int, int], tuple[str, int, float]] = {}
+        for name in self.file.shapes():
             if name in self._heads.values():
                 continue
             module = name.removeprefix(NAME_PREFIX).removesuffix("." + A).removesuffix("." + B)
-            if not name.startswith(NAME_PREFIX) or module not in places:
+            if not name.startswith(NAME_PREFIX) or module not in self.modules.places:
                 raise self._no_place(name)
-            weight, index, layer = places[module]
+            weight, index, layer = self.modules.places[module]
             stem = f"{NAME_PREFIX}{module}."
             rank = self._checked_rank(module, stem, weight, index)
-            key = (weight.target, layer, index)
-            found[key] = _Adapter(stem, rank, 1.0), self.config.alpha_for(module, rank)
+            alpha = self.config.alpha_for(module, rank)
+            found[weight.target, layer, index] = stem, rank, alpha
         if not found:
             raise UserError(f"{self.path / WEIGHTS_FILE} holds no adapters.")
-        self._rank, self._alpha = max((each.rank, alpha) for each, alpha in found.values())
+        self._rank, self._alpha = max((rank, alpha) for _stem, rank, alpha in found.values())
         scale = self._alpha / self._rank
         return {
-            key: _Adapter(each.stem, each.rank, alpha / each.rank / scale)
-            for key, (each, alpha) in found.items()
+            key: _Adapter(stem, rank, alpha / rank / scale)
+            for key, (stem, rank, alpha) in found.items()
         }
 
     def _no_place(self, name: str) -> UserError:
-        there = sorted(
-            {
-                self.modules.short_name(weight, index)
-                for weight in self.modules.weights.values()
-                for index in range(len(weight.rule.names))
-            }
-        )
+        there = sorted({self.modules.short_name(w, i) for w, i, _ in self.modules.places.values()})
         return Unsupported(
             f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
             f"{self.modules.architecture.class_name} with {self.modules.layout.layers} layers; "
-            f"adapters are those (lora_A, lora_B) of {', '.join(there)}. Merge them in PEFT "
-            "(model.merge_and_unload(), then save_pretrained) and name that folder as the model."
+            f"adapters are those (lora_A, lora_B) of {', '.join(there)}. {peft_config.REMEDY}"
         )
 
     def _checked_rank(self, module: str, stem: str, weight: Weight, index: int) -> int:
@@ -381,7 +351,7 @@ class PeftTensors:
         if a != (rank, weight.columns) or b != (rows, rank):
             raise UserError(
                 f"{self.path / WEIGHTS_FILE}: {stem}lora_A and lora_B have the shapes {a} and "
-                f"{b}, but with the rank {rank} of {peft_config.CONFIG_FILE} and the base's "
+                f"{b}, but with the rank {rank} of {PEFT_CONFIG} and the base's "
                 f"weight of shape ({rows}, {weight.columns}) they would have "
                 f"({rank}, {weight.columns}) and ({rows}, {rank}); they belong to another model."
             )
@@ -391,8 +361,7 @@ class PeftTensors:
         """Raise `UserError` if a module that the configuration lists lacks adapters in a layer."""
         count = self.modules.layout.layers
         layers = range(count) if self.config.layers is None else self.config.layers
-        there = {(target, index) for target, _layer, index in self._found}
-        for target, index in sorted(there):
+        for target, index in sorted({(target, index) for target, _layer, index in self._found}):
             weight = self.modules.weights[target]
             whole = "." + weight.rule.names[index].removesuffix(".")
             listed = any(whole.endswith("." + str(name)) for name in self.config.targets)
@@ -401,7 +370,7 @@ class PeftTensors:
                     raise UserError(
                         f"{self.path / WEIGHTS_FILE} lacks the adapter of "
                         f"{self.modules.name(weight, index, layer)!r}, which target_modules in "
-                        f"{peft_config.CONFIG_FILE} lists; copy it again, or it was trained on a "
+                        f"{PEFT_CONFIG} lists; copy it again, or it was trained on a "
                         f"model with another number of layers than {count}."
                     )
 
@@ -421,101 +390,41 @@ class PeftTensors:
             variant="canonical" if self.modules.separate else "nemo",
         )
 
-    # --- as tensors of Megatron Core ------------------------------------------------------------
-
-    def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
-        self._places: dict[str, tuple[Weight, int]] = {}
-        layers = self.settings.layers or range(1, self.modules.layout.layers + 1)
-        for target in self.settings.targets:
-            weight = self.modules.weights[target]
-            for layer in layers:
-                stem = weight.key_in(layer - 1) if self.modules.layers_differ else weight.key
-                for half, shape in (
-                    ("a", (len(weight.rule.names) * self._rank, weight.columns)),
-                    ("b", (weight.rows, self._rank)),
-                ):
-                    shapes[f"{stem}{layer}.{half}"] = shape
-                    self._places[f"{stem}{layer}.{half}"] = weight, layer - 1
-        return shapes
-
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def read(self, key: str, part: Slice) -> Tensor:
         if not is_adapter(key):
-            return _read(self.file, self._heads[key], part)
+            return self.file.read(self._heads[key], part)
         weight, layer = self._places[key]
-        rows, columns = _slices(part)
-        if key.endswith(".a"):
-            values = self._read_a(weight, layer, columns)[rows]
-        else:
-            values = self._read_b(weight, layer, rows)[:, columns]
-        return values[_dropped(part)]
+        return (self._a if key.endswith(".a") else self._b)(weight, layer)[part]
 
-    def _read_a(self, weight: Weight, layer: int, columns: slice) -> Tensor:
-        """`columns` of A, `[blocks * dim, columns]`."""
-        result = torch.zeros(
-            len(weight.rule.names), self._rank, columns.stop - columns.start, dtype=self.dtype
-        )
+    def _a(self, weight: Weight, layer: int) -> Tensor:
+        """A, `[blocks * dim, in]`."""
+        result = torch.zeros(len(weight.rule.names), self._rank, weight.columns, dtype=self.dtype)
         for index, block in enumerate(result):
             adapter = self._found.get((weight.target, layer, index))
             if adapter is not None:
-                wanted = (slice(0, adapter.rank), columns)
-                block[: adapter.rank] = self.file.part(adapter.stem + A, wanted)
+                block[: adapter.rank] = whole_tensor(self.file, adapter.stem + A)
         return result.flatten(0, 1)
 
-    def _read_b(self, weight: Weight, layer: int, rows: slice) -> Tensor:
-        """`rows` of B, `[rows, dim]`, in the order of Megatron Core."""
-        result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
-        first = 0
-        for run in weight.rule.runs(weight.rows, self.modules.layout.heads):
-            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
-            index = list(weight.rule.names).index(run.name)
+    def _b(self, weight: Weight, layer: int) -> Tensor:
+        """B, `[out, dim]`, in the order of Megatron Core."""
+        parts = {}
+        for index, name in enumerate(weight.rule.names):
+            rows = self.modules.rows(weight, index)
+            parts[name] = torch.zeros(rows, self._rank, dtype=self.dtype)
             adapter = self._found.get((weight.target, layer, index))
-            if start < stop and adapter is not None:
-                shift = run.start - first
-                wanted = (slice(start + shift, stop + shift), slice(0, adapter.rank))
-                values = self.file.part(adapter.stem + B, wanted)
+            if adapter is not None:
+                values = whole_tensor(self.file, adapter.stem + B)
                 if adapter.factor != 1:
                     values = values.float() * adapter.factor
-                result[start - rows.start : stop - rows.start, : adapter.rank] = values
-            first += run.count
-        return result
+                parts[name][:, : adapter.rank] = values
+        runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
+        return torch.cat([parts[run.name][run.start : run.start + run.count] for run in runs])
 
 
-def _slices(part: Slice) -> tuple[slice, ...]:
-    """`part` without numbers in it."""
-    return tuple(slice(axis, axis + 1) if isinstance(axis, int) else axis for axis in part)
-
-
-def _dropped(part: Slice) -> tuple[int | slice, ...]:
-    """Index that drops the axes of which `part` has a number."""
-    return tuple(0 if isinstance(axis, int) else slice(None) for axis in part)
-
-
-def _read(tensors: Tensors, name: str, part: Slice) -> Tensor:
-    return tensors.part(name, _slices(part))[_dropped(part)]
-
-
-class AsStored:
-    """A `TensorSource` of the tensors of a file by their own names."""
-
-    def __init__(self, tensors: Tensors):
-        self.tensors = tensors
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.tensors.shapes()
-
-    def read(self, key: str, part: Slice) -> Tensor:
-        return _read(self.tensors, key, part)
-
-
-def describe(path: Path) -> tuple[AdapterConfig, Tensors, str | None]:
-    """What a folder of PEFT says without its base: configuration, tensors, checksum of the base;
-    `UserError` if it is damaged.
-    """
-    return peft_config.read(path), file_tensors(path), _checksum(path)
+# --- writing ---
 
 
 def write_folder(
@@ -545,39 +454,42 @@ def write_folder(
     skipped = left_out(role, modules.keys, source, drop_head_bias)
     tensors, targets, wide = _adapters(modules, source, settings)
     heads = [] if role == CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
-    for key in (HEAD_WEIGHT, HEAD_BIAS):
-        shape = source.shapes().get(PREFIX + key)
-        if shape is not None and key not in skipped and heads:
-            whole = tuple(slice(0, size) for size in shape)
-            name = NAME_PREFIX + modules.head(key.rpartition(".")[2])
-            tensors[name] = source.read(PREFIX + key, whole)
-    config = peft_config.content(
-        base=base.path,
-        role=role,
-        rank=settings.dim,
-        alpha=settings.alpha,
-        targets=targets,
-        wide=wide,
-        layers=None if settings.layers is None else [layer - 1 for layer in settings.layers],
-        dropout=settings.dropout,
-        transposed=any(modules.weights[name].rule.transposed for name in settings.targets),
-        heads=heads,
-    )
+    for kind in KINDS if heads else ():
+        if PREFIX + HEAD + kind in source.shapes() and HEAD + kind not in skipped:
+            tensors[NAME_PREFIX + modules.head(kind)] = whole_tensor(source, PREFIX + HEAD + kind)
+    layers = settings.layers
+
+    def alpha(times: int) -> float:
+        value = times * settings.alpha
+        return int(value) if float(value).is_integer() else value
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": peft_config.TASKS[role],
+        "base_model_name_or_path": base.path,
+        "r": settings.dim,
+        "lora_alpha": alpha(1),
+        "rank_pattern": {name: times * settings.dim for name, times in wide.items()},
+        "alpha_pattern": {name: alpha(times) for name, times in wide.items()},
+        "use_rslora": False,
+        "lora_dropout": settings.dropout,
+        "target_modules": targets,
+        "layers_to_transform": None if layers is None else [layer - 1 for layer in layers],
+        "layers_pattern": None,
+        "fan_in_fan_out": any(modules.weights[t].rule.transposed for t in settings.targets),
+        "modules_to_save": heads or None,
+        "bias": "none",
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
     # Tensors of their own: several modules may share one A here.
     copies = {name: tensor.to(dtype or tensor.dtype).clone() for name, tensor in tensors.items()}
     metadata = {"format": "pt"} | ({CHECKSUM: base.checksum} if base.checksum else {})
-    folder = target.with_name(target.name + WRITING_SUFFIX)
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
+    with replaced_folder(target) as folder:
         save_file(copies, folder / WEIGHTS_FILE, metadata)
         copy_tokenizer(section, folder)
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (folder / peft_config.CONFIG_FILE).write_text(text)
-        replace_folder(target, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        write_json(folder / PEFT_CONFIG, config)
 
 
 def _adapters(
@@ -586,15 +498,18 @@ def _adapters(
     """The tensors of all adapters by PEFT's names, the names of the modules that have some, and
     those of the modules whose rank is a multiple of the others', with the multiple.
     """
-    layers = settings.layers or range(1, modules.layout.layers + 1)
     found: dict[str, dict[str, Tensor]] = {}  # by the module's short name
     wide: dict[str, int] = {}
     for target in settings.targets:
         weight = modules.weights[target]
         names = [modules.short_name(weight, index) for index in range(len(weight.rule.names))]
         found |= {name: {} for name in names}
-        for layer in layers:
-            pairs = _pairs(modules, weight, settings, *_stored(weight, layer, source))
+        for layer in settings.layers or range(1, modules.layout.layers + 1):
+            keys = [weight.keys(layer, numbered) for numbered in (False, True)]
+            stored = next((each for each in keys if {*each} <= source.shapes().keys()), None)
+            if stored is None:
+                raise UserError(f"the checkpoint lacks {keys[0][0]}, an adapter; copy it again.")
+            pairs = _pairs(modules, weight, settings, *(whole_tensor(source, k) for k in stored))
             for index, (a, b) in enumerate(pairs):
                 stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."
                 found[names[index]] |= {stem + A: a, stem + B: b}
@@ -604,17 +519,6 @@ def _adapters(
     used = used or list(found)  # adapters that do nothing are adapters all the same
     tensors = {name: tensor for each in used for name, tensor in found[each].items()}
     return tensors, used, wide
-
-
-def _stored(weight: Weight, layer: int, source: TensorSource) -> tuple[Tensor, Tensor]:
-    """A and B of a layer (from 1) as they are stored."""
-    shapes = source.shapes()
-    for stem in (weight.key, weight.key_in(layer - 1)):
-        keys = [f"{stem}{layer}.{half}" for half in "ab"]
-        if all(key in shapes for key in keys):
-            a, b = (source.read(k, tuple(slice(0, size) for size in shapes[k])) for k in keys)
-            return a, b
-    raise UserError(f"the checkpoint lacks {weight.key}{layer}, an adapter; copy it again.")
 
 
 def _pairs(
@@ -627,20 +531,16 @@ def _pairs(
         b: `[out, dim]`.
     """
     canonical, count = settings.variant == "canonical", len(weight.rule.names)
-    if canonical and modules.is_fused(weight):
-        heads = modules.layout.heads
-        qkv = weight.target == "attention_qkv"
-        blocks = (
-            qkv_blocks(heads.groups, heads.queries, heads.size) if qkv else gated_blocks(len(b))
-        )
-        b = expand_blocks(b, blocks)
+    heads = modules.layout.heads
+    if canonical and count == 1:  # several projections may be one module
+        if weight.target == "attention_qkv":
+            b = expand_blocks(b, qkv_blocks(heads.groups, heads.queries, heads.size))
+        elif weight.target == "mlp_fc1" and modules.gated:
+            b = expand_blocks(b, gated_blocks(len(b)))
     blocks_of_a = a.chunk(count) if canonical else [a] * count
-    rows: dict[str, Tensor] = {
+    rows = {
         name: b.new_empty(modules.rows(weight, index), b.shape[1])
         for index, name in enumerate(weight.rule.names)
     }
-    first = 0
-    for run in weight.rule.runs(weight.rows, modules.layout.heads):
-        rows[run.name][run.start : run.start + run.count] = b[first : first + run.count]
-        first += run.count
+    spread(weight.rule.runs(weight.rows, heads), b, rows)
     return list(zip(blocks_of_a, rows.values(), strict=True))

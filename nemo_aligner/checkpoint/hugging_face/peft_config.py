@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`adapter_config.json` of a folder of Hugging Face's PEFT, in both directions.
+"""`adapter_config.json` of a folder of Hugging Face's PEFT.
 
 Which layers have adapters, and of which rank, is read from the tensors of the folder; the
 configuration says by what their output is multiplied. What this package does not compute is
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.forms import PEFT_CONFIG as CONFIG_FILE
+from nemo_aligner.checkpoint.forms import PEFT_CONFIG
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     PER_SAMPLE,
@@ -28,15 +28,14 @@ TASKS = {CAUSAL_LM: "CAUSAL_LM", PER_SAMPLE: "SEQ_CLS", PER_TOKEN: "TOKEN_CLS"}
 _ROLES = {name: role for role, name in TASKS.items()} | {None: CAUSAL_LM}
 # Heads of `modules_to_save` by their names in the models of Hugging Face
 HEADS = ("score", "classifier")
-# Keys that do not change what is computed from the tensors: where they come from, how they were
-# drawn and trained, which layers have some (the tensors say so).
-_NO_INFLUENCE = frozenset(
+# Keys that do not change what is computed from the tensors (where they come from, how they were
+# drawn and trained, which layers have some: the tensors say so), and those that are read.
+_KNOWN = frozenset(
     """auto_mapping corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out
     inference_mode layers_pattern loftq_config lora_ga_config megatron_config megatron_core
-    peft_version qalora_group_size revision runtime_config velora_config""".split()
-)
-_READ = frozenset(
-    """alpha_pattern base_model_name_or_path init_lora_weights layers_to_transform lora_alpha
+    peft_version qalora_group_size revision runtime_config velora_config
+
+    alpha_pattern base_model_name_or_path bias init_lora_weights layers_to_transform lora_alpha
     lora_dropout modules_to_save peft_type r rank_pattern target_modules task_type
     use_rslora""".split()
 )
@@ -56,7 +55,7 @@ _REFUSED = {
 }
 # Initial values that leave the base as it is; the others subtract from its weights.
 _INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-_REMEDY = (
+REMEDY = (
     "Merge them in PEFT (model.merge_and_unload(), then save_pretrained) and name that folder as "
     "the model."
 )
@@ -66,7 +65,6 @@ _REMEDY = (
 class AdapterConfig:
     """What `adapter_config.json` says about the tensors beside it."""
 
-    path: Path  # of the folder
     base: str | None  # name or path of the base; None: not given
     role: str  # of `TASKS`, what the model is for
     # rank, rank_pattern: `rank_for` reads them
@@ -92,50 +90,42 @@ class AdapterConfig:
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that is the end of a module's name."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+    found = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
+    return next(found, default)
 
 
 def read(path: Path) -> AdapterConfig:
-    """The configuration in the folder `path`.
-
-    Raises:
-        UserError: the file is damaged.
-        Unsupported: it asks for what is not computed here; the message names the key.
+    """The configuration in the folder `path`; `UserError`: it is damaged, or (`Unsupported`) asks
+    for what is not computed here; the message names the key.
     """
-    file = path / CONFIG_FILE
+    file = path / PEFT_CONFIG
     given = read_json(file)
     _check(file, given)
     targets = given.get("target_modules")
-    base = given.get("base_model_name_or_path")
     return AdapterConfig(
-        path=path,
-        base=base or None,
+        base=given.get("base_model_name_or_path") or None,
         role=_ROLES[given.get("task_type")],
         rank=given["r"],
-        rank_pattern=dict(given.get("rank_pattern") or {}),
+        rank_pattern=given.get("rank_pattern") or {},
         alpha=float(given["lora_alpha"]),
-        alpha_pattern=dict(given.get("alpha_pattern") or {}),
+        alpha_pattern=given.get("alpha_pattern") or {},
         root_of_rank=bool(given.get("use_rslora")),
         dropout=float(given.get("lora_dropout") or 0),
         targets=targets if isinstance(targets, list) else (),
-        layers=_layers(given) or None,
+        layers=_listed(given.get("layers_to_transform")) or None,
     )
 
 
-def _layers(given: Mapping[str, Any]) -> list[Any]:
-    layers = given.get("layers_to_transform")
-    if layers is None:
+def _listed(value: Any) -> list[Any]:
+    if value is None:
         return []
-    return layers if isinstance(layers, list) else [layers]
+    return value if isinstance(value, list) else [value]
 
 
 def _check(file: Path, given: Mapping[str, Any]) -> None:
     """Raise `Unsupported` if a key asks for something else than LoRA as it is computed here."""
 
-    def refuse(key: str, why: str, remedy: str = _REMEDY) -> Unsupported:
+    def refuse(key: str, why: str, remedy: str = REMEDY) -> Unsupported:
         return Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {remedy}")
 
     if given.get("peft_type") != "LORA":
@@ -152,8 +142,7 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
     if given.get("task_type") not in list(_ROLES):
         known = ", ".join(TASKS.values())
         raise refuse("task_type", f"is not supported; what is: {known}")
-    saved = given.get("modules_to_save") or []
-    for name in saved if isinstance(saved, list) else [saved]:
+    for name in _listed(given.get("modules_to_save")):
         if name not in HEADS:
             raise refuse(
                 "modules_to_save",
@@ -161,17 +150,14 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
                 f"({', '.join(HEADS)})",
             )
     _check_numbers(file, given)
-    for layer in _layers(given):
+    for layer in _listed(given.get("layers_to_transform")):
         if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
-            raise Unsupported(
-                f"{file}: layers_to_transform={given['layers_to_transform']!r}: {layer!r} is not "
-                "the number of a layer."
-            )
+            raise refuse("layers_to_transform", f"names {layer!r}, not the number of a layer", "")
     base = given.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
-        raise Unsupported(f"{file}: base_model_name_or_path={base!r} is not a name or a path.")
+        raise refuse("base_model_name_or_path", "is not a name or a path", "")
     for key, value in given.items():
-        if value and key not in _NO_INFLUENCE | _READ | {"bias"} | _REFUSED.keys():
+        if value and key not in _KNOWN | _REFUSED.keys():
             raise refuse(key, "is not known here; the adapters may compute something else")
 
 
@@ -193,56 +179,9 @@ def _check_numbers(file: Path, given: Mapping[str, Any]) -> None:
                 raise Unsupported(f"{file}: {name} has no pattern in {pattern!r}.") from error
             numbers[f"{name}.{pattern}"] = value
     for key, value in numbers.items():
-        kinds = int if key == "r" or key.startswith("rank_pattern.") else (int, float)
+        kinds = int if key.startswith("r") else (int, float)
         if not is_number(value, kinds) or not 0 < value < math.inf:
             raise Unsupported(f"{file}: {key}={value!r} is not a number above 0.")
     dropout = given.get("lora_dropout") or 0
     if not is_number(dropout, (int, float)) or not 0 <= dropout < 1:
         raise Unsupported(f"{file}: lora_dropout={dropout!r} is not a number from 0 to below 1.")
-
-
-def content(
-    *,
-    base: str | None,
-    role: str,
-    rank: int,
-    alpha: float,
-    targets: Sequence[str],
-    wide: Mapping[str, int],
-    layers: Sequence[int] | None,
-    dropout: float,
-    transposed: bool,
-    heads: Sequence[str],
-) -> dict[str, Any]:
-    """The content of `adapter_config.json`.
-
-    Args:
-        base, role, rank, alpha, targets, layers, dropout: as in `AdapterConfig`.
-        wide: names of modules whose rank is a multiple of `rank`, with the multiple.
-        transposed: the base stores its matrices transposed.
-        heads: modules that are stored whole.
-    """
-
-    def number(value: float) -> float:
-        return int(value) if float(value).is_integer() else value
-
-    return {
-        "peft_type": "LORA",
-        "task_type": TASKS[role],
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": number(alpha),
-        "rank_pattern": {name: times * rank for name, times in wide.items()},
-        "alpha_pattern": {name: number(times * alpha) for name, times in wide.items()},
-        "use_rslora": False,
-        "lora_dropout": dropout,
-        "target_modules": list(targets),
-        "layers_to_transform": None if layers is None else list(layers),
-        "layers_pattern": None,
-        "fan_in_fan_out": transposed,
-        "modules_to_save": list(heads) or None,
-        "bias": "none",
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }

@@ -4,11 +4,10 @@
 names of Megatron Core. No code and no pickle of a folder is run.
 """
 
-import copy
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from nemo_aligner.checkpoint.forms import HF_CONFIG, HF_WEIGHTS
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     HEAD,
     KINDS,
-    LAYERS,
     PER_SAMPLE,
     PER_TOKEN,
     PREFIX,
@@ -29,11 +27,18 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Layout,
     Place,
     Unsupported,
+    as_class_reads,
     expert_layers,
     model_keys,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.stored_weights import Slice, checked
+from nemo_aligner.checkpoint.stored_weights import (
+    EitherName,
+    Slice,
+    TensorSource,
+    checked,
+    numbered,
+)
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
@@ -55,51 +60,22 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True)
-class FolderConfig:
-    given: dict[str, Any]  # what `config.json` says
-    # the same as its class of transformers reads it, with the defaults of the class
-    whole: dict[str, Any]
-    defaults: dict[str, Any]  # of the class
-
-
-def read_config(path: Path) -> FolderConfig:
-    """The configuration in a folder; `UserError`: damaged, or of no class of transformers."""
-    from transformers import AutoConfig, PretrainedConfig  # takes a second to import
-
-    given = read_json(path / HF_CONFIG)
-    kind = given.get("model_type")
-    if not isinstance(kind, str) or not kind:
-        raise UserError(f"{path / HF_CONFIG} has no model_type; it is not a model's.")
-    try:
-        config = AutoConfig.for_model(kind)
-    except ValueError as error:
-        raise UserError(f"{path / HF_CONFIG}: transformers has no model_type {kind!r}.") from error
-    try:
-        whole = type(config).from_dict(copy.deepcopy(given)).to_dict()
-    except Exception as error:  # whatever the checks of that class raise
-        raise UserError(f"{path / HF_CONFIG} is not valid for {kind}: {error}") from error
-    assert isinstance(config, PretrainedConfig)
-    # What the file has and the class does not know stays: `quantization_config`, ...
-    return FolderConfig(given, {**given, **whole}, config.to_dict())
-
-
 class Tensors:
-    """The tensors in the safetensors of a folder, read in parts.
+    """A `TensorSource` of tensors in the safetensors of a folder, by their own names.
 
     Args:
-        files: the file that holds each tensor; None: those of a model.
-
-    Raises:
-        UserError: a file is missing or damaged, or the weights are pickled.
+        files: the file that holds each tensor, or the only one; None: those of a model.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, str] | None = None):
+    def __init__(self, path: Path, files: Mapping[str, str] | str | None = None):
         self.path = path
-        self.files = _files(path) if files is None else files
+        files = _files(path) if files is None else files
+        listed = {} if isinstance(files, str) else files
+        names = [files] if isinstance(files, str) else list(dict.fromkeys(files.values()))
+        self.files: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in dict.fromkeys(self.files.values()):
+        for file in names:
             opened = self._opened(file)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 tensor = opened.get_slice(name)
@@ -108,23 +84,23 @@ class Tensors:
                         f"{path / file} holds {name} of the type {tensor.get_dtype()}; what is "
                         f"read: {', '.join(DTYPES)}. Name a folder that is not quantized."
                     )
-                if self.files.get(name) == file:
+                if listed.get(name, file) == file:
+                    self.files[name] = file
                     self._shapes[name] = tuple(tensor.get_shape())
-        absent = sorted(self.files.keys() - self._shapes.keys())
+        absent = sorted(listed.keys() - self._shapes.keys())
         if absent:
             raise UserError(
                 f"{path} lacks {absent[0]!r}, which its {INDEX_FILE} lists in "
-                f"{self.files[absent[0]]}; copy the folder again."
+                f"{listed[absent[0]]}; copy the folder again."
             )
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A part of the tensor `name`, in its own dtype, `checked`."""
-        file = self.files[name]
+    def read(self, key: str, part: Slice) -> Tensor:
+        file = self.files[key]
         try:
-            return checked(self._opened(file).get_slice(name)[index], name, self.path / file)
+            return checked(self._opened(file).get_slice(key)[part], key, self.path / file)
         except SafetensorError as error:
             raise self._damaged(file, error) from error
 
@@ -143,16 +119,7 @@ class Tensors:
         return UserError(f"{self.path / file} is damaged or incomplete ({error}); copy it again.")
 
 
-def names_in(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file; `UserError` if it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged or incomplete ({error}); copy it again.") from error
-
-
-def _files(path: Path) -> dict[str, str]:
+def _files(path: Path) -> dict[str, str] | str:
     if (path / INDEX_FILE).is_file():
         files = read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
@@ -169,7 +136,7 @@ def _files(path: Path) -> dict[str, str]:
                 )
         return files
     if (path / WEIGHTS_FILE).is_file():
-        return dict.fromkeys(names_in(path / WEIGHTS_FILE), WEIGHTS_FILE)
+        return WEIGHTS_FILE
     if any((path / name).is_file() for name in _PICKLED):
         raise UserError(
             f"{path} holds pickled weights only, which can run code and are not read. Write "
@@ -187,15 +154,9 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class FolderWeights:
-    """A `TensorSource` of the weights in a Hugging Face folder.
-
-    Args:
-        keys: of the section `model`, complete.
-        has_head: the model is a reward model or a critic.
-
-    Raises:
-        UserError: a file is damaged, lacks a weight of the model, has one of another shape, or
-            one that has no place in the model.
+    """A `TensorSource` of the weights in a Hugging Face folder, each layer's by its number;
+    `UserError`: a file is damaged, lacks a weight of the model with the complete `keys`, has one
+    of another shape, or one that has no place in the model.
     """
 
     def __init__(
@@ -210,12 +171,9 @@ class FolderWeights:
         self._used: set[str] = set()
         self._shapes = self._megatron_shapes()
         tied = bool(keys.get("share_embeddings_and_output_weights"))
-        left = [name for name in self._with_base if name not in self._used]
-        left = [
-            name
-            for name in left
-            if not name.endswith(_BUFFERS) and not (tied and name == "lm_head.weight")
-        ]
+        unused = [name for name in self._with_base if name not in self._used]
+        tied_layer = ("lm_head.weight",) * tied
+        left = [name for name in unused if not name.endswith(_BUFFERS) and name not in tied_layer]
         if left:
             raise UserError(
                 f"{path} holds {len(left)} weight(s) that have no place in a model of "
@@ -233,16 +191,17 @@ class FolderWeights:
         absent = {HEAD} if not has_head else set()
         if has_head or tied:
             absent.add("output_layer.")
-        needed = [name for name in self.layout.outside if name not in absent]
-        places = [(name, Place(self.layout.outside[name], "weight")) for name in needed]
+        outside = self.layout.outside
+        places = [Place(outside[name], "weight") for name in outside if name not in absent]
         experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
         for layer in range(self.layout.layers):
             left_out = WITH_MLP if experts[layer] else WITH_EXPERTS
             for name, rule in self.layout.names.layer.items():
-                if not name.startswith(left_out) and not self._does_not_apply(name, layer):
-                    expert = 0 if "{expert}" in rule.names[0] else None
-                    places.append((name, Place(rule, "weight", layer, expert)))
-        for _, place in places:
+                place = Place(rule, "weight", layer, 0 if "{expert}" in rule.names[0] else None)
+                applies = rule.beside is None or self._shape(place) is not None
+                if not name.startswith(left_out) and applies:
+                    places.append(place)
+        for place in places:
             if self._shape(place) is None:
                 raise self._lacks(place)
 
@@ -251,10 +210,6 @@ class FolderWeights:
             f"{self.path} lacks {self.layout.name(place.rule.names[0], place)!r}, or has it in "
             "another shape than a model with the keys of its config.json; copy it again."
         )
-
-    def _does_not_apply(self, name: str, layer: int) -> bool:
-        rule = self.layout.names.layer[name]
-        return rule.beside is not None and self._shape(Place(rule, "weight", layer)) is None
 
     def _check_shapes(self) -> None:
         """Raise `UserError` if a matrix has other sizes than `config.json` says."""
@@ -299,46 +254,31 @@ class FolderWeights:
     def _full_name(self, name: str) -> str:
         """A name as a model with a head has it: folders of base models lack the prefix."""
         base = self.layout.names.base
-        heads = tuple(
-            rule.names[0][1:]
-            for rule in self.layout.outside.values()
-            if rule.names[0].startswith("/")
-        )
+        templates = [rule.names[0] for rule in self.layout.outside.values()]
+        heads = tuple(name[1:] for name in templates if name.startswith("/"))
         return name if name.startswith((base, *heads)) else base + name
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
     def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes by Megatron Core's names. Weights of layers have their number in front,
-        those of experts that of the expert too; each layer's weights are there by its number as
-        well, which is how models have them whose layers differ.
+        """Global shapes by Megatron Core's names, each layer's by its number; those of experts
+        have the expert's number in front.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for stem, rule, in_layer in self.layout.rules():
             experts = self.layout.experts if any("{expert}" in name for name in rule.names) else 0
-            for kind in KINDS:
-                if kind == "bias" and not self._has_bias(stem):
-                    continue
-                if not in_layer:
-                    shape = self._shape(Place(rule, kind))
-                    if shape is not None:
-                        shapes[stem + kind] = shape
-                    continue
-                found = {}
-                for layer in range(self.layout.layers):
-                    shape = self._shape(Place(rule, kind, layer, 0 if experts else None))
-                    if shape is not None:
-                        found[layer] = ((experts,) if experts else ()) + shape
-                    for expert in range(1, experts):
-                        place = Place(rule, kind, layer, expert)
-                        if self._shape(place) != shape:
-                            raise self._lacks(place)
-                if len(found) == self.layout.layers:
-                    shapes[stem + kind] = (len(found), *found[0])
-                name = stem.removeprefix(PREFIX + LAYERS) + kind
-                for layer, shape in found.items():
-                    shapes[f"{PREFIX}{LAYERS}{layer}.{name}"] = shape
+            kinds = [kind for kind in KINDS if kind == "weight" or self._has_bias(stem)]
+            layers = range(self.layout.layers) if in_layer else (None,)
+            for kind, layer in itertools.product(kinds, layers):
+                shape = self._shape(Place(rule, kind, layer, 0 if experts else None))
+                for expert in range(1, experts):
+                    place = Place(rule, kind, layer, expert)
+                    if self._shape(place) != shape:
+                        raise self._lacks(place)
+                if shape is not None:
+                    name = stem if layer is None else numbered(stem, layer)
+                    shapes[name + kind] = ((experts,) if experts else ()) + shape
         return shapes
 
     def _has_bias(self, stem: str) -> bool:
@@ -365,7 +305,8 @@ class FolderWeights:
                 f"{next(name for name in names if name not in there)!r}; copy it again."
             )
         self._used |= set(names)
-        shapes = [self._stored_shape(name, place) for name in names]
+        stored = [self.tensors.shapes()[self._with_base[name]] for name in names]
+        shapes = [shape[::-1] if place.rule.transposed else shape for shape in stored]
         if any(shape[1:] != shapes[0][1:] for shape in shapes):
             raise UserError(
                 f"{self.path}: {', '.join(names)} have the shapes {shapes}, which do not fit "
@@ -381,11 +322,6 @@ class FolderWeights:
                 )
         return (rows, *shapes[0][1:])
 
-    def _stored_shape(self, name: str, place: Place) -> tuple[int, ...]:
-        """Shape of a tensor of Hugging Face, transposed if it is stored so."""
-        shape = self.tensors.shapes()[self._with_base[name]]
-        return shape[::-1] if place.rule.transposed else shape
-
     def read(self, key: str, part: Slice) -> Tensor:
         index = tuple(axis for axis in part if isinstance(axis, int))
         rows, *columns = (axis for axis in part if isinstance(axis, slice))
@@ -399,7 +335,7 @@ class FolderWeights:
                 shift = run.start - first
                 wanted = (slice(start + shift, stop + shift), *columns)
                 index_in_file = wanted[::-1] if place.rule.transposed else wanted
-                piece = self.tensors.part(self._with_base[run.name], index_in_file)
+                piece = self.tensors.read(self._with_base[run.name], index_in_file)
                 pieces.append(piece.T if place.rule.transposed and columns else piece)
             first += run.count
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -418,40 +354,34 @@ FILES_OF_TOKENIZERS = (
 )
 
 
-def architecture_of(path: Path, config: dict[str, Any]) -> Architecture:
-    """The architecture of a folder; `Unsupported` if it is not known here, or quantized."""
-    kind = config["model_type"]
+def model_section(path: Path) -> DictConfig:
+    """The section `model` for the model in a folder; `UserError`: it is damaged, or describes what
+    cannot be computed here.
+    """
+    given = read_json(path / HF_CONFIG)
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise UserError(f"{path / HF_CONFIG} has no model_type; it is not a model's.")
     if kind not in ARCHITECTURES:
         raise Unsupported(
             f"{path}: the architecture {kind!r} is not supported; what is: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
-    if config.get("quantization_config"):
+    if given.get("quantization_config"):
         raise Unsupported(
             f"{path} holds quantized weights (quantization_config), which are not supported; name "
             "a folder with float weights."
         )
-    return ARCHITECTURES[kind]
-
-
-def model_section(path: Path) -> DictConfig:
-    """The section `model` for the model in a folder.
-
-    Raises:
-        UserError: the folder is damaged, or what it describes cannot be computed here.
-    """
-    found = read_config(path)
-    config = found.whole
-    architecture = architecture_of(path, config)
     try:
-        keys = model_keys(architecture, config, found.defaults)
+        config, defaults = as_class_reads(given), as_class_reads({"model_type": kind})
+        keys = model_keys(ARCHITECTURES[kind], config, defaults)
     except Unsupported as error:
         raise Unsupported(f"{path}: {error}") from error
     keys["encoder_seq_length"] = keys["max_position_embeddings"]
     keys |= _head_keys(config)
     if any((path / name).is_file() for name in FILES_OF_TOKENIZERS):
         keys["tokenizer"] = {"library": "huggingface", "type": str(path)}
-    origin = {name: value for name, value in found.given.items() if name not in _NOT_KEPT}
+    origin = {name: value for name, value in given.items() if name not in _NOT_KEPT}
     if (path / GENERATION_FILE).is_file():
         origin[GENERATION] = read_json(path / GENERATION_FILE)
     ends = end_token_ids(origin)
@@ -493,23 +423,19 @@ def end_token_ids(origin: Mapping[str, Any]) -> list[int]:
 
 
 def vocab_rows(section: DictConfig, ids: Callable[[], int]) -> int:
-    """Rows of a model's tables without padding.
-
-    Args:
-        section: the section `model`; Megatron's noted in `ORIGIN` what its checkpoint says of it.
+    """Rows of a model's tables without padding. Megatron's section `model` noted in `ORIGIN` what
+    its checkpoint says of it.
     """
     origin = section.get(ORIGIN) or {}
     rows = origin["vocab_size"] if "vocab_size" in origin else section.get("override_vocab_size")
     return int(rows or ids())
 
 
-def weights(path: Path) -> FolderWeights:
-    """The weights of a folder.
-
-    Raises:
-        UserError: a file is missing or damaged, or a weight has no place in the model.
+def weights(path: Path) -> TensorSource:
+    """The weights of a folder; `UserError`: a file is missing or damaged, or a weight has no place
+    in the model.
     """
     section = model_section(path)
     architecture = ARCHITECTURES[section[ORIGIN]["model_type"]]
     keys = plain_dict(complete_model(section), resolve=True)
-    return FolderWeights(path, architecture, keys, has_head="reward_model_type" in section)
+    return EitherName(FolderWeights(path, architecture, keys, "reward_model_type" in section))

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model written as a Hugging Face folder: configuration, tokenizer, and tensor by tensor."""
 
+import collections
 import itertools
 import json
 import os
@@ -19,11 +20,11 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
-from nemo_aligner.checkpoint.forms import HF_CONFIG
-from nemo_aligner.checkpoint.hugging_face import peft_config
+from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replaced_folder
+from nemo_aligner.checkpoint.forms import HF_CONFIG, PEFT_CONFIG
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
+    HEAD,
     PER_SAMPLE,
     PER_TOKEN,
     PREFIX,
@@ -35,6 +36,7 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     hugging_face_config,
     keys_read,
     model_keys,
+    spread,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.hugging_face.reading import (
@@ -47,7 +49,13 @@ from nemo_aligner.checkpoint.hugging_face.reading import (
     end_token_ids,
     read_json,
 )
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, distinct, stored_dtype
+from nemo_aligner.checkpoint.stored_weights import (
+    Slice,
+    TensorSource,
+    distinct,
+    stored_dtype,
+    whole_tensor,
+)
 from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.values import plain_dict
@@ -81,23 +89,19 @@ class Written:
 def plan(
     source: TensorSource,
     architecture: Architecture,
-    keys: Mapping[str, Any],
+    layout: Layout,
     vocab_rows: int,
-    dtype: torch.dtype | None = None,
-    leave_out: Sequence[str] = (),
+    dtype: torch.dtype | None,
+    leave_out: Sequence[str],
 ) -> list[Written]:
-    """What a folder will hold, layer by layer.
+    """What a folder will hold, layer by layer; `Unsupported`: a weight has no name there.
 
     Args:
         vocab_rows: rows of the embedding table without its padding; those that the source does
             not have are zeros.
         dtype: to convert to; None: as stored.
         leave_out: names of weights after `model.` that are not written.
-
-    Raises:
-        Unsupported: a weight has no name in this architecture.
     """
-    layout = Layout(architecture, keys)
     result = []
     shapes = source.shapes()
     for key in distinct(shapes):
@@ -148,10 +152,7 @@ def read_tensors(source: TensorSource, layout: Layout, item: Written) -> dict[st
         name: torch.zeros(shape[::-1] if transposed else shape, dtype=item.dtype)
         for name, shape in item.shapes.items()
     }
-    first = 0
-    for run in layout.runs(item.place, stored.shape[0]):
-        result[run.name][run.start : run.start + run.count] = stored[first : first + run.count]
-        first += run.count
+    spread(layout.runs(item.place, stored.shape[0]), stored, result)
     if transposed:
         return {name: tensor.T.contiguous() for name, tensor in result.items()}
     return result
@@ -162,14 +163,11 @@ def write_tensors(
     source: TensorSource,
     layout: Layout,
     items: Sequence[Written],
-    shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int], None] = lambda _bytes: None,
+    shard_bytes: int,
+    progress: Callable[[int], None],
 ) -> None:
-    """Write `model.safetensors`, or numbered files and their index, into `folder`.
-
-    Args:
-        shard_bytes: largest size of a file; a larger tensor has a file of its own.
-        progress: called with the number of bytes that were written.
+    """Write `model.safetensors`, or numbered files of at most `shard_bytes` (a larger tensor has
+    its own) and their index; `progress` is called with the number of bytes that were written.
     """
     shards = _shards(items, shard_bytes)
     names = [WEIGHTS_FILE]
@@ -237,26 +235,18 @@ def _write_file(
                 progress(tensor.nbytes)
 
 
-HEAD_WEIGHT = "rm_head.weight"
-HEAD_BIAS = "rm_head.bias"
 # transformers 5 writes the one and reads both; 4 knows the other.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_CONFIG_FILES = (HF_CONFIG, peft_config.CONFIG_FILE)
+_CONFIG_FILES = (HF_CONFIG, PEFT_CONFIG)
 _TOKENIZER_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 
 def describe(
     section: DictConfig, model_type: str | None = None
 ) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
-    """The architecture that a model is written as, the keys of `config.json` that say what it
-    computes, and the complete keys of the model.
-
-    Args:
-        model_type: architecture to write; None: the one that the model came from, else the first
-            that can express it.
-
-    Raises:
-        UserError: the architecture is not known, or cannot express the model.
+    """The architecture that a model is written as (`model_type`; None: the one that the model came
+    from, else the first that can express it), the keys of `config.json` that say what it computes,
+    and the complete keys of the model; `UserError`: it is not known, or cannot express the model.
     """
     keys = plain_dict(complete_model(section), resolve=True)
     origin = keys.get(ORIGIN) or {}
@@ -323,36 +313,33 @@ def write_folder(
     config = _as_it_came(architecture, config, keys) | _head_config(role, keys)
     config["architectures"] = [architecture.class_for(role)]
     generation = config.pop(GENERATION, None)
-    folder = target.with_name(target.name + WRITING_SUFFIX)
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        folder.mkdir(parents=True)
+    with replaced_folder(target) as folder:
         copy_tokenizer(section, folder)
-        _write_json(folder / HF_CONFIG, config)  # the class of a tokenizer may stand there
+        write_json(folder / HF_CONFIG, config)  # the class of a tokenizer may stand there
         if role == PER_SAMPLE:
             config["pad_token_id"] = _set_padding(folder, config, keys)
             vocab_rows = max(vocab_rows, (config["pad_token_id"] or 0) + 1)
         layout = Layout(architecture, keys)
-        items = plan(source, architecture, keys, vocab_rows, dtype, skipped)
-        total = sum(sum(item.sizes().values()) for item in items)
+        items = plan(source, architecture, layout, vocab_rows, dtype, skipped)
+        bytes_of: collections.Counter[torch.dtype] = collections.Counter()
+        for item in items:
+            bytes_of[item.dtype] += sum(item.sizes().values())
+        total = bytes_of.total()
         write_tensors(
             folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
         )
-        main_dtype = str(_main_dtype(items)).removeprefix("torch.")
+        # A reward model's head may be float32 in a bfloat16 model.
+        main_dtype = str(bytes_of.most_common(1)[0][0]).removeprefix("torch.")
         config |= {"vocab_size": vocab_rows, **dict.fromkeys(_DTYPE_KEYS, main_dtype)}
-        _write_json(folder / HF_CONFIG, config)
+        write_json(folder / HF_CONFIG, config)
         if generation is not None:
-            _write_json(folder / GENERATION_FILE, generation)
+            write_json(folder / GENERATION_FILE, generation)
         if role == CAUSAL_LM:
             _write_end_tokens(folder, config, keys["tokenizer"].get("end_token_ids"))
-        replace_folder(target, folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def role_of(keys: Mapping[str, Any], weights: TensorSource) -> str:
-    if f"model.{HEAD_WEIGHT}" not in weights.shapes():
+    if f"{PREFIX}{HEAD}weight" not in weights.shapes():
         return CAUSAL_LM
     return PER_TOKEN if keys["output_sequence"] else PER_SAMPLE
 
@@ -391,15 +378,13 @@ def left_out(
             f"the head of the reward model has the bias {bias}, for which Hugging Face's "
             "has no place: all rewards would shift by it. Leave it out with --drop-head-bias."
         )
-    return (HEAD_BIAS,)
+    return (HEAD + "bias",)
 
 
 def head_bias(source: TensorSource) -> list[float] | None:
     """The bias of the head of a reward model or critic; None: there is none."""
-    shape = source.shapes().get(f"model.{HEAD_BIAS}")
-    if shape is None:
-        return None
-    return source.read(f"model.{HEAD_BIAS}", (slice(0, shape[0]),)).tolist()
+    key = f"{PREFIX}{HEAD}bias"
+    return whole_tensor(source, key).tolist() if key in source.shapes() else None
 
 
 def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,7 +417,7 @@ def _as_it_came(
     return config | kept | changed
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
@@ -465,7 +450,7 @@ def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             settings = read_json(folder / name) if (folder / name).is_file() else {}
             if settings or name == "tokenizer_config.json":
-                _write_json(folder / name, settings | {"pad_token": token})
+                write_json(folder / name, settings | {"pad_token": token})
     return _tokenizer_in(folder).pad_token_id if wanted is None else wanted
 
 
@@ -481,7 +466,7 @@ def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[in
         ends = [tokenizer.eos_token_id]
     if ends and ends != stated:
         found = ends if len(ends) > 1 else ends[0]
-        _write_json(target, settings | {"eos_token_id": found})
+        write_json(target, settings | {"eos_token_id": found})
 
 
 def _tokenizer_in(folder: Path) -> Any:
@@ -493,14 +478,6 @@ def _tokenizer_in(folder: Path) -> Any:
     except (ImportError, OSError, ValueError) as error:  # such as one that needs code of its own
         logging.warning(f"The tokens for ends and padding are not written: {error}")
         return None
-
-
-def _main_dtype(items: Sequence[Written]) -> torch.dtype:
-    """That of most bytes: a reward model's head may be float32 in a bfloat16 model."""
-    total: dict[torch.dtype, int] = {}
-    for item in items:
-        total[item.dtype] = total.get(item.dtype, 0) + sum(item.sizes().values())
-    return max(total, key=lambda dtype: total[dtype])
 
 
 def copy_tokenizer(section: DictConfig, folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters, nemo_archive
 from nemo_aligner.checkpoint.hugging_face import peft
+from nemo_aligner.checkpoint.stored_weights import load_weights
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import FREE_KEYS, LORA, NONE, LoRASettings, check_peft
@@ -191,15 +192,15 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         assert base is not None and self._base.checksum is not None
         adapters.check_base(base, self._base.checksum, str(path), self._base.path or "this model")
         sharded = self.sharded_weights()
-        with nemo_archive.own_weights(path, self.cfg) as weights:
-            stored = weights.shapes()
+        with nemo_archive.own_tensors(path, self.cfg) as source:
+            stored = source.shapes()
             for chunk in sharded.values():
                 for name, entry in list(chunk.items()):
                     head = name.removeprefix("model.").startswith(self.fresh_weights())
                     if head and entry.key not in stored:
                         del chunk[name]  # adapters of a language model: the head stays new
             self.check_stored_weights(path, stored, sharded)
-            loaded = weights.load(sharded)
+            loaded = load_weights(source, sharded)
         self.load_sharded_weights(loaded)
 
     def check_checkpoint(self, folder: Path) -> None:

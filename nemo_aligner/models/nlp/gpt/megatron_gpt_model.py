@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters, hugging_face, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
-from nemo_aligner.checkpoint.stored_weights import TensorSource, sharded_tensors
+from nemo_aligner.checkpoint.stored_weights import TensorSource, load_weights, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.inert_keys import check_model_keys
@@ -478,8 +478,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             UserError: the file lacks other weights of this model, or their shapes differ.
         """
         sharded = self.sharded_weights()
-        with nemo_archive.stored_weights(restore_path) as weights:
-            stored = weights.shapes()
+        with nemo_archive.stored_tensors(restore_path) as source:
+            stored = source.shapes()
             for chunk in sharded.values():
                 for name, tensor in list(chunk.items()):
                     bare = name.removeprefix("model.")
@@ -491,7 +491,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                 for name, item in list(chunk.items()):
                     if any(part.key not in stored for part in sharded_tensors(item)):
                         del chunk[name]  # not strict: it keeps its initial value
-            loaded = weights.load(sharded)
+            loaded = load_weights(source, sharded)
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
         self.restore_path = Path(restore_path)
 
