@@ -103,17 +103,11 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             assert isinstance(dataset.dataset, FileDataset)
             return dataset.dataset
         return dataset
-    train: Any = builders.datasets_of_job(job, cfg)(
-        cfg=cfg,
-        data_prefix=data.data_prefix,
-        data_impl=data.data_impl,
-        splits_string=None,
-        train_valid_test_num_samples=[-1, -1, -1],
-        seq_length=data.seq_length,
-        seed=cfg.seed,
-        tokenizer=tokenizer,
-    )[0]
-    return train
+    build = builders.datasets_of_job(job, cfg)
+    dataset, *_others = builders.build_configured_datasets(
+        OmegaConf.create({"model": cfg}), build, tokenizer
+    )
+    return dataset
 
 
 def _guess(file: str) -> tuple[str, list[str]]:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of tokens in the place of jsonl (`data_impl`), and blends of several files."""
 
-import gc
 import json
 import pickle
 from functools import partial
@@ -26,7 +25,6 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rm_datasets,
 )
 from nemo_aligner.data.nlp.file_dataset import blend
-from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
 
 TEXTS = ["the film was a joy", "the is dull", "naïve? 日本", "n sad evening", "x" * 40, "x bad"]
@@ -285,31 +283,30 @@ def test_a_part_of_a_blend_leaves_out_files_too_small_for_it(tmp_path, tiny_toke
     assert {name[0] for name in names(train, tiny_tokenizer)} == {"a", "b"}
 
 
-def test_a_dataset_class_blends_nothing_and_its_copies_keep_their_file(tmp_path, tiny_tokenizer):
-    """NeMo-Aligner's form: its class puts the samples of all files in one."""
+class Own:
+    """NeMo-Aligner's form: its class gets the records of all files in one."""
+
+    def __init__(self, data, **_options):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+def test_a_class_of_ones_own_blends_nothing(tmp_path, tiny_tokenizer):
     a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
     b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(4)])
-    function = partial(build_train_valid_test_datasets, RLHFDataset)
-    train, validation, _ = build(function, [a, b], tiny_tokenizer, splits="75,25,0")
-    gc.collect()  # the whole, of which these are copies
-    assert names(train, tiny_tokenizer) == ["a0", "a1", "a2", "a3", "b0", "b1"]
-    assert names(validation, tiny_tokenizer) == ["b2", "b3"]
-    for prefix, splits in (({"train": [1, a, 1, b]}, None), ([1, a, 1, b], "75,25,0")):
-        with pytest.raises(ConfigError, match="RLHFDataset that is built by its class"):
-            build(function, prefix, tiny_tokenizer, splits=splits)
+    function = partial(build_train_valid_test_datasets, Own)
+    with pytest.raises(ConfigError, match="Own that is built by its class"):
+        build(function, {"train": [1, a, 1, b]}, tiny_tokenizer)
+    with pytest.raises(ConfigError, match="splits_string cannot divide a Own"):
+        build(function, [a, b], tiny_tokenizer, splits="75,25,0")
 
 
 def test_a_class_of_ones_own_is_told_of_broken_files(tmp_path, tiny_tokenizer):
-    class Own:
-        def __init__(self, data, **_options):
-            self.data = data
-
-        def __len__(self):
-            return len(self.data)
-
-        def __getitem__(self, index):
-            return self.data[index]
-
     def build_own(path):
         return build(partial(build_train_valid_test_datasets, Own), {"train": [str(path)]}, None)
 

@@ -5,7 +5,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.data_rules import (
     PARTS,
     check_data_impl,
-    check_labels_can_be_read,
     check_parts,
-    check_prompts_can_be_read,
     holds_tokens,
 )
 from nemo_aligner.config.defaults import complete
@@ -46,11 +44,21 @@ from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
-    check_pad_to_length,
-    collate_with_batch_max_sequence_length,
-    collate_with_pad_to_max_batch,
-    identity_collate,
-    single_validation_set,
+)
+from nemo_aligner.data.nlp.prompts import (
+    check_pad_to_length as check_pad_to_length,
+)
+from nemo_aligner.data.nlp.prompts import (
+    collate_with_batch_max_sequence_length as collate_with_batch_max_sequence_length,
+)
+from nemo_aligner.data.nlp.prompts import (
+    collate_with_pad_to_max_batch as collate_with_pad_to_max_batch,
+)
+from nemo_aligner.data.nlp.prompts import (
+    identity_collate as identity_collate,
+)
+from nemo_aligner.data.nlp.prompts import (
+    single_validation_set as single_validation_set,
 )
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.samplers import (
@@ -67,103 +75,23 @@ from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.stop_requests import ignore_signals
 
-__all__ = [
-    "build_dataloader",
-    "build_dataset_generic",
-    "build_sft_dataset",
-    "build_steerlm2_dataset",
-    "build_train_valid_test_dpo_datasets",
-    "build_train_valid_test_knowledge_distillation_datasets",
-    "build_train_valid_test_kto_datasets",
-    "build_train_valid_test_labelled_pair_datasets",
-    "build_train_valid_test_response_datasets",
-    "build_train_valid_test_datasets",
-    "build_train_valid_test_regression_rm_datasets",
-    "build_train_valid_test_rlhf_datasets",
-    "build_train_valid_test_rm_datasets",
-    "datasets_of_job",
-    "check_pad_to_length",
-    "collate_with_batch_max_sequence_length",
-    "collate_with_pad_to_max_batch",
-    "identity_collate",
-    "single_validation_set",
-]
-
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
-
-
-class MakeDataset(Protocol):
-    """Makes one dataset of the files `paths`."""
-
-    def __call__(
-        self,
-        *,
-        paths: list[DataFile],
-        cfg: DictConfig,
-        tokenizer: Tokenizer,
-        seq_length: int,
-        name: str,
-    ) -> FileDataset:
-        """`cfg` is the section `model`, `name` that of the dataset for messages."""
-
-
-def _make_rlhf_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> RLHFDataset:
-    """Prompts of at most `seq_length - length_params.max_length` tokens, so that responses fit."""
-    limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
-    sections = {"model.": cfg}
-    sections |= {f"model.{kind}.": cfg.get(kind) for kind in ("reinforce", "rs", "ppo")}
-    for key, section in sections.items():
-        max_length = ((section or {}).get("length_params") or {}).get("max_length")
-        if max_length is not None:
-            limit = seq_length - max_length
-            reason = f"less {key}length_params.max_length={max_length}"
-    text = f"{limit} tokens (model.data.seq_length={seq_length}, {reason})"
-    if limit <= 0:
-        raise ConfigError(
-            f"no room for prompts: the limit is {text}. Lower length_params.max_length."
-        )
-    return RLHFDataset(paths, tokenizer, limit, cfg.get("data"), name, limit_text=text)
-
-
-def _maker(dataset: Callable[..., FileDataset]) -> MakeDataset:
-    """What makes datasets of a class that is made of files, tokenizer, length and `model.data`."""
-
-    def make(
-        paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-    ) -> FileDataset:
-        return dataset(paths, tokenizer, seq_length, cfg.get("data"), name)
-
-    return make
-
-
-_make_rm_dataset = _maker(RewardModelDataset)
-_make_dpo_dataset = _maker(DPOModelDataset)
-_make_kto_dataset = _maker(KTOModelDataset)
-_make_response_dataset = _maker(ResponseDataset)
-_make_distillation_dataset = _maker(KnowledgeDistillationDataset)
-
-
-def _make_regression_rm_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> RegressionRewardModelDataset:
-    given = complete(cfg.get("regression"), "training_rm", "model.regression")
-    numbers, data = (given.num_attributes, given.loss_mask_val), cfg.get("data")
-    return RegressionRewardModelDataset(paths, tokenizer, seq_length, *numbers, data, name)
-
-
-def _make_labelled_pair_dataset(
-    paths: list[DataFile], cfg: DictConfig, tokenizer: Tokenizer, seq_length: int, name: str
-) -> LabelledPairDataset:
-    given = complete(cfg.get("regression"), "training_rm", "model.regression")
-    mask_value, data = given.loss_mask_val, cfg.get("data")
-    return LabelledPairDataset(paths, tokenizer, seq_length, mask_value, data, name)
+# They are built of files; other classes of records, by NeMo-Aligner's constructor.
+OURS = (
+    RLHFDataset,
+    RewardModelDataset,
+    LabelledPairDataset,
+    RegressionRewardModelDataset,
+    DPOModelDataset,
+    KTOModelDataset,
+    KnowledgeDistillationDataset,
+    ResponseDataset,
+)
 
 
 def build_train_valid_test_datasets(
-    cls: MakeDataset,
+    cls: Callable[..., Any],
     cfg: DictConfig,
     data_prefix: Mapping[str, Any] | Sequence[str] | str,
     data_impl: str,
@@ -172,22 +100,26 @@ def build_train_valid_test_datasets(
     seq_length: int,
     seed: int,
     tokenizer: Tokenizer,
-    n_chunks: int | None = None,
-    n_examples_per_chunk: int | None = None,
+    n_chunks: int | Mapping[str, int] | None = None,
+    n_examples_per_chunk: int | Mapping[str, int] | None = None,
 ) -> Datasets:
     """Build (train, validation, test) datasets.
 
     Args:
-        cls: makes one dataset; a class is one with NeMo-Aligner's constructor.
+        cls: of the datasets: one of `OURS`, or one with NeMo-Aligner's constructor.
+        cfg: section `model`.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
             divides. A list of weights and paths in turn, [0.3, a, 0.7, b], blends the files.
-        data_impl: form of the files, one of `data_rules.DATA_IMPLS`.
+        data_impl: form of the files, one of `data_rules.DATA_IMPLS`. For distillation also
+            NeMo-Aligner's chunked_jsonl, the same as jsonl: data are read from disk.
         splits_string: weights of the three contiguous parts of one common list of files, for
             example "98,1,1".
         train_valid_test_num_samples: use at most so many samples of each; below 1 means all. A
             blend has exactly so many, or as many as its files together.
-        seed, n_chunks, n_examples_per_chunk: not used (samplers shuffle; there are no chunks).
+        seed, n_examples_per_chunk: not used (samplers shuffle; files say what they hold).
+        n_chunks: for distillation, how many files a name with CHUNK_ID stands for, as in
+            NeMo-Aligner: those with 0 to `n_chunks` - 1; one number, or that of each part.
 
     Returns:
         One entry is None where there are no files. With further keys `validation_<name>`, the
@@ -196,11 +128,12 @@ def build_train_valid_test_datasets(
     Raises:
         ConfigError: `data_prefix`, `data_impl` or `splits_string` cannot be used.
     """
+    if cls in (KnowledgeDistillationDataset, ResponseDataset):
+        data_impl = "jsonl" if data_impl == "chunked_jsonl" else data_impl
+        data_prefix = _with_chunks(data_prefix, n_chunks)
     check_data_impl(data_impl)
-    if cls in (_make_regression_rm_dataset, _make_labelled_pair_dataset):
-        check_labels_can_be_read(data_impl)
-    if cls in (_make_dpo_dataset, _make_kto_dataset, _make_response_dataset):
-        check_prompts_can_be_read(data_impl)
+    if cls in OURS:
+        cls.check_form(data_impl)
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
             "model.data.data_prefix is not set: give {train: [file.jsonl], validation: "
@@ -214,9 +147,15 @@ def build_train_valid_test_datasets(
             f"model.data.append_eod=True has no effect with data_impl={data_impl}: tokens are "
             "used as they are."
         )
-    make = partial(
-        dataset_maker(cls, data_impl, seed), cfg=cfg, tokenizer=tokenizer, seq_length=seq_length
-    )
+
+    def make(paths: list[DataFile], name: str) -> Any:
+        if cls in OURS:
+            arguments = cls.arguments(cfg, seq_length)
+            return cls(paths, tokenizer, data_cfg=cfg.data, name=name, **arguments)
+        return build_dataset_generic(
+            cls, cfg, paths, data_impl, -1, seq_length, seed, tokenizer, name
+        )
+
     if not isinstance(data_prefix, Mapping | DictConfig):
         return _split_common_files(make, data_prefix, splits_string, limits)
     if splits_string is not None:
@@ -224,11 +163,47 @@ def build_train_valid_test_datasets(
             "model.data.splits_string has no effect: model.data.data_prefix names the files of "
             "each part."
         )
-    return _separate_files(make, data_prefix, limits)
+    check_parts(data_prefix)
+    built = {}
+    for key, files in data_prefix.items():
+        if files is not None and len(files):
+            paths, weights = data_paths(files, f"model.data.data_prefix.{key}")
+            limit = limits[key if key in limits else "validation"]
+            built[key] = _blended(make(paths, key), weights, limit)
+    validation = {key: dataset for key, dataset in built.items() if key.startswith("validation")}
+    several = set(validation) - {"validation"}
+    return built["train"], validation if several else built.get("validation"), built.get("test")
+
+
+def _with_chunks(data_prefix: Any, n_chunks: int | Mapping[str, int] | None) -> Any:
+    """`data_prefix` with the files that names with CHUNK_ID stand for."""
+    if isinstance(data_prefix, Mapping | DictConfig):
+        return {
+            part: names and _chunks([names] if isinstance(names, str) else names, part, n_chunks)
+            for part, names in data_prefix.items()
+        }
+    names = [data_prefix] if isinstance(data_prefix, str) else data_prefix
+    return names and _chunks(names, "train", n_chunks)
+
+
+def _chunks(names: Any, part: str, n_chunks: int | Mapping[str, int] | None) -> Any:
+    if not any(CHUNK_ID in str(name) for name in names):
+        return names
+    count = n_chunks if isinstance(n_chunks, int) else (n_chunks or {}).get(part)
+    if not count:
+        raise ConfigError(
+            f"model.data.data_prefix.{part} has names with {CHUNK_ID}, but "
+            f"model.data.n_chunks={n_chunks} does not say how many files these are."
+        )
+    return [
+        str(name).replace(CHUNK_ID, str(n))
+        for name in names
+        for n in range(count if CHUNK_ID in str(name) else 1)
+    ]
 
 
 def _split_common_files(
-    make: Callable[..., FileDataset],
+    make: Callable[..., Any],
     files: Sequence[str] | str,
     splits_string: str | None,
     limits: Mapping[str, int],
@@ -241,16 +216,14 @@ def _split_common_files(
             'test: say how to divide them with model.data.splits_string="98,1,1", or give '
             "separate files: {train: [...], validation: [...]}."
         )
-    whole = make(paths=paths, name="all")
+    whole = make(paths, "all")
     if not isinstance(whole, FileDataset):
         raise ConfigError(
             f"model.data.splits_string cannot divide a {type(whole).__name__}: give separate "
             "files in model.data.data_prefix, {train: [...], validation: [...]}."
         )
-    if weights is not None:
-        _check_can_blend(whole, weights)
     # A blend divides each of its files, so that each part has all of them.
-    pieces = [whole.documents] if weights is None else whole.documents_by_file()
+    pieces = _pieces(whole, weights)
     bounds = [_split(len(piece), str(splits_string)) for piece in pieces]
     datasets: list[FileDataset | None] = []
     for part, name in enumerate(PARTS):
@@ -270,93 +243,15 @@ def _split_common_files(
     return train, validation, test
 
 
-def _separate_files(
-    make: Callable[..., FileDataset], files: Mapping[str, Any], limits: Mapping[str, int]
-) -> Datasets:
-    """Build one dataset for each key of `files`."""
-    check_parts(files)
-    built = {}
-    for key, paths in files.items():
-        if paths is not None and len(paths):
-            names, weights = data_paths(paths, f"model.data.data_prefix.{key}")
-            dataset = make(paths=names, name=key)
-            limit = limits[key if key in limits else "validation"]
-            built[key] = _blended(dataset, weights, limit)
-    validation = {key: dataset for key, dataset in built.items() if key.startswith("validation")}
-    if set(validation) <= {"validation"}:
-        return built["train"], validation.get("validation"), built.get("test")
-    return built["train"], validation, built.get("test")
-
-
-build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, _make_rlhf_dataset)
-build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, _make_rm_dataset)
-build_train_valid_test_dpo_datasets = partial(build_train_valid_test_datasets, _make_dpo_dataset)
-build_train_valid_test_kto_datasets = partial(build_train_valid_test_datasets, _make_kto_dataset)
+build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, RLHFDataset)
+build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, RewardModelDataset)
+build_train_valid_test_dpo_datasets = partial(build_train_valid_test_datasets, DPOModelDataset)
+build_train_valid_test_kto_datasets = partial(build_train_valid_test_datasets, KTOModelDataset)
 build_train_valid_test_regression_rm_datasets = partial(
-    build_train_valid_test_datasets, _make_regression_rm_dataset
+    build_train_valid_test_datasets, RegressionRewardModelDataset
 )
-build_train_valid_test_labelled_pair_datasets = partial(
-    build_train_valid_test_datasets, _make_labelled_pair_dataset
-)
-
-
-def build_train_valid_test_knowledge_distillation_datasets(
-    cfg: DictConfig,
-    data_prefix: Mapping[str, Any] | Sequence[str] | str,
-    data_impl: str,
-    *args: Any,
-    make: MakeDataset = _make_distillation_dataset,
-    n_chunks: int | Mapping[str, int] | None = None,
-    n_examples_per_chunk: int | Mapping[str, int] | None = None,
-    **kwargs: Any,
-) -> Datasets:
-    """`build_train_valid_test_datasets` of examples with the logits of a teacher. A name of a file
-    with CHUNK_ID, as in NeMo-Aligner, stands for the files 0 to `n_chunks` - 1.
-
-    Args:
-        data_impl: also NeMo-Aligner's chunked_jsonl, the same as jsonl: data are read from disk.
-        make: another kind of dataset.
-        n_chunks: files of a name with CHUNK_ID; one number, or that of each part.
-        n_examples_per_chunk: not used: the files say it.
-    """
-
-    def chunks(names: Any, part: str) -> Any:
-        if not any(CHUNK_ID in str(name) for name in names):
-            return names
-        count = n_chunks if isinstance(n_chunks, int) else (n_chunks or {}).get(part)
-        if not count:
-            raise ConfigError(
-                f"model.data.data_prefix.{part} has names with {CHUNK_ID}, but "
-                f"model.data.n_chunks={n_chunks} does not say how many files these are."
-            )
-        return [
-            str(name).replace(CHUNK_ID, str(n))
-            for name in names
-            for n in range(count if CHUNK_ID in str(name) else 1)
-        ]
-
-    if isinstance(data_prefix, Mapping | DictConfig):
-        data_prefix = {
-            part: None
-            if names is None
-            else chunks([names] if isinstance(names, str) else names, part)
-            for part, names in data_prefix.items()
-        }
-    elif data_prefix is not None:
-        names = [data_prefix] if isinstance(data_prefix, str) else data_prefix
-        data_prefix = chunks(names, "train")
-    return build_train_valid_test_datasets(
-        make,
-        cfg,
-        data_prefix,
-        "jsonl" if data_impl == "chunked_jsonl" else data_impl,
-        *args,
-        **kwargs,
-    )
-
-
-build_train_valid_test_response_datasets = partial(
-    build_train_valid_test_knowledge_distillation_datasets, make=_make_response_dataset
+build_train_valid_test_knowledge_distillation_datasets = partial(
+    build_train_valid_test_datasets, KnowledgeDistillationDataset
 )
 
 
@@ -368,22 +263,19 @@ def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datase
         model: its complete section `model`.
     """
     records = JOBS[config_name].records
+    cls: type[FileDataset] = RewardModelDataset
     if records == "logits":
-        build: Callable[..., Datasets] = build_train_valid_test_response_datasets
-        if model.knowledge_distillation.on_policy.fraction is None:
-            build = build_train_valid_test_knowledge_distillation_datasets
-        return partial(build, n_chunks=model.data.n_chunks)
-    if records == "scored":
-        if learns_labelled_pairs(model):
-            return build_train_valid_test_labelled_pair_datasets
-        if reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
-            return build_train_valid_test_regression_rm_datasets
-        return build_train_valid_test_rm_datasets
-    return {
-        "prompt": build_train_valid_test_rlhf_datasets,
-        "pair": build_train_valid_test_dpo_datasets,
-        "labelled": build_train_valid_test_kto_datasets,
-    }[records]
+        on_policy = model.knowledge_distillation.on_policy.fraction is not None
+        cls = ResponseDataset if on_policy else KnowledgeDistillationDataset
+        return partial(build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
+    if records != "scored":
+        kinds = {"prompt": RLHFDataset, "pair": DPOModelDataset, "labelled": KTOModelDataset}
+        cls = kinds[records]
+    elif learns_labelled_pairs(model):
+        cls = LabelledPairDataset
+    elif reward_model_type(model.reward_model_type) is RewardModelType.REGRESSION:
+        cls = RegressionRewardModelDataset
+    return partial(build_train_valid_test_datasets, cls)
 
 
 def build_configured_datasets(
@@ -479,17 +371,8 @@ def build_steerlm2_dataset(
     num_samples: int | None = None,
     special_tokens: Mapping[str, str] | None = None,
 ) -> SteerLM2Dataset:
-    """Build the dataset of `model.data.train_ds` or `validation_ds` of SteerLM 2.0.
-
-    Args:
-        data_cfg: `file_path` (as for `build_sft_dataset`), `max_seq_length`, and optionally
-            `pad_to_max_length`, `columns` and `index_mapping_dir`.
-        num_samples: use at most so many prompts; None or below 1 means all.
-        special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
-
-    Raises:
-        ConfigError: no files.
-        UserError: a broken line; names the file and the line.
+    """Build the dataset of `model.data.train_ds` or `validation_ds` of SteerLM 2.0; arguments as
+    for `build_sft_dataset`.
     """
     paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
@@ -510,24 +393,28 @@ def _blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | N
     """The first `num_samples` of a dataset, or so many of the blend of its files; None or below 1:
     as many as there are.
     """
-    if weights is None:
-        return _limit(dataset, num_samples)
-    _check_can_blend(dataset, weights)
-    return dataset.select(
-        _mixed(dataset.documents_by_file(), weights, num_samples, dataset.lines.paths)
-    )
+    if weights is None and not 0 < (num_samples or 0) < len(dataset):
+        return dataset
+    pieces = _pieces(dataset, weights)
+    return dataset.select(_mixed(pieces, weights, num_samples, dataset.lines.paths))
 
 
-def _check_can_blend(dataset: Any, weights: Sequence[float]) -> None:
-    """Raise `ConfigError` unless the dataset knows which sample is of which file: one that was
-    built with NeMo-Aligner's constructor has all of them in one.
+def _pieces(dataset: Any, weights: Sequence[float] | None) -> list[np.ndarray]:
+    """The documents of a dataset; where there are weights, those of each file.
+
+    Raises:
+        ConfigError: the dataset does not know which sample is of which file: one that was built
+            with NeMo-Aligner's constructor has all of them in one.
     """
+    if weights is None:
+        return [dataset.documents]
     if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
         raise ConfigError(
             f"model.data.data_prefix has weights, but a {type(dataset).__name__} that is built by "
             "its class cannot be a blend of files; give them without weights, or use the "
             "functions build_train_valid_test_*_datasets."
         )
+    return dataset.documents_by_file()
 
 
 def _mixed(
@@ -537,15 +424,15 @@ def _mixed(
     paths: Sequence[Any],
 ) -> np.ndarray:
     """Documents of a blend of `pieces`, one per file; without weights of the only piece."""
+    size = num_samples if num_samples and num_samples > 0 else sum(map(len, pieces))
     if weights is None:
-        return pieces[0][:num_samples] if num_samples and num_samples > 0 else pieces[0]
+        return pieces[0][:size]
     for piece, path in zip(pieces, paths):
         if not len(piece):
             raise ConfigError(
                 f"model.data.data_prefix blends {path}, of which no sample is left for this part."
             )
-    total = sum(map(len, pieces))
-    return blend(pieces, weights, num_samples if num_samples and num_samples > 0 else total)
+    return blend(pieces, weights, size)
 
 
 def _split(size: int, splits_string: str) -> list[int]:
@@ -564,13 +451,6 @@ def _split(size: int, splits_string: str) -> list[int]:
         )
     weights += [0.0] * (3 - len(weights))
     return [round(size * total / sum(weights)) for total in np.cumsum([0.0, *weights])]
-
-
-def _limit(dataset: Any, num_samples: int | None) -> Any:
-    """The first `num_samples` of a dataset; None or below 1: all of it."""
-    if dataset is None or num_samples is None or num_samples < 1 or num_samples >= len(dataset):
-        return dataset
-    return dataset.select(dataset.documents[:num_samples])
 
 
 def build_dataloader(
@@ -670,21 +550,6 @@ def build_dataset_generic(
         seed=seed,
         drop_last=name != "validation" or cfg.data.get("validation_drop_last", True),
     )
-
-
-def dataset_maker(cls: Callable[..., Any], data_impl: str, seed: int) -> Callable[..., Any]:
-    """What `build_train_valid_test_datasets` calls with `paths`: a function as it is, a class by
-    NeMo-Aligner's constructor.
-    """
-    if not isinstance(cls, type):
-        return cls
-
-    def make(*, paths: list[Any], cfg: Any, tokenizer: Any, seq_length: int, name: str) -> Any:
-        return build_dataset_generic(
-            cls, cfg, paths, data_impl, -1, seq_length, seed, tokenizer, name
-        )
-
-    return make
 
 
 __getattr__ = retired_names(__name__)

@@ -14,6 +14,8 @@ import torch
 from nemo.utils import logging
 from typing_extensions import Self
 
+from nemo_aligner.config.data_rules import check_labels_can_be_read, check_prompts_can_be_read
+from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -34,26 +36,21 @@ from nemo_aligner.data.nlp.file_dataset import (
     pad,
     slot,
 )
-from nemo_aligner.data.nlp.prompts import RLHFDataset
+from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
 from nemo_aligner.data.nlp.record_encoder import SURE, Pair, RecordEncoder
-from nemo_aligner.data.nlp.records import Records, first_record, open_records
-from nemo_aligner.data.nlp.sft import SFTChatDataset, SFTDataset
+from nemo_aligner.data.nlp.records import Records as Records
+from nemo_aligner.data.nlp.records import first_record, open_records
+from nemo_aligner.data.nlp.sft import SFTChatDataset as SFTChatDataset
+from nemo_aligner.data.nlp.sft import SFTDataset as SFTDataset
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import DEFAULT_MASK_VALUE, SteerLM2Dataset
-from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
+from nemo_aligner.data.nlp.steerlm import DEFAULT_MASK_VALUE
+from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset as SteerLM2Dataset
+from nemo_aligner.data.nlp.topk_logits import (
+    KnowledgeDistillationDataset as KnowledgeDistillationDataset,
+)
 
 
-def _attributes(given: dict[str, Any]) -> dict[str, Any]:
-    """What NeMo-Aligner's arguments say about the labels."""
-    regression = given["cfg"]["regression"]
-    return {
-        "seq_length": given["seq_length"],
-        "num_attributes": regression["num_attributes"],
-        "mask_value": regression.get("loss_mask_val", DEFAULT_MASK_VALUE),
-    }
-
-
-@accepts_nemo_aligner_call(_attributes)
+@accepts_nemo_aligner_call
 class RegressionRewardModelDataset(FileDataset):
     """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`,
     or with a conversation (`chat_records.py`) in the place of the text, in the form that
@@ -75,6 +72,17 @@ class RegressionRewardModelDataset(FileDataset):
     """
 
     read_fields = (*A_SAMPLE, "label")
+    check_form = staticmethod(check_labels_can_be_read)
+
+    @classmethod
+    def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
+        """See the base class."""
+        given = complete(cfg.get("regression"), "training_rm", "model.regression")
+        return {
+            "seq_length": seq_length,
+            "num_attributes": given.num_attributes,
+            "mask_value": given.loss_mask_val,
+        }
 
     def __init__(
         self,
@@ -189,7 +197,7 @@ def _label(record: Record, num_attributes: int) -> list[float]:
 DIFFERENT, IN_LINE = 1 << 31, 1 << 32
 
 
-@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+@accepts_nemo_aligner_call
 class RewardModelDataset(FileDataset):
     """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
     or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
@@ -366,6 +374,13 @@ class LabelledPairDataset(RewardModelDataset):
     """
 
     read_fields = (*RewardModelDataset.read_fields, "label", "responses")
+    check_form = staticmethod(check_labels_can_be_read)
+
+    @classmethod
+    def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
+        """See the base class."""
+        given = complete(cfg.get("regression"), "training_rm", "model.regression")
+        return {"seq_length": seq_length, "mask_value": given.loss_mask_val}
 
     def __init__(
         self,
@@ -441,7 +456,7 @@ class LabelledPairDataset(RewardModelDataset):
 DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
 
 
-@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+@accepts_nemo_aligner_call
 class DPOModelDataset(RewardModelDataset):
     """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
     NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
@@ -458,6 +473,7 @@ class DPOModelDataset(RewardModelDataset):
 
     _what = "pairs with prompts"
     read_fields = (*RewardModelDataset.read_fields, *DEFAULT_REWARDS)
+    check_form = staticmethod(check_prompts_can_be_read)
 
     def __init__(
         self,
@@ -518,6 +534,7 @@ class ResponseDataset(FileDataset):
 
     prompt_field = "prompt"
     read_fields: Sequence[str] = ("prompt", "response", *BESIDE)
+    check_form = staticmethod(check_prompts_can_be_read)
     _what = "responses"  # an index of the files that was made for other records is not used
 
     def __init__(
@@ -578,7 +595,7 @@ PREFERENCES = {"chosen": True, "rejected": False}
 PARTNER = 0.381966
 
 
-@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+@accepts_nemo_aligner_call
 class KTOModelDataset(ResponseDataset):
     """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`; true and
     false are accepted as preferences too.
@@ -691,20 +708,5 @@ def _preference(record: Record) -> bool:
         '"rejected", or true or false.'
     )
 
-
-__all__ = [
-    "DEFAULT_MASK_VALUE",
-    "DPOModelDataset",
-    "KnowledgeDistillationDataset",
-    "KTOModelDataset",
-    "LabelledPairDataset",
-    "RLHFDataset",
-    "Records",
-    "RegressionRewardModelDataset",
-    "RewardModelDataset",
-    "SFTChatDataset",
-    "SFTDataset",
-    "SteerLM2Dataset",
-]
 
 __getattr__ = retired_names(__name__)

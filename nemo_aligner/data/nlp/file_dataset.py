@@ -48,6 +48,17 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     lacks_prompts = False  # some of them are empty
     others_are = "columns that nothing reads"
 
+    @staticmethod
+    def check_form(data_impl: str) -> None:
+        """Raise `ConfigError` unless files of this form can hold the data."""
+
+    @classmethod
+    def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
+        """What the section `model` says of the constructor's arguments, beside files, tokenizer,
+        `data_cfg` and name.
+        """
+        return {"seq_length": seq_length}
+
     def unread_columns(self) -> list[str]:
         """For each file the columns that nothing reads, and how to read one that looks like the
         prompt.
@@ -202,49 +213,35 @@ NEMO_ALIGNER_ARGUMENTS = (
 Dataset = TypeVar("Dataset", bound=type)
 
 
-def accepts_nemo_aligner_call(
-    convert: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Callable[[Dataset], Dataset]:
-    """Decorator of a dataset over jsonl files: it accepts NeMo-Aligner's arguments too.
+def accepts_nemo_aligner_call(cls: Dataset) -> Dataset:
+    """Decorator of a `FileDataset`: it accepts NeMo-Aligner's arguments too.
 
     The records are those of `data`, which has been read already; they are written to a file that
     lives as long as the dataset. `documents`, `seed` and `drop_last` decide nothing, as there.
-
-    Args:
-        convert: from NeMo-Aligner's arguments by name to the class's own, but for `paths`,
-            `tokenizer`, `name` and `data_cfg`.
     """
+    own_init = cls.__init__  # type: ignore[misc]
 
-    def decorator(cls: Dataset) -> Dataset:
-        own_init = cls.__init__  # type: ignore[misc]
+    @functools.wraps(own_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Ours start with the paths of files, NeMo-Aligner's with the section `model`.
+        if not ("documents" in kwargs or args and isinstance(args[0], Mapping | DictConfig)):
+            own_init(self, *args, **kwargs)
+            return
+        given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
+        folder = tempfile.TemporaryDirectory(dir=temporary_folder("nemo_aligner_data_"))
+        self._folder = folder  # copies of the dataset read its file too
+        own_init(
+            self,
+            paths=[_write_records(given["data"], Path(folder.name), given["name"])],
+            tokenizer=given["tokenizer"],
+            name=given["name"],
+            data_cfg=given["cfg"].get("data"),
+            **self.arguments(given["cfg"], given["seq_length"]),
+        )
 
-        @functools.wraps(own_init)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not _is_nemo_aligner_call(args, kwargs):
-                own_init(self, *args, **kwargs)
-                return
-            given = {**dict(zip(NEMO_ALIGNER_ARGUMENTS, args, strict=False)), **kwargs}
-            folder = tempfile.TemporaryDirectory(dir=temporary_folder("nemo_aligner_data_"))
-            self._folder = folder  # copies of the dataset read its file too
-            own_init(
-                self,
-                paths=[_write_records(given["data"], Path(folder.name), given["name"])],
-                tokenizer=given["tokenizer"],
-                name=given["name"],
-                data_cfg=given["cfg"].get("data"),
-                **convert(given),
-            )
-
-        __init__.also_takes = NEMO_ALIGNER_ARGUMENTS  # type: ignore[attr-defined]
-        cls.__init__ = __init__  # type: ignore[misc]
-        return cls
-
-    return decorator
-
-
-def _is_nemo_aligner_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Ours start with the paths of files, NeMo-Aligner's with the section `model`."""
-    return "documents" in kwargs or bool(args) and isinstance(args[0], Mapping | DictConfig)
+    __init__.also_takes = NEMO_ALIGNER_ARGUMENTS  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
@@ -258,17 +255,3 @@ def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
                 )
             file.write(json.dumps(data[number]) + "\n")
     return str(path)
-
-
-def prompt_limit(given: dict[str, Any]) -> dict[str, Any]:
-    """Limit of prompts by NeMo-Aligner's rule: what `length_params.max_length` of the section
-    leaves of `seq_length`, or half of it.
-    """
-    seq_length, params = given["seq_length"], given["cfg"].get("length_params")
-    limit = seq_length // 2 if params is None else seq_length - params["max_length"]
-    if limit <= 0:
-        raise ConfigError(
-            f"no room for prompts: seq_length={seq_length} and "
-            f"length_params.max_length={params['max_length']}. Lower max_length."
-        )
-    return {"max_prompt_length": limit, "limit_text": f"{limit} tokens"}

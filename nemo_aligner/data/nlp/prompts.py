@@ -16,13 +16,13 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE
-from nemo_aligner.data.nlp.file_dataset import FileDataset, accepts_nemo_aligner_call, prompt_limit
+from nemo_aligner.data.nlp.file_dataset import FileDataset, accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import open_records
 from nemo_aligner.servers.reward_function import columns_asked
 
 
-@accepts_nemo_aligner_call(prompt_limit)
+@accepts_nemo_aligner_call
 class RLHFDataset(FileDataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are, or conversations that end with the
     user (`chat_records.py`) in the form that `data_cfg` asks for.
@@ -44,6 +44,24 @@ class RLHFDataset(FileDataset):
     prompt_field, read_fields = "prompt", A_SAMPLE
     others_are = "columns that only a reward function can read"
     first_record: int | None = None  # number of the first record; None: items have no `record`
+
+    @classmethod
+    def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
+        """At most `seq_length - length_params.max_length` tokens, so that responses fit."""
+        limit, reason = seq_length // 2, "half of it, as there is no length_params.max_length"
+        sections = {"model.": cfg}
+        sections |= {f"model.{kind}.": cfg.get(kind) for kind in ("reinforce", "rs", "ppo")}
+        for key, section in sections.items():
+            max_length = ((section or {}).get("length_params") or {}).get("max_length")
+            if max_length is not None:
+                limit = seq_length - max_length
+                reason = f"less {key}length_params.max_length={max_length}"
+        text = f"{limit} tokens (model.data.seq_length={seq_length}, {reason})"
+        if limit <= 0:
+            raise ConfigError(
+                f"no room for prompts: the limit is {text}. Lower length_params.max_length."
+            )
+        return {"max_prompt_length": limit, "limit_text": text}
 
     def __init__(
         self,

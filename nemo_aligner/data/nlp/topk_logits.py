@@ -156,7 +156,7 @@ def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
     return array[counts]
 
 
-@accepts_nemo_aligner_call(lambda given: {"seq_length": given["seq_length"]})
+@accepts_nemo_aligner_call
 class KnowledgeDistillationDataset(FileDataset):
     """Examples with the largest logits of a teacher. One longer than `seq_length` is left out; a
     warning at start counts them.
