@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     from nemo_aligner.generate.policy import quiet_logs
     from nemo_aligner.inspection.findings import look, read_samples
     from nemo_aligner.inspection.jobs import open_job
-    from nemo_aligner.inspection.show import show
+    from nemo_aligner.inspection.show import in_brackets, in_colour, show
 
     quiet_logs()
     try:
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     colored = args.color == "always" or (
         args.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
-    print(show(job, samples, findings, colored))
+    print(show(job, samples, findings, in_colour if colored else in_brackets))
     if args.html is not None:
         from nemo_aligner.generate.responses import replaced
         from nemo_aligner.inspection.show import render

@@ -6,54 +6,13 @@ duplicates, empty responses, special tokens in what somebody wrote.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
-from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
-from nemo_aligner.data.nlp.chat_records import (
-    by_our_names,
-    conversation_field,
-    conversation_messages,
-    holds_pair,
-    pair_messages,
-    prompt_messages,
-    response_messages,
-)
-from nemo_aligner.data.nlp.conversation_form import ConversationForm
-from nemo_aligner.data.nlp.datasets import (
-    DPOModelDataset,
-    KTOModelDataset,
-    RegressionRewardModelDataset,
-    ResponseDataset,
-    RewardModelDataset,
-)
-from nemo_aligner.data.nlp.file_dataset import FileDataset
-from nemo_aligner.data.nlp.prompts import RLHFDataset
-from nemo_aligner.data.nlp.sft import SFTChatDataset
-from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset
-from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
+from nemo_aligner.data.nlp.file_dataset import FileDataset, Part
 from nemo_aligner.inspection.jobs import InspectedJob
-
-
-@dataclass(frozen=True)
-class Part:
-    """One sequence that the model sees."""
-
-    name: str  # "prompt", "example", "response", "chosen", "rejected" or "text"
-    tokens: list[int]  # its ids, without padding
-    marked: list[bool]  # True for the tokens that are trained on, or at which a reward is read
-    scored: bool = False  # the second
-
-    @property
-    def legend(self) -> str:
-        """What the mark means; of a prompt, which has none, what becomes of it."""
-        if self.name == "prompt":
-            return "the policy continues it"
-        return "the reward is read at the token" if self.scored else "trained on"
 
 
 @dataclass(frozen=True)
@@ -66,13 +25,12 @@ class Sample:
     note: str = ""  # more to know, such as the label
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Neighbouring tokens of one kind as text."""
 
     text: str
-    marked: bool
-    special: bool
+    marked: bool = False
+    special: bool = False
 
 
 def read_samples(job: InspectedJob, count: int) -> list[Sample]:
@@ -86,7 +44,7 @@ def read_sample(job: InspectedJob, index: int) -> Sample:
     document = int(dataset.documents[index])
     item = dataset[index]
     return Sample(
-        document, place(dataset, document), _parts(dataset, item, padding), _note(dataset, item)
+        document, place(dataset, document), dataset.parts(item, padding), dataset.note(item)
     )
 
 
@@ -125,81 +83,7 @@ def visible(text: str) -> str:
     return text.translate(shown)
 
 
-def _parts(dataset: FileDataset, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-    if isinstance(dataset, RLHFDataset):
-        tokens = item["text"].tolist()
-        return (Part("prompt", tokens, [False] * len(tokens)),)
-    if isinstance(dataset, DPOModelDataset):
-        return tuple(
-            _trained(name, item[name], item[f"{name}_mask"], int(item[f"{name}_length"]))
-            for name in ("chosen", "rejected")
-        )
-    if isinstance(dataset, KTOModelDataset):
-        name = "chosen" if item["preference"] else "rejected"
-        length = int(item["sample_length"])
-        return (_trained(name, item["samples"], item["sample_mask"], length),)
-    if isinstance(dataset, RewardModelDataset):
-        return tuple(
-            _scored(name, item[name], item[f"{name}_length"], padding)
-            for name in ("chosen", "rejected")
-        )
-    if isinstance(dataset, RegressionRewardModelDataset):
-        return (_scored("text", item["inputs"], item["lengths"], padding),)
-    if isinstance(dataset, SteerLM2Dataset):
-        return tuple(
-            Part("response", list(response.tokens), list(response.is_response))
-            for response in item["responses"]
-        )
-    if isinstance(dataset, ResponseDataset):
-        mask = item["loss_mask"].roll(1)  # of labels: column t stands for token t+1
-        mask[0] = 0
-        return (_trained("example", item["tokens"], mask, int(item["lengths"])),)
-    if isinstance(dataset, KnowledgeDistillationDataset):
-        # The last label is trained on, and is no token of the example.
-        return (_labelled(item["tokens"], item["labels"], item["loss_mask"]),)
-    batch = dataset.collate_fn([item])  # type: ignore[attr-defined]  # of both SFT datasets
-    length = len(item["tokens"]) - 1
-    columns = (batch[name][0, :length] for name in ("tokens", "labels", "loss_mask"))
-    return (_labelled(*columns),)
-
-
-def _trained(name: str, tokens: Tensor, mask: Tensor, length: int) -> Part:
-    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
-    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
-
-
-def _labelled(tokens: Tensor, labels: Tensor, mask: Tensor) -> Part:
-    """An example whose labels are trained on where the mask, of labels, is not 0."""
-    return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
-
-
-def _scored(name: str, tokens: Tensor, length: Tensor, padding: int | None) -> Part:
-    """A sequence whose last token's output is the reward, but for padding at its end."""
-    last = int(lengths_before(padding, tokens[None], length[None])) - 1
-    marked = [place == last for place in range(int(length))]
-    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
-
-
-def _note(dataset: FileDataset, item: dict[str, Any]) -> str:
-    if "labels" in item and isinstance(dataset, RegressionRewardModelDataset):
-        return f"label {item['labels'].tolist()}"
-    if isinstance(dataset, SteerLM2Dataset):
-        return "weights " + ", ".join(f"{weight:.3g}" for weight in item["ws"].tolist())
-    if "margin" in item:
-        return f"margin {float(item['margin']):g}"
-    return ""
-
-
 BINS = 12
-EXAMPLES = 3  # places that a finding names
-CUT, NOTHING_LEFT = 1, 2  # notes of both SFT datasets
-# They leave out what is longer than `model.data.seq_length`.
-WITH_SEQ_LENGTH = (
-    RewardModelDataset,
-    RegressionRewardModelDataset,
-    ResponseDataset,
-    KnowledgeDistillationDataset,
-)
 
 
 @dataclass
@@ -227,15 +111,18 @@ def look(job: InspectedJob, limit: int) -> Findings:
     """Read the dataset of a job, up to `limit` samples; 0: all."""
     dataset = job.dataset
     documents = len(dataset.lines) // dataset.lines_per_document
-    bad = [finding for finding in _by_length(job) if finding.places]
-    usable = _indices_in_use(job)
+    notes = dataset.lines.notes.reshape(-1, dataset.lines_per_document).max(axis=1)
+    bad = []
+    for text, chosen, tokens in dataset.by_length(notes):
+        numbers = np.flatnonzero(chosen)
+        more = (f" ({notes[n]} tokens)" * tokens for n in numbers)
+        places = [place(dataset, int(n)) + text for n, text in zip(numbers, more, strict=True)]
+        bad += [Finding(text, places)] if places else []
+    usable = dataset.in_use()
     usable = usable[:limit] if limit else usable
     lengths, first_places = [], dict[int, str]()
     empty = Finding("with an empty response")
-    prompts = isinstance(dataset, RLHFDataset)
-    twice = Finding(
-        "there more than once, to the token" if not prompts else "there more than once"
-    )
+    twice = Finding("there more than once" + dataset.alike)
     marks = Finding("with a special token in what somebody wrote; the model cannot tell it apart")
     is_empty, contents = _empty_response(job), _written(job)
     for index in usable:
@@ -255,7 +142,7 @@ def look(job: InspectedJob, limit: int) -> Findings:
         served=len(dataset),
         seen=len(usable),
         lengths=np.array(lengths, dtype=np.int64),
-        limit=_limit(job),
+        limit=dataset.limit(),
         bad=bad,
     )
 
@@ -273,56 +160,6 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     ]
 
 
-def _limit(job: InspectedJob) -> str:
-    dataset = job.dataset
-    if isinstance(dataset, RLHFDataset):
-        return f"a prompt may have {dataset.limit_text}"
-    if isinstance(dataset, WITH_SEQ_LENGTH):
-        return f"a text may have model.data.seq_length={dataset.seq_length} tokens"
-    limit = job.cfg.data.train_ds.max_seq_length
-    return f"an example may have model.data.train_ds.max_seq_length={limit} tokens"
-
-
-def _by_length(job: InspectedJob) -> Iterator[Finding]:
-    """What the dataset leaves out, replaces or cuts, by the lengths that it found at start."""
-    dataset = job.dataset
-    notes = dataset.lines.notes.reshape(-1, dataset.lines_per_document).max(axis=1)
-
-    def where(chosen: np.ndarray, show_length: bool = True) -> list[str]:
-        return [
-            place(dataset, int(number)) + (f" ({notes[number]} tokens)" if show_length else "")
-            for number in np.flatnonzero(chosen)
-        ]
-
-    if isinstance(dataset, RLHFDataset):
-        long = notes > dataset.max_prompt_length
-        yield Finding(
-            f"longer than {dataset.limit_text}: replaced by the next prompt that fits, without "
-            "weight in the loss",
-            where(long),
-        )
-    elif isinstance(dataset, WITH_SEQ_LENGTH):
-        yield Finding(
-            f"longer than model.data.seq_length={dataset.seq_length} tokens: left out",
-            where(notes > dataset.seq_length),
-        )
-    elif isinstance(dataset, SteerLM2Dataset):
-        yield Finding(
-            f"with a response longer than model.data.train_ds.max_seq_length="
-            f"{dataset.max_seq_length} tokens behind its prompt: left out",
-            where(notes > dataset.max_seq_length + 1),
-        )
-    else:
-        limit = job.cfg.data.train_ds.max_seq_length
-        key = f"model.data.train_ds.max_seq_length={limit} tokens"
-        cut = "their ends are" if isinstance(dataset, SFTChatDataset) else "they are"
-        yield Finding(f"longer than {key}: {cut} cut off", where(notes == CUT, False))
-        yield Finding(
-            f"longer than {key}, with nothing left of a response: no token is trained on",
-            where(notes == NOTHING_LEFT, False),
-        )
-
-
 def _records(dataset: Any) -> list[Finding]:
     """What the dataset found in the records beside their lengths."""
     found = [Finding(f"with {dataset.others_are}", dataset.unread_columns())]
@@ -334,21 +171,12 @@ def _records(dataset: Any) -> list[Finding]:
     return [*found, Finding("with an empty prompt", empty)]
 
 
-def _indices_in_use(job: InspectedJob) -> np.ndarray:
-    """Indices of the dataset whose own documents are served, not others in their place."""
-    dataset = job.dataset
-    if isinstance(dataset, RLHFDataset):
-        notes = dataset.lines.notes[dataset.documents]
-        return np.flatnonzero(notes <= dataset.max_prompt_length)
-    return np.arange(len(dataset))
-
-
 def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
     """Whether a sample has a response without text."""
     dataset: Any = job.dataset
     tokenizer = job.tokenizer
     special = special_ids(tokenizer)
-    form = form_of(dataset, dataset.lines[0])
+    form = dataset.form_of(dataset.lines[0])
     ends = () if form is None else form.end_strings
 
     def blank(tokens: list[int]) -> bool:
@@ -380,11 +208,12 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
             for text in texts
         )
 
-    if isinstance(dataset, RewardModelDataset) and dataset.lines_per_document == 1:
-        return pair_is_blank
-    if isinstance(dataset, RLHFDataset | RewardModelDataset | RegressionRewardModelDataset):
-        return lambda sample: False  # texts in which no response is told from its prompt
-    return lambda sample: any(map(trained_is_blank, sample.parts))
+    def is_empty(sample: Sample) -> bool:
+        if any(part.scored for part in sample.parts):  # no response is told from its prompt
+            return hasattr(dataset, "as_pair") and dataset.pair_in_line and pair_is_blank(sample)
+        return any(trained_is_blank(part) for part in sample.parts if part.name != "prompt")
+
+    return is_empty
 
 
 def _written(job: InspectedJob) -> Callable[[Sample], bool]:
@@ -401,34 +230,9 @@ def _written(job: InspectedJob) -> Callable[[Sample], bool]:
         return any(
             token in message["content"]
             for record in records
-            if form_of(dataset, record) is not None
-            for message in _messages(dataset, record)
+            if dataset.form_of(record) is not None
+            for message in dataset.messages(record)
             for token in control
         )
 
     return holds_special
-
-
-def form_of(dataset: Any, record: Record) -> ConversationForm | None:
-    """The form that a record's conversation is written in; None: it holds none."""
-    if isinstance(dataset, SFTChatDataset | SteerLM2Dataset):
-        return dataset.form
-    encoder = getattr(dataset, "encoder", None)
-    return None if encoder is None else encoder.form_of(by_our_names(record))
-
-
-def _messages(dataset: Any, record: Record) -> list[dict[str, str]]:
-    if isinstance(dataset, RLHFDataset):
-        return [] if "text" in record else prompt_messages(record)
-    if isinstance(dataset, ResponseDataset):
-        return response_messages(record)[0]
-    if isinstance(dataset, SteerLM2Dataset):
-        texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
-        texts += [record.get(name) or "" for name in ("system", "label")]
-        return [{"content": text} for text in texts]
-    if isinstance(dataset, RewardModelDataset):
-        record = dataset.as_pair(record)
-    if holds_pair(record):
-        chosen, rejected, _place = pair_messages(record)
-        return [*chosen, *rejected]
-    return conversation_messages(record) if conversation_field(record) else []

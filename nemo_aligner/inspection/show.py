@@ -4,7 +4,7 @@
 the look of the training report.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -14,42 +14,74 @@ from nemo_aligner.config.data_rules import holds_tokens
 from nemo_aligner.core.tokenizer import decode_with_special_tokens
 from nemo_aligner.data.nlp.sft import SFTDataset
 from nemo_aligner.inspection.findings import (
-    EXAMPLES,
     Finding,
     Findings,
     Piece,
     Sample,
-    form_of,
     histogram,
     pieces,
     visible,
 )
 from nemo_aligner.inspection.jobs import InspectedJob
-from nemo_aligner.report.elements import document, folded
+from nemo_aligner.report.elements import document
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
+EXAMPLES, MOST_PLACES = 3, 200  # places that a finding names, on the terminal and on the page
 
 
-def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, colored: bool) -> str:
-    """The whole text; `colored`: what is trained on green, special tokens inverted, else [[ ]]."""
+def show(
+    job: InspectedJob,
+    samples: Sequence[Sample],
+    findings: Findings,
+    write: Callable[[Piece], str],
+    most_places: int = EXAMPLES,
+) -> str:
+    """The whole text; `write`: a piece of a sample, or of the rest."""
     blocks = [summary(job, findings)]
     shown = [part for sample in samples for part in sample.parts]
     if any(part.name != "prompt" for part in shown):
-        blocks.append(f"{shown[0].legend}: {_piece(Piece('so', True, False), colored)}")
+        blocks.append(f"{shown[0].legend}: ")
+    texts = [write(Piece("\n\n".join(blocks)))]
+    texts += [write(Piece("so", marked=True))] if len(blocks) > 1 else []
     for number, sample in enumerate(samples, start=1):
-        head = f"--- sample {number}: {sample.place}" + (f"; {sample.note}" * bool(sample.note))
-        parts = []
+        head = f"\n\n--- sample {number}: {sample.place}" + f"; {sample.note}" * bool(sample.note)
+        texts.append(write(Piece(head)))
         for part in sample.parts:
-            text = "".join(_piece(piece, colored) for piece in pieces(job.tokenizer, part))
             trained = f", {sum(part.marked)} {part.legend}"
             marked = "" if part.name == "prompt" or part.scored else trained
-            parts.append(f"{part.name} ({len(part.tokens)} tokens{marked})\n{text}")
-        blocks.append("\n".join([head, *parts]))
-    if len(findings.lengths):
-        blocks.append(_lengths(findings))
-    blocks.append("\n".join(map(finding_text, findings.bad)) or "Nothing to report.")
-    return "\n\n".join(blocks)
+            texts.append(write(Piece(f"\n{part.name} ({len(part.tokens)} tokens{marked})\n")))
+            texts += [
+                write(piece._replace(text=visible(piece.text)))
+                for piece in pieces(job.tokenizer, part)
+            ]
+    found = "\n".join(finding_text(finding, most_places) for finding in findings.bad)
+    lengths = _lengths(findings) if len(findings.lengths) else ""
+    end = "".join(f"\n\n{text}" for text in (lengths, found or "Nothing to report.") if text)
+    return "".join([*texts, write(Piece(end))])
+
+
+def in_colour(piece: Piece) -> str:
+    """A piece for a terminal: what is trained on green, special tokens inverted."""
+    codes = MARKED * piece.marked + SPECIAL * piece.special
+    return f"{codes}{piece.text}{PLAIN}" if codes else piece.text
+
+
+def in_brackets(piece: Piece) -> str:
+    """A piece for a file: what is trained on in [[ ]]."""
+    return f"[[{piece.text}]]" if piece.marked else piece.text
+
+
+def render(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> str:
+    """The same text as one HTML page, in the look of the training report."""
+
+    def in_html(piece: Piece) -> str:
+        classes = " ".join(["marked"] * piece.marked + ["special"] * piece.special)
+        text = escape(piece.text)
+        return f'<span class="{classes}">{text}</span>' if classes else text
+
+    text = show(job, samples, findings, in_html, MOST_PLACES)
+    return document("Data as the model sees them", f'<pre class="tokens">{text}</pre>')
 
 
 def summary(job: InspectedJob, findings: Findings) -> str:
@@ -61,7 +93,7 @@ def summary(job: InspectedJob, findings: Findings) -> str:
         f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
         f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"
     )
-    form = form_of(job.dataset, job.dataset.lines[0])
+    form = job.dataset.form_of(job.dataset.lines[0])
     return f"{text} C{form.default[1:]}." if form is not None and form.default else text
 
 
@@ -86,25 +118,22 @@ def _beginning(job: InspectedJob) -> str:
     return f" Texts begin with the bos token {text!r}, {reason}."
 
 
-def finding_text(finding: Finding) -> str:
+def finding_text(finding: Finding, most_places: int = EXAMPLES) -> str:
     """A finding with its first places."""
-    places = finding.places[:EXAMPLES]
+    places = finding.places[:most_places]
     more = len(finding.places) - len(places)
     rest = f"\n    and {more} more" if more else ""
     listed = "".join(f"\n    {place}" for place in places)
     return f"{len(finding.places)} {finding.text}:{listed}{rest}"
 
 
-def length_text(findings: Findings) -> str:
-    """Quantiles of the lengths, and the limit."""
+def _lengths(findings: Findings) -> str:
+    """Quantiles of the lengths, the limit, and how many there are of each."""
     low, middle, high, top = np.quantile(findings.lengths, [0, 0.5, 0.95, 1], method="higher")
-    return (
+    text = (
         f"lengths in tokens: shortest {low:g}, median {middle:g}, 95% up to {high:g}, longest "
         f"{top:g}; {findings.limit}"
     )
-
-
-def _lengths(findings: Findings) -> str:
     bins = histogram(findings.lengths)
     most = max(count for _, _, count in bins)
     width = len(str(bins[-1][1]))
@@ -112,70 +141,4 @@ def _lengths(findings: Findings) -> str:
         f"{first:>{width}} to {last:>{width}}  {'█' * -(-BAR * count // most)} {count}"
         for first, last, count in bins
     ]
-    return "\n".join([length_text(findings), *rows])
-
-
-def _piece(piece: Piece, colored: bool) -> str:
-    text = visible(piece.text)
-    if not colored:
-        return f"[[{text}]]" if piece.marked else text
-    codes = MARKED * piece.marked + SPECIAL * piece.special
-    return f"{codes}{text}{PLAIN}" if codes else text
-
-
-MOST_PLACES = 200  # that a finding lists
-
-
-def render(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> str:
-    """The page."""
-    body = f"<p>{escape(summary(job, findings))}</p>{_html_findings(findings)}"
-    for number, sample in enumerate(samples, start=1):
-        body += _html_sample(job, number, sample)
-    if len(findings.lengths):
-        body += _html_lengths(findings)
-    return document("Data as the model sees them", body)
-
-
-def _html_sample(job: InspectedJob, number: int, sample: Sample) -> str:
-    note = f"; {sample.note}" if sample.note else ""
-    body = f"<h2>Sample {number}</h2><p>{escape(sample.place + note)}</p>"
-    for part in sample.parts:
-        text = "".join(map(_html_piece, pieces(job.tokenizer, part)))
-        marked = "" if part.name == "prompt" else ' <span class="marked">so</span>'
-        facts = f"{part.name}, {len(part.tokens)} tokens; {part.legend}"
-        body += f'<p>{escape(facts)}{marked}</p><pre class="tokens">{text}</pre>'
-    return body
-
-
-def _html_piece(piece: Piece) -> str:
-    classes = " ".join(
-        name for name, holds in (("marked", piece.marked), ("special", piece.special)) if holds
-    )
-    text = escape(visible(piece.text))
-    return f'<span class="{classes}">{text}</span>' if classes else text
-
-
-def _html_findings(findings: Findings) -> str:
-    if not findings.bad:
-        return '<p class="good">Nothing to report.</p>'
-    return "".join(map(_html_finding, findings.bad))
-
-
-def _html_finding(finding: Finding) -> str:
-    places = finding.places[:MOST_PLACES]
-    listed = "".join(f"<li>{escape(place)}</li>" for place in places)
-    more = len(finding.places) - len(places)
-    rest = f"<p>and {more} more</p>" if more else ""
-    text = f"{len(finding.places)} {finding.text}"
-    return f'<p class="bad">{escape(text)}</p>{folded("where", f"<ul>{listed}</ul>{rest}")}'
-
-
-def _html_lengths(findings: Findings) -> str:
-    bins = histogram(findings.lengths)
-    most = max(count for _, _, count in bins)
-    rows = "".join(
-        f'<tr><td>{first} to {last}</td><td><span class="bar" style="width: '
-        f'{12 * count / most:.2f}em"></span></td><td>{count}</td></tr>'
-        for first, last, count in bins
-    )
-    return f"<h2>Lengths</h2><p>{escape(length_text(findings))}</p><table>{rows}</table>"
+    return "\n".join([text, *rows])

@@ -89,7 +89,7 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
                     # A pair may begin in one file and end in the next.
                     before = record if is_first and not before else None
                 except EqualPairError:  # the error says where all such pairs are
-                    Records([file], (), reader.whole_pair, columns=section.columns)
+                    Records([file], (), reader.whole_pair, data_cfg={"columns": section.columns})
                 except UserError as error:
                     where = f"{source.path}, {source.unit} {number}"
                     raise UserError(f"{where}: {error}") from None

@@ -562,7 +562,7 @@ def test_sft_template_with_more_fields(tmp_path, tiny_tokenizer):
     )
     item = build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)[0]
     assert tiny_tokenizer.ids_to_text(item["tokens"][:-1]) == "User me: \nAnswer:yes"
-    assert tiny_tokenizer.ids_to_text(item["tokens"][item["answer_start"] : -1]) == "yes"
+    assert tiny_tokenizer.ids_to_text(item["tokens"][item["trained"].count(False) : -1]) == "yes"
 
 
 def test_sft_prompt_is_tokenized_as_ppo_does(tmp_path, tiny_tokenizer, tiny_sentencepiece_model):
@@ -571,7 +571,9 @@ def test_sft_prompt_is_tokenized_as_ppo_does(tmp_path, tiny_tokenizer, tiny_sent
     for tokenizer in (tiny_tokenizer, SentencePieceTokenizer(tiny_sentencepiece_model)):
         path = write(tmp_path / "sft.jsonl", [{"input": "the film was", "output": "a joy"}])
         item = build_sft_dataset(sft_cfg(path), tokenizer, is_chat=False)[0]
-        assert item["tokens"][: item["answer_start"]] == tokenizer.text_to_ids("the film was")
+        assert item["tokens"][: item["trained"].count(False)] == tokenizer.text_to_ids(
+            "the film was"
+        )
         assert tokenizer.ids_to_text(item["tokens"][:-1]) == "the film was a joy"
 
 
@@ -596,7 +598,7 @@ def test_sft_truncation(tmp_path, tiny_tokenizer, warnings):
         "2 of 3 examples are longer than max_seq_length=8" in warnings[0]
         and "0 of them keep nothing" in warnings[0]
     )
-    assert "1 of them keep nothing of the response" in warnings[-1]
+    assert "1 of them keep nothing of a response" in warnings[-1]
 
 
 ALPACA = [
@@ -1005,4 +1007,4 @@ def test_bos_survives_the_truncation_of_sft(tmp_path, bos_tokenizer_dir):
     path = write(tmp_path / "s.jsonl", [{"input": "a" * 50, "output": " b"}])
     item = SFTDataset([path], tokenizer, 8, truncation_method="left")[0]
     assert len(item["tokens"]) == 8 and item["tokens"][0] == tokenizer.bos_id
-    assert item["tokens"][-1] == tokenizer.eos_id and item["answer_start"] > 2
+    assert item["tokens"][-1] == tokenizer.eos_id and item["trained"].count(False) > 2

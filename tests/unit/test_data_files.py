@@ -130,7 +130,8 @@ def no_small_files(monkeypatch, tmp_path):
 
 
 def records(path, inspect=lambda record: len(record["text"]), fields=("text",), **options):
-    return Records([path], list(fields), inspect, **options)
+    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
+    return Records([path], list(fields), inspect, data_cfg=data_cfg, **options)
 
 
 # --- kinds of files ---
@@ -184,7 +185,7 @@ def test_files_are_recognized_without_their_endings(tmp_path):
 def test_what_is_kept_lies_in_index_mapping_dir(tmp_path, no_small_files):
     (tmp_path / "data").mkdir()
     path = write_parquet(tmp_path / "data" / "a.parquet", ROWS)
-    found = records(path, index_dir=str(tmp_path / "index"), settings=lambda: "A")
+    found = records(path, index_mapping_dir=str(tmp_path / "index"), settings=lambda: "A")
     assert found[5] == ROWS[5]
     assert [each.name for each in (tmp_path / "data").iterdir()] == ["a.parquet"]
     names = {each.suffix for each in (tmp_path / "index").iterdir()}
@@ -334,7 +335,7 @@ def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
         )
         assert len(dataset) == count
         prompt = tiny_tokenizer.text_to_ids("1 + 1?")
-        assert dataset[1]["answer_start"] == len(prompt)
+        assert dataset[1]["trained"].count(False) == len(prompt)
         expected = prompt + tiny_tokenizer.text_to_ids(" <<1+1>>\n#### 2")
         assert dataset[1]["tokens"] == expected + [tiny_tokenizer.eos_id]
 

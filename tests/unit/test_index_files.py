@@ -45,18 +45,21 @@ def count_reads(monkeypatch):
     """How many times a whole source has been checked so far."""
     from nemo_aligner.data.nlp import records
 
-    reads, read = [], records._Check.read
+    reads, read = [], records.Records._read
 
-    def counted(self, source, columns):
+    def counted(self, source, *others):
         reads.append(source.path)
-        return read(self, source, columns)
+        return read(self, source, *others)
 
-    monkeypatch.setattr(records._Check, "read", counted)
+    monkeypatch.setattr(records.Records, "_read", counted)
     return reads
 
 
 def of(path, **options):
-    return Records([path], ["text"], lambda record: len(record["text"]), **options)
+    data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
+    return Records(
+        [path], ["text"], lambda record: len(record["text"]), data_cfg=data_cfg, **options
+    )
 
 
 # --- never out of date ---

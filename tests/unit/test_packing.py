@@ -98,7 +98,7 @@ def test_a_batch_by_hand(build, tiny_tokenizer):
     for row, numbers in enumerate(packed.packs):
         expected = {"tokens": [], "labels": [], "loss_mask": [], "packed_position_ids": []}
         for number in numbers:
-            tokens, start = plain[number]["tokens"], plain[number]["answer_start"]
+            tokens, start = plain[number]["tokens"], plain[number]["trained"].count(False)
             expected["tokens"] += tokens[:-1]
             expected["labels"] += tokens[1:]
             expected["loss_mask"] += [float(t + 1 >= start) for t in range(len(tokens) - 1)]
@@ -178,7 +178,7 @@ def test_loss_and_gradient_are_those_of_the_examples_alone(
     reference = GPTSFTModel(cfg).unwrapped()[0]
     losses = []
     for number in range(len(LINES)):
-        ids, start = plain[number]["tokens"], plain[number]["answer_start"]
+        ids, start = plain[number]["tokens"], plain[number]["trained"].count(False)
         tokens = torch.tensor([ids], device=get_device())
         positions = torch.arange(len(ids), device=get_device())[None]
         logits = reference(tokens, positions, None)[0, :, :vocab]

@@ -134,7 +134,7 @@ def naive_iterations(hf, data, drawn, eos_id, average):
         trl = trl_dpo(beta=BETAS[iteration], label_smoothing=0.0, loss_type="sigmoid")
         rows, labels, responses = [[], []], [[], []], []
         for item in (data[i] for i in indices):
-            start = item["answer_start"]
+            start = item["trained"].count(False)
             if start >= len(item["tokens"]):
                 continue  # nothing of its response is left
             prompt = item["tokens"][:start]

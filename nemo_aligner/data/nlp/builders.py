@@ -348,8 +348,7 @@ def build_sft_dataset(
         "max_seq_length": data_cfg.max_seq_length,
         "answer_only_loss": answer_only_loss,
         "pad_to_max_length": bool(data_cfg.get("pad_to_max_length")),
-        "columns": data_cfg.columns,
-        "index_mapping_dir": data_cfg.index_mapping_dir,
+        "data_cfg": data_cfg,
         "allow_empty_prompt": bool(allow_empty_prompt),
     }
     if form is not None:
@@ -382,8 +381,7 @@ def build_steerlm2_dataset(
         max_seq_length=data_cfg.max_seq_length,
         special_tokens=special_tokens,
         pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
-        columns=data_cfg.columns,
-        index_mapping_dir=data_cfg.index_mapping_dir,
+        data_cfg=data_cfg,
     )
     built: SteerLM2Dataset = _blended(dataset, weights, num_samples)
     return built
@@ -538,7 +536,7 @@ def build_dataset_generic(
         records.append(record)
         return 0
 
-    Records(data_prefix, [], keep, columns=cfg.data.get("columns"))
+    Records(data_prefix, [], keep, data_cfg={"columns": cfg.data.get("columns")})
     return cls(
         cfg=cfg,
         tokenizer=tokenizer,

@@ -222,9 +222,6 @@ def _difference(part: str, text: str) -> str:
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _MARKS = f"{{%- macro marked_turn() %}}{MARK_START}{{{{ caller() }}}}{MARK_END}{{%- endmacro +%}}"
 _DATE, _LETTERS = "strftime_now", "aAbBcdDeFHIjmMpSTuUwWxXyYZ"
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_MONTHS = """January February March April May June July August September October November
-    December""".split()
 _PROBE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"})
 
 
@@ -386,8 +383,9 @@ def _prepared(template: str, date: str) -> str:
     macros = "" if calls == template else _MARKS
     if _DATE in template:
         # transformers hands no function to a template
-        values = _date_values(datetime.datetime.fromisoformat(date)).items()
-        text = " | ".join(["part", *(f"replace({each!r}, {value!r})" for each, value in values)])
+        day = datetime.datetime.fromisoformat(date)
+        asked = [f"%{flag}{letter}" for flag in ("-", "") for letter in _LETTERS]
+        text = " | ".join(["part", *(f"replace({e!r}, {day.strftime(e)!r})" for e in asked)])
         macros += (
             f"{{%- macro {_DATE}(format) %}}{{%- for part in format.split('%%') %}}"
             f"{{%- set text = {text} %}}{{%- if '%' in text %}}{{{{ raise_exception('{_DATE} has "
@@ -395,18 +393,6 @@ def _prepared(template: str, date: str) -> str:
             "{{ '' if loop.last else '%' }}{%- endfor %}{%- endmacro +%}"
         )
     return macros + calls
-
-
-def _date_values(day: datetime.datetime) -> dict[str, str]:
-    """What the directives of `strftime` stand for, in English on every machine."""
-    name, month = _DAYS[day.weekday()], _MONTHS[day.month - 1]
-    english = {"A": name, "a": name[:3], "B": month, "b": month[:3], "p": "AM"}
-    english |= {"c": f"{name[:3]} {month[:3]} %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S"}
-    return {
-        f"%{flag}{letter}": day.strftime(english.get(letter, f"%{flag}{letter}"))
-        for flag in ("-", "")
-        for letter in _LETTERS
-    }
 
 
 def _check_contents(text: str, messages: Sequence[Message]) -> None:

@@ -134,6 +134,11 @@ def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
     return UserError(" ".join(filter(None, (what, more, line))))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number (of float32)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
+
+
 def kind_of(value: Any) -> str:
     """What messages call the type of a value of a record."""
     return "null" if value is None else type(value).__name__

@@ -15,10 +15,9 @@ With `data_impl` mmap or packed_jsonl a path names a file of tokens instead (`so
 """
 
 import glob
-import gzip
 import math
-import zlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -237,41 +236,26 @@ def _kind(path: Path) -> str:
 
 def _open_compressed(path: Path, kind: str, index_dir: str | None) -> JsonLinesFile:
     """Unpacked into memory if it is small, else into a copy that is kept."""
-    with _unpacked(path, kind) as file:
+    import pyarrow as pa
+
+    unpacked = partial(pa.input_stream, str(path), {".gz": "gzip", ".zst": "zstd"}[kind])
+    with unpacked() as file:
         start = _read(file, index_files.SMALL + 1, path)
     if len(start) <= index_files.SMALL:
         return JsonLinesFile(path, start)
 
     def write(target: Path) -> None:
-        with _unpacked(path, kind) as source, target.open("wb") as copy:
+        with unpacked() as source, target.open("wb") as copy:
             while block := _read(source, 1 << 20, path):
                 copy.write(block)
 
-    name = f"{path.stem}-{index_files.key(index_files.file_fingerprint(path))}.jsonl"
-    copy = index_files.keep_file(path, index_dir, name, write)
-    if copy is None:
-        copy = index_files.temporary_folder(path) / name
-        write(copy)
-    return JsonLinesFile(path, copy)
-
-
-def _unpacked(path: Path, kind: str) -> BinaryIO:
-    if kind == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    import pyarrow as pa
-
-    if not pa.Codec.is_available("zstd"):
-        raise UserError(
-            f"{path} cannot be read: this pyarrow was built without zstd. Unpack the file, or "
-            "compress it with gzip."
-        )
-    return pa.input_stream(str(path), compression="zstd")
+    return JsonLinesFile(path, index_files.keep_copy(path, index_dir, path.stem, ".jsonl", write))
 
 
 def _read(file: BinaryIO, size: int, path: Path) -> bytes:
     try:
         return file.read(size)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError) as error:
         raise UserError(
             f"{path} cannot be unpacked ({error}): it is damaged or cut short; copy it again."
         ) from None

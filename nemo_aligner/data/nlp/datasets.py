@@ -6,7 +6,6 @@ two read files of tokens too.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,23 +22,28 @@ from nemo_aligner.data.nlp.chat_records import (
     A_SAMPLE,
     BESIDE,
     PAIR,
+    Message,
     by_our_names,
     holds_pair,
     response_messages,
 )
-from nemo_aligner.data.nlp.columns import missing
+from nemo_aligner.data.nlp.columns import is_number, missing
 from nemo_aligner.data.nlp.conversation_form import Encoded
 from nemo_aligner.data.nlp.file_dataset import (
-    FileDataset,
+    EncodedDataset,
+    Part,
     accepts_nemo_aligner_call,
     documents_within,
     pad,
+    response_mask,
+    scored_part,
     slot,
+    trained_part,
 )
 from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
-from nemo_aligner.data.nlp.record_encoder import SURE, Pair, RecordEncoder
+from nemo_aligner.data.nlp.record_encoder import SURE, Pair
 from nemo_aligner.data.nlp.records import Records as Records
-from nemo_aligner.data.nlp.records import first_record, open_records
+from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.sft import SFTChatDataset as SFTChatDataset
 from nemo_aligner.data.nlp.sft import SFTDataset as SFTDataset
 from nemo_aligner.data.nlp.sources import Record
@@ -51,7 +55,7 @@ from nemo_aligner.data.nlp.topk_logits import (
 
 
 @accepts_nemo_aligner_call
-class RegressionRewardModelDataset(FileDataset):
+class RegressionRewardModelDataset(EncodedDataset):
     """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`,
     or with a conversation (`chat_records.py`) in the place of the text, in the form that
     `data_cfg` asks for.
@@ -76,7 +80,6 @@ class RegressionRewardModelDataset(FileDataset):
 
     @classmethod
     def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
-        """See the base class."""
         given = complete(cfg.get("regression"), "training_rm", "model.regression")
         return {
             "seq_length": seq_length,
@@ -94,22 +97,13 @@ class RegressionRewardModelDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.encoder = RecordEncoder(tokenizer, data_cfg)
-        self.encode = self.encoder.encode_text
-        self.name = name
         self.seq_length = seq_length
         self.num_attributes = num_attributes
-        self.pad_id = tokenizer.eos_id
-
-        def inspect(record: Record) -> tuple[int, float]:
-            labels = sum(number != mask_value for number in _label(record, num_attributes))
-            return self.encoder.sample_length(record, seq_length), labels
-
-        settings = self.encoder.settings("labelled texts", seq_length, num_attributes, mask_value)
+        self.mask_value = mask_value
         steps = isinstance(first_record(paths[0], data_cfg).get("text"), list)
-        form = self.encoder.form
-        expand = partial(each_step, is_chat=form is not None and not form.default)
-        self.lines = open_records(paths, data_cfg, inspect, settings, expand if steps else None)
+        settings = ("labelled texts", seq_length, num_attributes, mask_value)
+        expand = self._each_step if steps else None
+        super().__init__(paths, tokenizer, data_cfg, name, settings, expand)
         self.say_unread()
         if not self.lines.numbers.any():
             raise UserError(
@@ -120,6 +114,15 @@ class RegressionRewardModelDataset(FileDataset):
             self.lines.notes, seq_length, name, "texts", "are longer"
         )
 
+    def _each_step(self, record: Record) -> list[Record]:
+        form = self.encoder.form
+        return each_step(record, is_chat=form is not None and not form.default)
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """Length of a text, and how many labels it has."""
+        labels = sum(number != self.mask_value for number in _label(record, self.num_attributes))
+        return self.encoder.sample_length(record, self.seq_length), labels, 0
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = self.lines[int(self.documents[max(index, 0)])]
         tokens = self.encoder.sample(record)
@@ -129,6 +132,12 @@ class RegressionRewardModelDataset(FileDataset):
             "labels": torch.tensor(_label(record, self.num_attributes), dtype=torch.float32),
             **slot(index, len(tokens), self.seq_length),
         }
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        return (scored_part("text", item["inputs"], item["lengths"], padding),)
+
+    def note(self, item: dict[str, Any]) -> str:
+        return f"label {item['labels'].tolist()}"
 
 
 def each_step(record: Record, is_chat: bool = False) -> list[Record]:
@@ -167,17 +176,11 @@ def label_numbers(record: Record) -> list[float]:
         raise missing(["label"], record)
     if not numbers:
         raise UserError("field 'label' has 0 numbers.")
-    for number in numbers:
-        # The bound, that of float32, also keeps NaN and infinity out.
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, (int, float))
-            or not abs(number) < 3e38
-        ):
-            raise UserError(
-                f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
-                " model.regression.loss_mask_val (-100) for an attribute that has none."
-            )
+    if not all(map(is_number, numbers)):
+        raise UserError(
+            f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
+            " model.regression.loss_mask_val (-100) for an attribute that has none."
+        )
     return [float(number) for number in numbers]
 
 
@@ -198,7 +201,7 @@ DIFFERENT, IN_LINE = 1 << 31, 1 << 32
 
 
 @accepts_nemo_aligner_call
-class RewardModelDataset(FileDataset):
+class RewardModelDataset(EncodedDataset):
     """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
     or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
@@ -223,15 +226,10 @@ class RewardModelDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.encoder = RecordEncoder(tokenizer, data_cfg)
-        self.encode = self.encoder.encode_text
         self._pair_in_line: bool | None = None  # unknown before the first line
         self._before: Record | None = None
-        self.name = name
         self.seq_length = seq_length
-        self.pad_id = tokenizer.eos_id
-        settings = self.encoder.settings(self._what, seq_length)
-        self.lines = open_records(paths, data_cfg, self._inspect, settings)
+        super().__init__(paths, tokenizer, data_cfg, name, (self._what, seq_length))
         self.pair_in_line = self._holds_pairs()
         self.lines_per_document = 1 if self.pair_in_line else 2
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
@@ -358,6 +356,13 @@ class RewardModelDataset(FileDataset):
             **slot(index, max(len(chosen), len(rejected)), self.seq_length),
         }
 
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        names = ("chosen", "rejected")
+        return tuple(scored_part(n, item[n], item[f"{n}_length"], padding) for n in names)
+
+    def messages(self, record: Record) -> list[Message]:
+        return super().messages(self.as_pair(record))
+
 
 class LabelledPairDataset(RewardModelDataset):
     """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
@@ -378,7 +383,6 @@ class LabelledPairDataset(RewardModelDataset):
 
     @classmethod
     def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
-        """See the base class."""
         given = complete(cfg.get("regression"), "training_rm", "model.regression")
         return {"seq_length": seq_length, "mask_value": given.loss_mask_val}
 
@@ -399,7 +403,6 @@ class LabelledPairDataset(RewardModelDataset):
         self._check_labels(labels)
 
     def as_pair(self, record: Record) -> Record:
-        """See the base class."""
         if holds_pair(by_our_names(record)):
             raise UserError(
                 "a line with 'chosen' and 'rejected' says which is better, so a label has no "
@@ -452,6 +455,9 @@ class LabelledPairDataset(RewardModelDataset):
         margin = torch.tensor(abs(float(self.preferences[pair])))
         return {**super().__getitem__(index), "margin": margin}
 
+    def note(self, item: dict[str, Any]) -> str:
+        return f"margin {float(item['margin']):g}"
+
 
 DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
 
@@ -495,10 +501,8 @@ class DPOModelDataset(RewardModelDataset):
         length = self.encoder.pair_length(record, self.seq_length)
         is_empty = self.encoder.prompt_is_empty(record, "chosen", "rejected")
         for key in DEFAULT_REWARDS:
-            reward = record.get(key, 0.0)
-            is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-            if not is_number or not np.isfinite(reward):
-                raise UserError(f"field '{key}' is {reward!r}, not a number.")
+            if not is_number(record.get(key, 0.0)):
+                raise UserError(f"field '{key}' is {record[key]!r}, not a number.")
         return length, 0.0, is_empty
 
     def _holds_pairs(self) -> bool:
@@ -512,14 +516,19 @@ class DPOModelDataset(RewardModelDataset):
         chosen, rejected = self.encoder.pair_with_responses(record)
         item = self._item(index, chosen.tokens, rejected.tokens)
         for name, sample in (("chosen", chosen), ("rejected", rejected)):
-            counts = [int(x and index >= 0) for x in sample.is_response]
-            item[f"{name}_mask"] = pad(counts, self.seq_length, 0).float()
+            item[f"{name}_mask"] = response_mask(sample, index, self.seq_length)
             reward: Any = record.get(f"{name}_reward", self.rewards[f"{name}_reward"])
             item[f"{name}_reward"] = torch.tensor(float(reward))
         return item
 
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        return tuple(
+            trained_part(name, item[name], item[f"{name}_mask"], int(item[f"{name}_length"]))
+            for name in ("chosen", "rejected")
+        )
 
-class ResponseDataset(FileDataset):
+
+class ResponseDataset(EncodedDataset):
     """Lines `{"prompt": ..., "response": ...}`: texts that follow each other as they stand, or
     conversations, as for `DPOModelDataset`.
 
@@ -545,12 +554,8 @@ class ResponseDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.encoder = RecordEncoder(tokenizer, data_cfg)
-        self.tokenizer, self.name = tokenizer, name
         self.seq_length = seq_length
-        self.pad_id = tokenizer.eos_id
-        settings = self.encoder.settings(self._what, seq_length)
-        self.lines = open_records(paths, data_cfg, self._inspect, settings)
+        super().__init__(paths, tokenizer, data_cfg, name, (self._what, seq_length))
         self.documents = documents_within(
             self.lines.notes, seq_length, name, "samples", "are longer"
         )
@@ -577,15 +582,24 @@ class ResponseDataset(FileDataset):
                 f"({self.tokenizer.ids_to_text(sample.tokens)[:80]!r}), so nothing is left that a "
                 "student could respond to. Leave the sample out."
             )
-        counts = [int(x and index >= 0) for x in sample.is_response[1:]]
         return {
             "tokens": pad(sample.tokens, self.seq_length, self.pad_id),
             "labels": pad(sample.tokens[1:], self.seq_length, self.pad_id),
-            "loss_mask": pad(counts, self.seq_length, 0).float(),
+            "loss_mask": response_mask(
+                sample._replace(is_response=sample.is_response[1:]), index, self.seq_length
+            ),
             "lengths": torch.tensor(len(sample.tokens)),
             "prompt_lengths": torch.tensor(start),
             "idx": torch.tensor(index),
         }
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        mask = item["loss_mask"].roll(1)  # of labels: column t stands for token t+1
+        mask[0] = 0
+        return (trained_part("example", item["tokens"], mask, int(item["lengths"])),)
+
+    def messages(self, record: Record) -> list[Message]:
+        return response_messages(record)[0]
 
 
 # Value of the field `preference` -> desirable
@@ -628,7 +642,6 @@ class KTOModelDataset(ResponseDataset):
         name: str = "train",
     ) -> None:
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
-        self.encode = self.encoder.encode_text
         self._check_size()
         desirable = int(self.lines.numbers[self.documents].sum())
         if desirable in (0, len(self.documents)):
@@ -680,12 +693,17 @@ class KTOModelDataset(ResponseDataset):
             (sample.tokens[:prompt] + other.tokens[first:])[: self.seq_length],
             ([False] * prompt + other.is_response[first:])[: self.seq_length],
         )
-        for key, (tokens, is_response) in {"sample": sample, "kl_sample": mismatched}.items():
-            counts = [int(x and index >= 0) for x in is_response]
-            item[f"{key}s"] = pad(tokens, self.seq_length, self.pad_id)
-            item[f"{key}_length"] = torch.tensor(len(tokens))
-            item[f"{key}_mask"] = pad(counts, self.seq_length, 0).float()
+        for key, each in {"sample": sample, "kl_sample": mismatched}.items():
+            item[f"{key}s"] = pad(each.tokens, self.seq_length, self.pad_id)
+            item[f"{key}_length"] = torch.tensor(len(each.tokens))
+            item[f"{key}_mask"] = response_mask(each, index, self.seq_length)
         return item
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        name = "chosen" if item["preference"] else "rejected"
+        return (
+            trained_part(name, item["samples"], item["sample_mask"], int(item["sample_length"])),
+        )
 
 
 def _start(sample: Encoded) -> int:

@@ -9,6 +9,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +21,38 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.leftovers import temporary_folder
+from nemo_aligner.core.masks import lengths_before
+from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import (
+    Message,
+    by_our_names,
+    conversation_field,
+    conversation_messages,
+    holds_pair,
+    pair_messages,
+)
 from nemo_aligner.data.nlp.columns import prompt_hint
+from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
+from nemo_aligner.data.nlp.record_encoder import RecordEncoder
+from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.sources import Record
+
+
+@dataclass(frozen=True)
+class Part:
+    """One sequence that the model sees."""
+
+    name: str  # "prompt", "example", "response", "chosen", "rejected" or "text"
+    tokens: list[int]  # its ids, without padding
+    marked: list[bool]  # True for the tokens that are trained on, or at which a reward is read
+    scored: bool = False  # the second
+
+    @property
+    def legend(self) -> str:
+        """What the mark means; of a prompt, which has none, what becomes of it."""
+        if self.name == "prompt":
+            return "the policy continues it"
+        return "the reward is read at the token" if self.scored else "trained on"
 
 
 class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -41,12 +72,17 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     name: str
     documents: np.ndarray
-    lines: Any
+    lines: Records
     lines_per_document = 1
     prompt_field: str | None = None  # that holds the prompt
     read_fields: Sequence[str] = ()  # of its records; empty: all
     lacks_prompts = False  # some of them are empty
     others_are = "columns that nothing reads"
+    alike = ", to the token"  # how items are equal that are there twice
+    # From records to tokens; the form of conversations that a dataset without an encoder reads.
+    encoder: Any = None
+    form: ConversationForm | None = None
+    seq_length: int
 
     @staticmethod
     def check_form(data_impl: str) -> None:
@@ -108,6 +144,44 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
         rest = "" if has_token else "; the first token behind is not trained on (add_bos=True)"
         logging.warning(f"{text}, as model.data.allow_empty_prompt=True allows{rest}.")
 
+    # --- for people: see `inspection/` ---
+
+    def limit(self) -> str:
+        """The length that a document may have, in words."""
+        return f"a text may have model.data.seq_length={self.seq_length} tokens"
+
+    def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
+        """What is left out, replaced or cut, by the notes of documents: what becomes of it, for
+        which documents (bool), and whether notes are lengths.
+        """
+        text = f"longer than model.data.seq_length={self.seq_length} tokens: left out"
+        return [(text, notes > self.seq_length, True)]
+
+    def in_use(self) -> np.ndarray:
+        """Indices whose own documents are served, not others in their place."""
+        return np.arange(len(self))
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        """What the model sees of an item; `padding`: `model.pad_token_id`."""
+        raise NotImplementedError
+
+    def note(self, item: dict[str, Any]) -> str:
+        """More to know of an item, such as its label."""
+        return ""
+
+    def form_of(self, record: Record) -> ConversationForm | None:
+        """The form that a record's conversation is written in; None: it holds none."""
+        return self.form if self.encoder is None else self.encoder.form_of(by_our_names(record))
+
+    def messages(self, record: Record) -> list[Message]:
+        """The messages of a record's conversation."""
+        if holds_pair(record):
+            chosen, rejected, _place = pair_messages(record)
+            return [*chosen, *rejected]
+        return conversation_messages(record) if conversation_field(record) else []
+
+    # --- documents ---
+
     def __len__(self) -> int:
         return len(self.documents)
 
@@ -126,6 +200,40 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
             - 1
         )
         return [self.documents[files == number] for number in range(len(self.lines.counts))]
+
+
+class EncodedDataset(FileDataset):
+    """A dataset of records that a `RecordEncoder` reads.
+
+    Args:
+        settings: what `_inspect` depends on beside the encoder.
+        expand: of `Records`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        data_cfg: Mapping[str, Any] | None,
+        name: str,
+        settings: Sequence[Any],
+        expand: Callable[[Record], list[Record]] | None = None,
+    ) -> None:
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
+        self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
+        self.lines = Records(
+            paths,
+            [],
+            self._inspect,
+            data_cfg=data_cfg,
+            settings=self.encoder.settings(*settings),
+            expand=expand,
+        )
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """What is kept of a record; see `Records`."""
+        raise NotImplementedError
 
 
 def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
@@ -192,6 +300,30 @@ def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
     used = torch.arange(width) < (length if index >= 0 else 0)
     places = torch.arange(width)
     return {"loss_mask": used.float(), "position_ids": places, "idx": torch.tensor(index)}
+
+
+def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
+    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
+    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
+
+
+def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
+    """An example whose labels are trained on where the mask, of labels, is not 0."""
+    return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
+
+
+def scored_part(
+    name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
+) -> Part:
+    """A sequence whose last token's output is the reward, but for padding at its end."""
+    last = int(lengths_before(padding, tokens[None], length[None])) - 1
+    marked = [place == last for place in range(int(length))]
+    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
+
+
+def response_mask(sample: Encoded, index: int, width: int) -> torch.Tensor:
+    """float32 [width]: 1 on the tokens of the response, all 0 in an empty slot."""
+    return pad([int(x and index >= 0) for x in sample.is_response], width, 0).float()
 
 
 def pad(tokens: list[int], width: int, pad_id: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,17 +100,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     return key(type(tokenizer).__name__, type(inner).__name__, state, own, ids, list(probe))
 
 
-def load_index(data: Path, index_dir: str | None, name: str) -> Index | None:
-    """The index `name` of the data file or folder `data`, mapped into memory; None if there is
-    none.
-    """
-    for folder in _folders(data, index_dir):
-        path = folder / name
-        if path.is_file():
-            return _read_index(path)
-    return None
-
-
 def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
     """What `make` returns, or what another process has made in the meantime; kept as the index
     `name` of `data` where a folder for it can be written.
@@ -119,7 +108,10 @@ def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], 
 
     def write(path: Path) -> None:
         made.append(make())
-        _write_index(path, made[0])
+        arrays = made[0]._replace(numbers=made[0].numbers.view(np.int64))
+        with path.open("wb") as file:  # one array, which can be mapped: the lengths, then they
+            parts = [[len(array) for array in arrays], *arrays]
+            np.save(file, np.concatenate(parts, dtype=np.int64, casting="unsafe"))
 
     path = keep_file(data, index_dir, name, write)
     if made:
@@ -177,16 +169,24 @@ def keep_file(
     return None
 
 
-def temporary_folder(data: Path) -> Path:
-    """A folder that lives as long as this process, for data that could not be kept."""
+def keep_copy(
+    data: Path, index_dir: str | None, stem: str, ending: str, write: Callable[[Path], None]
+) -> Path:
+    """The path of a copy of a data file in another form, which `write` writes; where no folder can
+    be written it lives as long as this process.
+    """
     from nemo.utils import logging
 
-    folder = leftovers.temporary_folder("nemo_aligner_data_")
-    logging.warning(
-        f"no folder can be written to keep a copy of {data} for the next start: this process "
-        f"writes its own in {folder}. Set model.data.index_mapping_dir."
-    )
-    return folder
+    name = f"{stem}-{key(file_fingerprint(data))}{ending}"
+    copy = keep_file(data, index_dir, name, write)
+    if copy is None:
+        copy = leftovers.temporary_folder("nemo_aligner_data_") / name
+        logging.warning(
+            f"no folder can be written to keep a copy of {data} for the next start: this process "
+            f"writes its own in {copy.parent}. Set model.data.index_mapping_dir."
+        )
+        write(copy)
+    return copy
 
 
 def _folders(data: Path, index_dir: str | None) -> list[Path]:
@@ -219,24 +219,6 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
         yield
     finally:
         held.release()
-
-
-def _write_index(path: Path, index: Index) -> None:
-    """One int64 array: the lengths of the arrays, then the arrays."""
-    sizes = [len(array) for array in index]
-    parts: Sequence[np.ndarray] = [
-        np.array(sizes),
-        *index._replace(numbers=index.numbers.view(np.int64)),
-    ]
-    with path.open("wb") as file:
-        header = {
-            "descr": np.lib.format.dtype_to_descr(np.dtype(np.int64)),
-            "fortran_order": False,
-            "shape": (len(sizes) + sum(sizes),),
-        }
-        np.lib.format.write_array_header_1_0(file, header)
-        for part in parts:
-            part.astype(np.int64, copy=False).tofile(file)
 
 
 def _read_index(path: Path) -> Index | None:

@@ -15,15 +15,14 @@ from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.chat_records import A_SAMPLE
-from nemo_aligner.data.nlp.file_dataset import FileDataset, accepts_nemo_aligner_call
-from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import open_records
+from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
+from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
+from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.servers.reward_function import columns_asked
 
 
 @accepts_nemo_aligner_call
-class RLHFDataset(FileDataset):
+class RLHFDataset(EncodedDataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are, or conversations that end with the
     user (`chat_records.py`) in the form that `data_cfg` asks for.
 
@@ -42,6 +41,7 @@ class RLHFDataset(FileDataset):
     """
 
     prompt_field, read_fields = "prompt", A_SAMPLE
+    alike = ""
     others_are = "columns that only a reward function can read"
     first_record: int | None = None  # number of the first record; None: items have no `record`
 
@@ -72,21 +72,9 @@ class RLHFDataset(FileDataset):
         name: str = "train",
         limit_text: str = "the limit",
     ) -> None:
-        self.encoder = RecordEncoder(tokenizer, data_cfg)
-        self.encode = self.encoder.encode_text
-        self.name = name
         self.max_prompt_length = max_prompt_length
         self.limit_text = limit_text
-        self.lines = open_records(
-            paths,
-            data_cfg,
-            lambda record: (
-                self.encoder.prompt_length(record, max_prompt_length),
-                0.0,
-                self.encoder.prompt_is_empty(record),
-            ),
-            self.encoder.settings("prompts", max_prompt_length),
-        )
+        super().__init__(paths, tokenizer, data_cfg, name, ("prompts", max_prompt_length))
         self.documents = np.arange(len(self.lines))
         self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins, sampled=True)
         fits = self._fits()
@@ -96,6 +84,11 @@ class RLHFDataset(FileDataset):
                 f"{limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
                 "replaced by the next prompt that fits, without weight in the loss."
             )
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """Length of a prompt, and whether it is empty."""
+        length = self.encoder.prompt_length(record, self.max_prompt_length)
+        return length, 0.0, self.encoder.prompt_is_empty(record)
 
     def _fits(self) -> np.ndarray:
         """bool [len(self)]: True for documents within the limit; raises if there are none."""
@@ -149,6 +142,25 @@ class RLHFDataset(FileDataset):
         if self.first_record is not None:
             item["record"] = torch.tensor(self.first_record + int(self.documents[position]))
         return item
+
+    # --- for people ---
+
+    def limit(self) -> str:
+        return f"a prompt may have {self.limit_text}"
+
+    def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
+        what = "replaced by the next prompt that fits, without weight in the loss"
+        return [(f"longer than {self.limit_text}: {what}", notes > self.max_prompt_length, True)]
+
+    def in_use(self) -> np.ndarray:
+        return np.flatnonzero(self._fits())
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        tokens = item["text"].tolist()
+        return (Part("prompt", tokens, [False] * len(tokens)),)
+
+    def messages(self, record: Record) -> list[Message]:
+        return [] if "text" in record else prompt_messages(record)
 
 
 class PromptColumns:

@@ -10,7 +10,6 @@ import array
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,9 @@ class Records(Sequence):
         inspect: called once with every record, in order; its results are kept in `notes`,
             `numbers` and `extra`. To a `UserError` that it raises, the file and the row are added.
         allow_blank: the texts of `fields` may be blank.
-        data_impl: form of the files (`config/data_rules.py`).
-        columns: `model.data.columns`; see `Columns`.
-        index_dir: `model.data.index_mapping_dir`: folder for what is kept for the next start;
-            None: beside the data.
+        data_cfg: `model.data`, or a section of it: `data_impl`, the form of the files, `columns`
+            (see `Columns`), and `index_mapping_dir`, the folder for what is kept for the next
+            start (null: beside the data).
         settings: gives a hash of everything that `inspect` depends on, the state of the tokenizer
             included (`settings_of`). None, or a function that returns it: nothing is kept, and
             every start reads all records.
@@ -75,12 +73,12 @@ class Records(Sequence):
         inspect: Inspect,
         allow_blank: bool = False,
         *,
-        data_impl: str = "jsonl",
-        columns: Mapping[str, Any] | None = None,
-        index_dir: str | None = None,
+        data_cfg: Mapping[str, Any] | None = None,
         settings: Callable[[], str | None] | None = None,
         expand: Callable[[Record], list[Record]] | None = None,
     ) -> None:
+        data_cfg = data_cfg or {}
+        index_dir = data_cfg.get("index_mapping_dir")
         self.expand = expand
         entries = [DataFile.of(entry, "the list of data files") for entry in paths]
         self.paths = [Path(entry.path) for entry in entries]
@@ -89,11 +87,43 @@ class Records(Sequence):
         self.counts: list[int] = []
         found: list[index_files.Index] = []
         once = functools.cache(settings or (lambda: None))
-        check = _Check(fields, inspect, allow_blank, index_dir, once, expand)
+
+        def check(record: Record) -> Iterator[tuple[float, ...]]:
+            check_text(record, *fields, allow_blank=allow_blank)
+            for each in [record] if expand is None else expand(record):
+                result = inspect(each)
+                yield result if isinstance(result, tuple) else (result,)
+
+        def index_of(source: RecordSource, columns: Columns) -> index_files.Index:
+            size = sum(file.stat().st_size for file in source.files)
+            depends_on = once() if size > index_files.SMALL else None
+            if depends_on is None:
+                return self._read(source, columns, check)
+            before = _state(source)
+
+            def make() -> index_files.Index:
+                made = self._read(source, columns, check)
+                if _state(source) != before:
+                    raise UserError(
+                        f"{source.path} has changed while it was read; start again once it is "
+                        "complete."
+                    )
+                return made
+
+            name = f"{source.path.name}-" + index_files.key(
+                [index_files.file_fingerprint(file) for file in source.files],
+                [list(fields), allow_blank, columns.fields],
+                [depends_on, index_files.code_fingerprint()],
+            )
+            index = index_files.keep_index(source.path, index_dir, f"{name}.npy", make)
+            source.offsets = index.offsets
+            return index
+
         for entry, path in zip(entries, self.paths, strict=True):
-            mapping = Columns(columns if entry.columns is None else entry.columns)
-            sources = open_sources(path, data_impl, index_dir)
-            indices = [check.index(source, mapping) for source in sources]
+            columns = data_cfg.get("columns") if entry.columns is None else entry.columns
+            mapping = Columns(columns)
+            sources = open_sources(path, data_cfg.get("data_impl") or "jsonl", index_dir)
+            indices = [index_of(source, mapping) for source in sources]
             self.sources += sources
             self.columns += [mapping] * len(sources)
             self.counts.append(sum(len(index.notes) for index in indices))
@@ -108,6 +138,36 @@ class Records(Sequence):
         if expand is not None:
             before = np.cumsum([0, *(index.rows[-1] + 1 for index in found)])
             self.rows = np.concatenate([i.rows + n for i, n in zip(found, before, strict=False)])
+
+    def _read(
+        self,
+        source: RecordSource,
+        columns: Columns,
+        check: Callable[[Record], Iterator[tuple[float, ...]]],
+    ) -> index_files.Index:
+        """Read all records of a source and check them."""
+        kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
+        rows, equal = array.array("q"), list[str]()
+        for place, (number, row) in enumerate(source.scan()):
+            try:
+                for given in check(columns(row)):
+                    for kept, value in zip(kinds, (*given, 0, 0), strict=False):
+                        kept.append(value)
+                    if self.expand is not None:
+                        rows.append(place)
+            except EqualPairError as error:
+                equal.append(str(number))
+                why = error
+            except UserError as error:
+                raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
+        if equal:
+            count = f" ({len(equal)} in all)" * (len(equal) > 1)
+            where = f"{source.path}, {source.unit} {', '.join(equal[:9])}{count}"
+            raise UserError(f"{where}: {why}")
+        if not kinds[0]:
+            raise UserError(f"data file {source.path} is empty.")
+        arrays = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
+        return index_files.Index(source.offsets, *arrays, np.array(rows, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.notes)
@@ -146,77 +206,6 @@ class Records(Sequence):
                 yield path, self[int(first)], set(row) - self.columns[number].sources
 
 
-@dataclass
-class _Check:
-    """The check of all records of a source; arguments as for `Records`."""
-
-    fields: Sequence[str]
-    inspect: Inspect
-    allow_blank: bool
-    index_dir: str | None
-    settings: Callable[[], str | None]
-    expand: Callable[[Record], list[Record]] | None
-
-    def index(self, source: RecordSource, columns: Columns) -> index_files.Index:
-        """What the check of a source finds, or has found at an earlier start."""
-        size = sum(file.stat().st_size for file in source.files)
-        settings = self.settings() if size > index_files.SMALL else None
-        if settings is None:
-            return self.read(source, columns)
-        before = _state(source)
-        name = f"{source.path.name}-" + index_files.key(
-            [index_files.file_fingerprint(file) for file in source.files],
-            [list(self.fields), self.allow_blank, columns.fields],
-            [settings, index_files.code_fingerprint()],
-        )
-        name += ".npy"
-
-        def make() -> index_files.Index:
-            made = self.read(source, columns)
-            if _state(source) != before:
-                raise UserError(
-                    f"{source.path} has changed while it was read; start again once it is "
-                    "complete."
-                )
-            return made
-
-        index = index_files.load_index(source.path, self.index_dir, name)
-        if index is None:
-            index = index_files.keep_index(source.path, self.index_dir, name, make)
-        source.offsets = index.offsets
-        return index
-
-    def read(self, source: RecordSource, columns: Columns) -> index_files.Index:
-        """Read all records of a source and check them."""
-        kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
-        rows, equal = array.array("q"), list[str]()
-        for place, (number, row) in enumerate(source.scan()):
-            try:
-                record = columns(row)
-                check_text(record, *self.fields, allow_blank=self.allow_blank)
-                for each in [record] if self.expand is None else self.expand(record):
-                    found = self.inspect(each)
-                    given = found if isinstance(found, tuple) else (found,)
-                    for kept, value in zip(kinds, (*given, 0, 0), strict=False):
-                        kept.append(value)
-                    if self.expand is not None:
-                        rows.append(place)
-            except EqualPairError as error:
-                equal.append(str(number))
-                why = error
-            except UserError as error:
-                raise UserError(f"{source.path}, {source.unit} {number}: {error}") from None
-        if equal:
-            count = f" ({len(equal)} in all)" * (len(equal) > 1)
-            where = f"{source.path}, {source.unit} {', '.join(equal[:9])}{count}"
-            raise UserError(f"{where}: {why}")
-        if not kinds[0]:
-            raise UserError(f"data file {source.path} is empty.")
-        notes, numbers, extra = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
-        of_rows = np.frombuffer(rows, dtype=np.int64) if rows else np.zeros(0, dtype=np.int64)
-        return index_files.Index(source.offsets, notes, numbers, extra, of_rows)
-
-
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     """One array; a single one stays mapped into memory."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
@@ -249,27 +238,6 @@ def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Recor
         return Columns(data_cfg.get("columns") if file.columns is None else file.columns)(row)
     except UserError:
         return {}
-
-
-def open_records(
-    paths: Sequence[Any],
-    data_cfg: Mapping[str, Any] | None,
-    inspect: Inspect,
-    settings: Callable[[], str | None],
-    expand: Callable[[Record], list[Record]] | None = None,
-) -> Records:
-    """The records of `paths` as `model.data` (`data_cfg`) says; `inspect` checks their fields."""
-    data_cfg = data_cfg or {}
-    return Records(
-        paths,
-        [],
-        inspect,
-        data_impl=data_cfg.get("data_impl") or "jsonl",
-        columns=data_cfg.get("columns"),
-        index_dir=data_cfg.get("index_mapping_dir"),
-        settings=settings,
-        expand=expand,
-    )
 
 
 def settings_of(tokenizer: Tokenizer, *others: Any) -> str | None:

@@ -53,15 +53,27 @@ class BatchSampler(ABC):
     ) -> None:
         step = micro_batch_size * data_parallel_size
         global_batch_size = step if global_batch_size is None else global_batch_size
-        _check_sizes(total_samples, micro_batch_size, global_batch_size, data_parallel_size)
+        if total_samples <= 0:
+            raise UserError(
+                f"the dataset has {total_samples} samples: there is nothing to sample from."
+            )
+        if micro_batch_size <= 0 or global_batch_size <= 0 or global_batch_size % step:
+            raise ConfigError(
+                f"the global batch size {global_batch_size} (model.global_batch_size, or "
+                f"num_rollout_samples / num_val_samples for rollouts) is not a multiple of {step} "
+                f"= micro batch size {micro_batch_size} (model.micro_batch_size, or "
+                "rollout_micro_batch_size / val_rollout_micro_batch_size for rollouts) x "
+                f"{data_parallel_size} data-parallel rank(s). Change one of them."
+            )
         if consumed_samples < 0:
             raise UserError(f"consumed_samples={consumed_samples}: it counts from 0.")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"data_parallel_rank={data_parallel_rank} of {data_parallel_size} ranks"
-            )
         if drop_last:
-            _check_one_global_batch(total_samples, global_batch_size)
+            if total_samples < global_batch_size:
+                raise UserError(
+                    f"the dataset has {total_samples} samples, fewer than one global batch of "
+                    f"{global_batch_size} (model.global_batch_size, or num_rollout_samples / "
+                    "num_val_samples for rollouts). Give more data or lower the batch size."
+                )
         elif self.is_random:
             raise ConfigError(
                 "drop_last=False needs a sampler in order: random ones drop the rest of an epoch."
@@ -111,29 +123,6 @@ class BatchSampler(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[list[int]]:
         """Dataset indices of this rank's batches."""
-
-
-def _check_sizes(total: int, micro_batch: int, global_batch: int, ranks: int) -> None:
-    if total <= 0:
-        raise UserError(f"the dataset has {total} samples: there is nothing to sample from.")
-    step = micro_batch * ranks
-    if micro_batch <= 0 or global_batch <= 0 or global_batch % step:
-        raise ConfigError(
-            f"the global batch size {global_batch} (model.global_batch_size, or "
-            f"num_rollout_samples / num_val_samples for rollouts) is not a multiple of {step} = "
-            f"micro batch size {micro_batch} (model.micro_batch_size, or "
-            "rollout_micro_batch_size / val_rollout_micro_batch_size for rollouts) x "
-            f"{ranks} data-parallel rank(s). Change one of them."
-        )
-
-
-def _check_one_global_batch(total: int, global_batch: int) -> None:
-    if total < global_batch:
-        raise UserError(
-            f"the dataset has {total} samples, fewer than one global batch of {global_batch} "
-            "(model.global_batch_size, or num_rollout_samples / num_val_samples for rollouts). "
-            "Give more data or lower the batch size."
-        )
 
 
 class _RandomSampler(BatchSampler):

@@ -5,7 +5,7 @@ prompts of such examples.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,118 @@ from nemo_aligner.data.nlp.chat_records import (
     speaks_to_assistant,
 )
 from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
-from nemo_aligner.data.nlp.file_dataset import FileDataset, pad
+from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, labelled_part, pad
 from nemo_aligner.data.nlp.record_encoder import EXTRA_TOKENS
 from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sources import Record
 
+WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
 
-class SFTDataset(FileDataset):
+
+class Examples(FileDataset):
+    """Examples for supervised fine-tuning.
+
+    Args:
+        max_seq_length: widest batch, in tokens.
+        data_cfg: the section of the data: `columns`, `index_mapping_dir`.
+        answer_only_loss: train on the responses only, not on everything.
+        pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
+        allow_empty_prompt: do not refuse examples in which nobody says something before the
+            response.
+
+    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
+    makes batches of them.
+    """
+
+    what, cut, none_left = "", "", ""  # of messages
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        answer_only_loss: bool = True,
+        pad_to_max_length: bool = False,
+        name: str = "train",
+        allow_empty_prompt: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_seq_length = max_seq_length
+        self.data_cfg = data_cfg
+        self.answer_only_loss = answer_only_loss
+        self.pad_to_max_length = pad_to_max_length
+        self.name = name
+        self.allow_empty_prompt = allow_empty_prompt
+
+    def _checked(self, lines: Records, begins: Callable[[Record], bool]) -> None:
+        """Serve `lines`; warn of examples that are cut, raise if none keeps its response."""
+        self.lines = lines
+        self.documents = np.arange(len(lines))
+        self.check_prompts(self.allow_empty_prompt, begins)
+        cut, without_response = lines.notes > WHOLE, lines.notes == NO_RESPONSE_LEFT
+        limit = f"max_seq_length={self.max_seq_length} tokens"
+        if without_response.all():
+            raise UserError(
+                f"{self.name} data: in all {len(lines)} {self.what} {self.none_left[0]} {limit}, "
+                f"so nothing of a response is left to train on. {self.none_left[1]}."
+            )
+        if cut.any():
+            logging.warning(
+                f"{self.name} data: {cut.sum()} of {len(lines)} {self.what} are longer than "
+                f"{limit}, and {self.cut}; {without_response.sum()} of them keep nothing of a "
+                "response."
+            )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [len(self)]: tokens of each item."""
+        return self.lines.numbers[self.documents].astype(np.int64)
+
+    def tokens_of(self, record: Record) -> Encoded:
+        """The tokens of a record, and which of them are of a response."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens, trained = self.tokens_of(self.lines[self.documents[max(index, 0)]])
+        if index < 0:
+            trained = [False] * len(tokens)  # an empty slot: no token is trained on
+        elif not self.answer_only_loss:
+            trained = [True] * len(tokens)
+        return {"tokens": tokens, "trained": trained, "idx": index}
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """See `collate_examples`."""
+        return collate_examples(
+            [item["tokens"] for item in items],
+            [item["trained"] for item in items],
+            self.max_seq_length,
+            self.tokenizer.eos_id,
+            self.pad_to_max_length,
+        )
+
+    # --- for people ---
+
+    def limit(self) -> str:
+        return f"an example may have {self._key}"
+
+    def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
+        nothing = "with nothing left of a response: no token is trained on"
+        return [
+            (f"longer than {self._key}: {self.cut}", notes == CUT, False),
+            (f"longer than {self._key}, {nothing}", notes == NO_RESPONSE_LEFT, False),
+        ]
+
+    @property
+    def _key(self) -> str:
+        return f"model.data.train_ds.max_seq_length={self.max_seq_length} tokens"
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        batch, length = self.collate_fn([item]), len(item["tokens"]) - 1
+        columns = (batch[name][0, :length] for name in ("tokens", "labels", "loss_mask"))
+        return (labelled_part(*columns),)
+
+
+class SFTDataset(Examples):
     """Prompt-response examples: records with the fields that `prompt_template` names.
 
     The template ends with the response. It is cut at its fields and each piece is tokenized by
@@ -43,21 +148,17 @@ class SFTDataset(FileDataset):
     enough, the end of the response.
 
     Args:
-        max_seq_length: longest example, in tokens.
         prompt_template: text with fields in braces.
         truncation_field: fields to truncate first; None or "" for none.
         truncation_method: "left" or "right".
         add_bos: begin each example with bos; None: as the tokenizer itself does it.
         add_eos: end each example with eos.
-        answer_only_loss: train on the response only, not on the prompt.
-        pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        columns, index_mapping_dir: of the data section; see `Records`.
         keep_lengths: count the tokens of every example at start, for `lengths`.
-        allow_empty_prompt: do not refuse examples whose fields before the response are blank.
-
-    Items: `tokens` list of ids, `answer_start` (position of the first token that is trained on),
-    `idx`. `collate_fn` makes batches of them.
+        options: of `Examples`.
     """
+
+    what, cut = "examples", "they are cut off"
+    none_left = ("the prompt alone fills", "Raise it, or truncate more (truncation_field)")
 
     def __init__(
         self,
@@ -70,14 +171,10 @@ class SFTDataset(FileDataset):
         truncation_method: str = "right",
         add_bos: bool | None = None,
         add_eos: bool = True,
-        answer_only_loss: bool = True,
-        pad_to_max_length: bool = False,
-        name: str = "train",
-        columns: Mapping[str, Any] | None = None,
-        index_mapping_dir: str | None = None,
         keep_lengths: bool = False,
-        allow_empty_prompt: bool = False,
+        **options: Any,
     ) -> None:
+        super().__init__(tokenizer, max_seq_length, **options)
         if not prompt_template.endswith("{" + label_key + "}"):
             raise ConfigError(
                 f"prompt_template={prompt_template!r} must end with the response, "
@@ -87,23 +184,17 @@ class SFTDataset(FileDataset):
             raise ConfigError(
                 f"truncation_method={truncation_method!r}: must be 'left' or 'right'."
             )
-        self.name = name
-        self.tokenizer = tokenizer
-        self.max_seq_length = max_seq_length
-        self.template = _split_template(
-            prompt_template, getattr(tokenizer, "space_sensitive", True)
-        )
-        self.fields = self.read_fields = [
-            field for field in dict.fromkeys(field for _text, field in self.template) if field
-        ]
-        self.label_key = label_key
-        self.prompt_fields = [field for field in self.fields if field != label_key]
+        spaces = getattr(tokenizer, "space_sensitive", True)
+        self.template = _split_template(prompt_template, spaces)
+        fields = dict.fromkeys(field for _text, field in self.template if field)
+        self.read_fields = list(fields)
+        self.prompt_fields = [field for field in fields if field != label_key]
         self.prompt_field = next(iter(self.prompt_fields), None)
         self.truncation_fields = [
             field.strip() for field in (truncation_field or "").split(",") if field.strip()
         ]
         for field in self.truncation_fields:
-            if field not in self.fields:
+            if field not in fields:
                 raise ConfigError(
                     f"truncation_field={field!r} is not a field of "
                     f"prompt_template={prompt_template!r}."
@@ -111,63 +202,36 @@ class SFTDataset(FileDataset):
         self.truncation_method = truncation_method
         self.add_bos = begins_with_bos(tokenizer, add_bos)
         self.add_eos = add_eos
-        self.answer_only_loss = answer_only_loss
-        self.pad_to_max_length = pad_to_max_length
         self.keep_lengths = keep_lengths
-        self.lines = Records(
+        settings = partial(
+            settings_of,
+            tokenizer,
+            ["sft", prompt_template, spaces],
+            [self.truncation_fields, truncation_method, max_seq_length],
+            [self.add_bos, add_eos, keep_lengths],
+        )
+        lines = Records(
             paths,
-            self.fields,
+            self.read_fields,
             self._inspect,
             allow_blank=True,
-            columns=columns,
-            index_dir=index_mapping_dir,
-            settings=partial(
-                settings_of,
-                tokenizer,
-                ["sft", prompt_template, getattr(tokenizer, "space_sensitive", True)],
-                [self.truncation_fields, truncation_method, max_seq_length],
-                [self.add_bos, add_eos, keep_lengths],
-            ),
+            data_cfg=self.data_cfg,
+            settings=settings,
         )
-        self.check_prompts(allow_empty_prompt, lambda record: self.add_bos)
-        self._check_lengths()
-        self.documents = np.arange(len(self.lines))
-
-    def _check_lengths(self) -> None:
-        """Warn of truncated examples; raise if none keeps anything of its response."""
-        truncated, without_response = self.lines.notes > 0, self.lines.notes == 2
-        if without_response.all():
-            raise UserError(
-                f"{self.name} data: in all {len(self.lines)} examples the prompt alone fills "
-                f"max_seq_length={self.max_seq_length} tokens, so nothing of the response is left "
-                "to train on. Raise max_seq_length or truncate more (truncation_field)."
-            )
-        if truncated.any():
-            logging.warning(
-                f"{self.name} data: {truncated.sum()} of {len(self.lines)} examples are longer "
-                f"than max_seq_length={self.max_seq_length} tokens and truncated; "
-                f"{without_response.sum()} of them keep nothing of the response."
-            )
+        self._checked(lines, lambda record: self.add_bos)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """0: fits; 1: is truncated; 2: is truncated and keeps nothing of the response; with
-        `keep_lengths` the number of tokens; and whether the prompt is empty.
+        """What is left of an example, with `keep_lengths` how many tokens, and whether its prompt
+        is empty.
         """
         said = not self.prompt_fields or any(record[field].strip() for field in self.prompt_fields)
         text = "".join(text + _field(record, field) for text, field in self.template)
         longest = len(text) + EXTRA_TOKENS * len(self.template)
         if text.isascii() and longest <= self.max_seq_length and not self.keep_lengths:
-            return 0, 0.0, not said
+            return WHOLE, 0.0, not said
         tokens, response_start, is_truncated = self._encode(record)
-        kept = 2 if response_start >= len(tokens) else int(is_truncated)
+        kept = NO_RESPONSE_LEFT if response_start >= len(tokens) else int(is_truncated)
         return kept, len(tokens), not said
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item; needs `keep_lengths`."""
-        if not self.keep_lengths:
-            raise ValueError("the dataset was built without keep_lengths")
-        return self.lines.numbers[self.documents].astype(np.int64)
 
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the response, True if truncated)."""
@@ -192,35 +256,74 @@ class SFTDataset(FileDataset):
         tokens = prompt + pieces[-1] + eos
         return tokens[: self.max_seq_length], len(prompt), is_truncated
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens, answer_start, _is_truncated = self._encode(
-            self.lines[self.documents[max(index, 0)]]
+    def tokens_of(self, record: Record) -> Encoded:
+        tokens, start, _is_truncated = self._encode(record)
+        return Encoded(tokens, [place >= start for place in range(len(tokens))])
+
+
+class SFTChatDataset(Examples):
+    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`, of which the
+    assistant's turns are trained on, with the tokens that end them.
+
+    Of a conversation with more than `max_seq_length` + 1 tokens the end is cut off (the last token
+    of an example is predicted, but not read).
+
+    Args:
+        form: of the conversations.
+        one_turn_per_sample: make a sample of each of the assistant's turns, which ends with it and
+            trains on it alone: what is before it stands there as it will in use.
+        options: of `Examples`.
+    """
+
+    read_fields = (*CONVERSATIONS, *BESIDE)
+    what, cut = "conversations", "their ends are cut off"
+    none_left = ("the first response begins beyond", "Raise max_seq_length")
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        form: ConversationForm,
+        max_seq_length: int,
+        one_turn_per_sample: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(tokenizer, max_seq_length, **options)
+        if one_turn_per_sample and not self.answer_only_loss:
+            raise ConfigError(
+                "model.data.one_turn_per_sample=True trains on one turn of each sample, and "
+                "model.answer_only_loss=False on everything; set one of them otherwise."
+            )
+        self.form = form
+        how = [max_seq_length, self.answer_only_loss, one_turn_per_sample]
+        lines = Records(
+            paths,
+            [],
+            self._inspect,
+            data_cfg=self.data_cfg,
+            settings=partial(settings_of, tokenizer, form.state, how),
+            expand=each_turn if one_turn_per_sample else None,
         )
-        if index < 0:
-            answer_start = len(tokens)  # an empty slot: no token is trained on
-        elif not self.answer_only_loss:
-            answer_start = 0
-        return {"tokens": tokens, "answer_start": answer_start, "idx": index}
+        self._checked(lines, lambda record: True)
 
-    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate items to a batch of width S, their longest length rounded up to 16.
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """What is left of a conversation, how many tokens, and whether its prompt is empty."""
+        tokens, is_response = self.form.conversation(record)
+        if not self.answer_only_loss:
+            if any(message.get("weight") == 0 for message in conversation_messages(record)):
+                raise UserError(
+                    "a message has 'weight' 0, but model.answer_only_loss=False trains on "
+                    "everything: set it to True, or remove the weights."
+                )
+        limit, is_empty = self.max_seq_length + 1, not speaks_to_assistant(record)
+        if len(tokens) <= limit:
+            return WHOLE, len(tokens), is_empty
+        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT, limit, is_empty
 
-        S is at most `max_seq_length`, and equal to it with `pad_to_max_length`.
-
-        Returns:
-            `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
-            `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
-        """
-        return collate_examples(
-            [item["tokens"] for item in items],
-            [
-                [place >= item["answer_start"] for place in range(len(item["tokens"]))]
-                for item in items
-            ],
-            self.max_seq_length,
-            self.tokenizer.eos_id,
-            self.pad_to_max_length,
-        )
+    def tokens_of(self, record: Record) -> Encoded:
+        tokens, is_response = self.form.conversation(record)
+        limit = self.max_seq_length + 1
+        return Encoded(tokens[:limit], is_response[:limit])
 
 
 def collate_examples(
@@ -238,7 +341,8 @@ def collate_examples(
         pad_to_max_length: S is `max_seq_length` in any case.
 
     Returns:
-        See `SFTDataset.collate_fn`.
+        `tokens`, `labels` int64 [B, S], padded with `pad_id` (labels: the token that follows);
+        `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
     """
     longest = max(map(len, examples))
     width = max_seq_length
@@ -288,139 +392,12 @@ def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
 
 
-class SFTChatDataset(FileDataset):
-    """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`, of which the
-    assistant's turns are trained on, with the tokens that end them.
-
-    Of a conversation with more than `max_seq_length` + 1 tokens the end is cut off (the last token
-    of an example is predicted, but not read).
-
-    Args:
-        form: of the conversations.
-        max_seq_length: widest batch, in tokens.
-        answer_only_loss: train on the assistant's turns only, not on everything.
-        pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        columns, index_mapping_dir: of the data section; see `Records`.
-        one_turn_per_sample: make a sample of each of the assistant's turns, which ends with it and
-            trains on it alone: what is before it stands there as it will in use.
-        allow_empty_prompt: do not refuse conversations in which only the assistant says something.
-
-    Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
-    makes batches of them.
-    """
-
-    read_fields = (*CONVERSATIONS, *BESIDE)
-
-    def __init__(
-        self,
-        paths: Sequence[Any],
-        tokenizer: Tokenizer,
-        form: ConversationForm,
-        max_seq_length: int,
-        answer_only_loss: bool = True,
-        pad_to_max_length: bool = False,
-        name: str = "train",
-        columns: Mapping[str, Any] | None = None,
-        index_mapping_dir: str | None = None,
-        one_turn_per_sample: bool = False,
-        allow_empty_prompt: bool = False,
-    ) -> None:
-        if one_turn_per_sample and not answer_only_loss:
-            raise ConfigError(
-                "model.data.one_turn_per_sample=True trains on one turn of each sample, and "
-                "model.answer_only_loss=False on everything; set one of them otherwise."
-            )
-        self.name = name
-        self.tokenizer = tokenizer
-        self.form = form
-        self.max_seq_length = max_seq_length
-        self.answer_only_loss = answer_only_loss
-        self.pad_to_max_length = pad_to_max_length
-        self.lines = Records(
-            paths,
-            [],
-            self._inspect,
-            columns=columns,
-            index_dir=index_mapping_dir,
-            settings=partial(
-                settings_of,
-                tokenizer,
-                form.state,
-                [max_seq_length, answer_only_loss, one_turn_per_sample],
-            ),
-            expand=each_turn if one_turn_per_sample else None,
-        )
-        self.check_prompts(allow_empty_prompt, lambda record: True)
-        self._check_lengths()
-        self.documents = np.arange(len(self.lines))
-
-    def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """What is left of a conversation, how many tokens, and whether its prompt is empty."""
-        tokens, is_response = self.form.conversation(record)
-        if not self.answer_only_loss:
-            if any(message.get("weight") == 0 for message in conversation_messages(record)):
-                raise UserError(
-                    "a message has 'weight' 0, but model.answer_only_loss=False trains on "
-                    "everything: set it to True, or remove the weights."
-                )
-        limit, is_empty = self.max_seq_length + 1, not speaks_to_assistant(record)
-        if len(tokens) <= limit:
-            return WHOLE, len(tokens), is_empty
-        return CUT if any(is_response[:limit]) else NO_RESPONSE_LEFT, limit, is_empty
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item."""
-        return self.lines.numbers[self.documents].astype(np.int64)
-
-    def _check_lengths(self) -> None:
-        """Warn of conversations that are cut; raise if none keeps anything of a response."""
-        cut, without_response = self.lines.notes > WHOLE, self.lines.notes == NO_RESPONSE_LEFT
-        if without_response.all():
-            raise UserError(
-                f"{self.name} data: in all {len(self.lines)} conversations the first response "
-                f"begins beyond max_seq_length={self.max_seq_length} tokens, so nothing is left "
-                "to train on. Raise max_seq_length."
-            )
-        if cut.any():
-            logging.warning(
-                f"{self.name} data: {cut.sum()} of {len(self.lines)} conversations are longer "
-                f"than max_seq_length={self.max_seq_length} tokens, and their ends are cut off; "
-                f"{without_response.sum()} of them keep nothing of a response."
-            )
-
-    def encoded(self, document: int) -> Encoded:
-        """The tokens of a document, and which of them are responses, before anything is cut."""
-        return self.form.conversation(self.lines[document])
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens, trained = self.encoded(self.documents[max(index, 0)])
-        if index < 0:
-            trained = [False] * len(tokens)  # an empty slot: no token is trained on
-        elif not self.answer_only_loss:
-            trained = [True] * len(tokens)
-        limit = self.max_seq_length + 1
-        return {"tokens": tokens[:limit], "trained": trained[:limit], "idx": index}
-
-    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate items to a batch; see `SFTDataset.collate_fn`."""
-        return collate_examples(
-            [item["tokens"] for item in items],
-            [item["trained"] for item in items],
-            self.max_seq_length,
-            self.tokenizer.eos_id,
-            self.pad_to_max_length,
-        )
-
-
 def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
-    """Where the response of an item of `SFTDataset` or `SFTChatDataset` begins and ends; both are
-    the number of its tokens if it has none.
+    """Where the response of an item of `Examples` begins and ends, the last of its parts that are
+    trained on; both are the number of its tokens if it has none.
     """
-    end = len(item["tokens"])
-    if "answer_start" in item:
-        return min(item["answer_start"], end), end
     trained = item["trained"]
+    end = len(trained)
     while end and not trained[end - 1]:
         end -= 1  # the beginning of a turn whose end was cut off
     start = end
@@ -430,7 +407,7 @@ def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def collate_prompts(items: Sequence[Mapping[str, Any]], eos_id: int) -> SelfPlayPrompts:
-    """A batch of items of `SFTDataset` or `SFTChatDataset`.
+    """A batch of items of `Examples`: prompts, and responses to them.
 
     Raises:
         UserError: an example has no prompt that the policy could respond to.

@@ -13,8 +13,6 @@ import array
 import io
 import json
 import pickle
-import struct
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -212,11 +210,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
                     for table in _gathered(_batches_of(file, path)):
                         writer.write_table(table)
 
-        name = f"{path.name}-{index_files.key(index_files.file_fingerprint(path))}.arrow"
-        copy = index_files.keep_file(path, index_dir, name, write)
-        if copy is None:
-            copy = index_files.temporary_folder(path) / name
-            write(copy)
+        copy = index_files.keep_copy(path, index_dir, path.name, ".arrow", write)
     return ArrowTable(path, MemoryMappedTable.from_file(str(copy)), [path], [copy])
 
 
@@ -301,21 +295,6 @@ if TYPE_CHECKING:
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 _ARRAY_MODULES = ("numpy", *_MULTIARRAY)
 _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")
-# What reading a file that is damaged or of another form raises.
-_DAMAGED = (
-    ValueError,
-    TypeError,
-    EOFError,
-    pickle.UnpicklingError,
-    struct.error,
-    tokenize.TokenError,  # numpy reads a header with it, from Python 3.12 on
-    ImportError,
-    AttributeError,
-    LookupError,
-    OverflowError,
-    MemoryError,
-    AssertionError,
-)
 
 
 class TokenFile:
@@ -346,7 +325,7 @@ class TokenFile:
         for number in range(len(self)):
             try:
                 tokens = self.documents[number]
-            except _DAMAGED as error:
+            except Exception as error:  # whatever reading a damaged file raises
                 raise UserError(
                     f"{self.path}, document {number} cannot be read ({error}): the file is "
                     "damaged or incomplete; write it again."
@@ -368,7 +347,7 @@ def _read_indexed(prefix: Path) -> "IndexedDataset":
             raise UserError(f"{prefix}.idx is not the index of an indexed dataset.")
     try:
         return IndexedDataset(str(prefix))
-    except _DAMAGED as error:
+    except Exception as error:  # as above
         raise UserError(
             f"{prefix}.idx is damaged or incomplete ({error!r}); write it and the .bin again."
         ) from None
@@ -402,7 +381,7 @@ def _read_array(path: Path) -> list[np.ndarray]:
                 file.seek(0)
                 array = np.load(file, allow_pickle=False)
         samples = [np.asarray(sample) for sample in array]
-    except (UserError, *_DAMAGED) as error:
+    except Exception as error:  # as above
         raise UserError(
             f"{path} is not a .npy file of tokens, or is damaged: {error}. Write it again with "
             "numpy.save."

@@ -19,9 +19,11 @@ from torch import Tensor
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp.chat_records import Message
+from nemo_aligner.data.nlp.columns import is_number
 from nemo_aligner.data.nlp.conversation_form import Encoded
 from nemo_aligner.data.nlp.file_dataset import (
-    FileDataset,
+    Part,
     documents_within,
 )
 from nemo_aligner.data.nlp.nemo_chat import (
@@ -38,7 +40,7 @@ from nemo_aligner.data.nlp.nemo_chat import (
     turn_text,
 )
 from nemo_aligner.data.nlp.records import Records, settings_of
-from nemo_aligner.data.nlp.sft import collate_examples
+from nemo_aligner.data.nlp.sft import Examples, collate_examples
 from nemo_aligner.data.nlp.sources import Record
 
 # Default of `model.regression.loss_mask_val`: the number that means "no label".
@@ -223,7 +225,7 @@ def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Reco
 LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q = "log(P(a|x,y))", "log(P(y|x))", "log(Q(y|a,x))"
 
 
-class SteerLM2Dataset(FileDataset):
+class SteerLM2Dataset(Examples):
     """Prompts with attributes and responses to them, lines
 
         {"system": ..., "prompt_turns": [{"from": "User", "value": ...}, ...], "label": attributes,
@@ -235,10 +237,8 @@ class SteerLM2Dataset(FileDataset):
     a response belong to the whole of it. Prompts may have different numbers of responses.
 
     Args:
-        max_seq_length: widest batch, in tokens.
+        max_seq_length, pad_to_max_length, data_cfg: of `Examples`.
         special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
-        pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        columns, index_mapping_dir: of the data section; see `Records`.
         options: others of NeMo's data set of texts, which have no effect on this form.
 
     Items: `responses`, a list of `Encoded`; `ws` and `log(Q(y|a,x))`, float64 arrays; `idx`.
@@ -253,22 +253,19 @@ class SteerLM2Dataset(FileDataset):
         special_tokens: Mapping[str, str] | None = None,
         pad_to_max_length: bool = False,
         name: str = "train",
-        columns: Mapping[str, Any] | None = None,
-        index_mapping_dir: str | None = None,
+        data_cfg: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.name = name
-        self.tokenizer = tokenizer
-        self.max_seq_length = max_seq_length
+        super().__init__(
+            tokenizer, max_seq_length, data_cfg, pad_to_max_length=pad_to_max_length, name=name
+        )
         self.marks = NEMO_TOKENS if special_tokens is None else ChatTokens.of(special_tokens)
         self.form = NeMoChat(tokenizer, self.marks)
-        self.pad_to_max_length = pad_to_max_length
         self.lines = Records(
             [file_path] if isinstance(file_path, str) else file_path,
             [],
             self._inspect,
-            columns=columns,
-            index_dir=index_mapping_dir,
+            data_cfg=data_cfg,
             settings=partial(settings_of, tokenizer, self.form.state, "SteerLM 2"),
         )
         self.documents = documents_within(
@@ -330,6 +327,23 @@ class SteerLM2Dataset(FileDataset):
             LOG_Q: torch.from_numpy(log_q),
             "idx": index,
         }
+
+    def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
+        text = f"with a response longer than {self._key} behind its prompt: left out"
+        return [(text, notes > self.max_seq_length + 1, True)]
+
+    def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
+        return tuple(
+            Part("response", list(r.tokens), list(r.is_response)) for r in item["responses"]
+        )
+
+    def note(self, item: dict[str, Any]) -> str:
+        return "weights " + ", ".join(f"{weight:.3g}" for weight in item["ws"].tolist())
+
+    def messages(self, record: Record) -> list[Message]:
+        texts = [turn["value"] for turn in (*record["prompt_turns"], *record["responses"])]
+        texts += [record.get(name) or "" for name in ("system", "label")]
+        return [{"content": text} for text in texts]
 
     def collate_fn(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Collate B items to a batch of width S; n is `num_responses`.
@@ -396,12 +410,10 @@ def _log_probs(record: Record) -> tuple[np.ndarray, ...]:
     found = []
     for key in (LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q):
         for number, response in enumerate(record["responses"], start=1):
-            value = response.get(key)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not abs(value) < 1e9:  # neither NaN nor infinite
+            if not is_number(response.get(key)):
                 raise UserError(
-                    f"'{key}' of response {number} is {value!r}: it must be a finite number, the "
-                    "log-probability."
+                    f"'{key}' of response {number} is {response.get(key)!r}: it must be a finite "
+                    "number, the log-probability."
                 )
         found.append(np.array([response[key] for response in record["responses"]], np.float64))
     return tuple(found)

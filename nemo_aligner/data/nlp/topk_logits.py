@@ -35,10 +35,12 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
 from nemo_aligner.data.nlp.file_dataset import (
     FileDataset,
+    Part,
     accepts_nemo_aligner_call,
     documents_within,
+    labelled_part,
 )
-from nemo_aligner.data.nlp.records import open_records, settings_of
+from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sources import Record
 
 EXAMPLE = ("tokens", "labels", "loss_mask")
@@ -184,12 +186,12 @@ class KnowledgeDistillationDataset(FileDataset):
         self.seq_length = seq_length
         self.top_k: int | None = (data_cfg or {}).get("top_k")
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        data_cfg = {**(data_cfg or {}), "data_impl": "jsonl"}
-        self.lines = open_records(
+        self.lines = Records(
             paths,
-            data_cfg,
+            [],
             self._inspect,
-            lambda: settings_of(tokenizer, "topk", self.top_k, self.fingerprint),
+            data_cfg={**(data_cfg or {}), "data_impl": "jsonl"},
+            settings=lambda: settings_of(tokenizer, "topk", self.top_k, self.fingerprint),
         )
         self._check_files()
         self.documents = documents_within(
@@ -252,6 +254,10 @@ class KnowledgeDistillationDataset(FileDataset):
             key: torch.stack([_padded(item[key], width, ends.get(key, 0)) for item in items])
             for key in items[0]
         }
+
+    def parts(self, item: dict[str, torch.Tensor], padding: int | None) -> tuple[Part, ...]:
+        """See the base class. The last label is trained on, and is no token of the example."""
+        return (labelled_part(*(item[name] for name in EXAMPLE)),)
 
 
 def _padded(values: torch.Tensor, width: int, value: int) -> torch.Tensor:
