@@ -50,14 +50,8 @@ class InspectedJob:
 def open_job(
     files: Sequence[str], model: str, job: str | None, settings: Sequence[str]
 ) -> InspectedJob:
-    """Build the dataset of a job.
-
-    Args:
-        model: a `.nemo`, a checkpoint or job folder, or a Hugging Face folder.
-        settings: `key=value` words of the job's command line.
-
-    Raises:
-        UserError: whatever the job would raise on these files, or the job cannot be told.
+    """Build the dataset of a job on the tokenizer of a model, with `key=value` words as settings;
+    `UserError`: whatever the job would raise on these files, or the job cannot be told.
     """
     settings = list(settings)
     if job is None:
@@ -94,13 +88,12 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
         dataset = builders.build_sft_dataset(
             data.train_ds,
             tokenizer,
-            answer_only_loss=cfg.answer_only_loss
-            if "model.answer_only_loss" in JOBS[job].keys  # else it may be the checkpoint's
-            else True,
+            # Of another job it may be the checkpoint's.
+            answer_only_loss="model.answer_only_loss" not in JOBS[job].keys
+            or cfg.answer_only_loss,
             **sft_chat_options(data),
         )
         if isinstance(dataset, PackedDataset):  # shown as the samples that the packs are made of
-            assert isinstance(dataset.dataset, FileDataset)
             return dataset.dataset
         return dataset
     build = builders.datasets_of_job(job, cfg)

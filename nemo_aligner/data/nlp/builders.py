@@ -177,29 +177,23 @@ def build_train_valid_test_datasets(
 
 def _with_chunks(data_prefix: Any, n_chunks: int | Mapping[str, int] | None) -> Any:
     """`data_prefix` with the files that names with CHUNK_ID stand for."""
-    if isinstance(data_prefix, Mapping | DictConfig):
-        return {
-            part: names and _chunks([names] if isinstance(names, str) else names, part, n_chunks)
-            for part, names in data_prefix.items()
-        }
-    names = [data_prefix] if isinstance(data_prefix, str) else data_prefix
-    return names and _chunks(names, "train", n_chunks)
-
-
-def _chunks(names: Any, part: str, n_chunks: int | Mapping[str, int] | None) -> Any:
-    if not any(CHUNK_ID in str(name) for name in names):
-        return names
-    count = n_chunks if isinstance(n_chunks, int) else (n_chunks or {}).get(part)
-    if not count:
-        raise ConfigError(
-            f"model.data.data_prefix.{part} has names with {CHUNK_ID}, but "
-            f"model.data.n_chunks={n_chunks} does not say how many files these are."
-        )
-    return [
-        str(name).replace(CHUNK_ID, str(n))
-        for name in names
-        for n in range(count if CHUNK_ID in str(name) else 1)
-    ]
+    has_parts, found = isinstance(data_prefix, Mapping | DictConfig), dict[str, Any]()
+    for part, names in (data_prefix if has_parts else {"train": data_prefix}).items():
+        names = [names] if isinstance(names, str) else names
+        if any(CHUNK_ID in str(name) for name in names or ()):
+            count = n_chunks if isinstance(n_chunks, int) else (n_chunks or {}).get(part)
+            if not count:
+                raise ConfigError(
+                    f"model.data.data_prefix.{part} has names with {CHUNK_ID}, but "
+                    f"model.data.n_chunks={n_chunks} does not say how many files these are."
+                )
+            names = [
+                str(name).replace(CHUNK_ID, str(n))
+                for name in names
+                for n in range(count if CHUNK_ID in str(name) else 1)
+            ]
+        found[part] = names
+    return found if has_parts else found["train"]
 
 
 def _split_common_files(
@@ -257,10 +251,7 @@ build_train_valid_test_knowledge_distillation_datasets = partial(
 
 def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
     """What builds the datasets of a job that reads `model.data.data_prefix`, by what their records
-    hold.
-
-    Args:
-        model: its complete section `model`.
+    hold; `model` is its complete section.
     """
     records = JOBS[config_name].records
     cls: type[FileDataset] = RewardModelDataset
@@ -281,10 +272,8 @@ def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datase
 def build_configured_datasets(
     cfg: DictConfig, build: Callable[..., Datasets], tokenizer: Tokenizer
 ) -> Datasets:
-    """(train, validation, test) datasets from the section `model.data`.
-
-    Args:
-        build: one of the functions `build_train_valid_test_*_datasets`.
+    """(train, validation, test) datasets of `build`, one of `build_train_valid_test_*_datasets`,
+    from the section `model.data`.
     """
     data = cfg.model.data
     return build(
@@ -335,9 +324,14 @@ def build_sft_dataset(
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
     paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
-    chat = {"chat": is_chat, "chat_prompt_tokens": special_tokens, "chat_template": chat_template}
-    chat |= {"chat_template_kwargs": chat_template_kwargs, "chat_date": chat_date}
-    chat |= {"one_turn_per_sample": one_turn_per_sample}
+    chat = {
+        "chat": is_chat,
+        "chat_prompt_tokens": special_tokens,
+        "chat_template": chat_template,
+        "chat_template_kwargs": chat_template_kwargs,
+        "chat_date": chat_date,
+        "one_turn_per_sample": one_turn_per_sample,
+    }
     form = chat_form(chat, tokenizer)
     if form is not None and form.default:
         if begins_with_conversation(paths[0], data_cfg):
@@ -355,11 +349,10 @@ def build_sft_dataset(
         options["one_turn_per_sample"] = one_turn_per_sample
         dataset: Any = SFTChatDataset(paths, tokenizer, form, **options)
     else:
-        names = "prompt_template label_key truncation_field truncation_method add_bos".split()
-        options |= {name: data_cfg[name] for name in names}
-        options |= {"add_eos": bool(data_cfg.add_eos)}
-        options |= {"keep_lengths": bool(data_cfg.packed_sequence)}
-        dataset = SFTDataset(paths, tokenizer, **options)
+        names = "prompt_template label_key truncation_field truncation_method add_bos add_eos"
+        options |= {name: data_cfg[name] for name in names.split()}
+        keep_lengths = bool(data_cfg.packed_sequence)
+        dataset = SFTDataset(paths, tokenizer, keep_lengths=keep_lengths, **options)
     dataset = _blended(dataset, weights, num_samples)
     return PackedDataset(dataset) if data_cfg.packed_sequence else dataset
 
@@ -398,12 +391,7 @@ def _blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | N
 
 
 def _pieces(dataset: Any, weights: Sequence[float] | None) -> list[np.ndarray]:
-    """The documents of a dataset; where there are weights, those of each file.
-
-    Raises:
-        ConfigError: the dataset does not know which sample is of which file: one that was built
-            with NeMo-Aligner's constructor has all of them in one.
-    """
+    """The documents of a dataset; where there are weights, those of each file."""
     if weights is None:
         return [dataset.documents]
     if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
@@ -434,10 +422,7 @@ def _mixed(
 
 
 def _split(size: int, splits_string: str) -> list[int]:
-    """Four bounds that cut range(size) in three parts, in proportion to "98,1,1" (or "98/1/1").
-
-    Missing weights are 0.
-    """
+    """Four bounds that cut range(size) in three parts, in proportion to "98,1,1" (or "98/1/1")."""
     try:
         weights = [float(part) for part in splits_string.replace("/", ",").split(",")]
     except ValueError:
@@ -523,7 +508,6 @@ def build_dataset_generic(
 
     Raises:
         ConfigError: another `data_impl`.
-        UserError: a file is missing or empty, or a line is broken; names the file and the line.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(

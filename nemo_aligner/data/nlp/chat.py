@@ -38,10 +38,6 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
     """The form that `model.data` asks for. If it asks for none, for conversations alone: that
     which the checkpoint keeps, or else the tokenizer's chat template; None: there is none either.
 
-    Args:
-        data_cfg: `chat_template`, `chat_template_kwargs`, `chat_date`, `chat` and
-            `chat_prompt_tokens` are read.
-
     Raises:
         ConfigError: two forms are asked for, or one that cannot be used with this tokenizer.
     """

@@ -22,6 +22,7 @@ Example, ChatML; the policy is trained on what is underlined:
 import datetime
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -211,10 +212,7 @@ def _refusal(number: int, is_last: bool, why: str) -> UserError:
 
 def _difference(part: str, text: str) -> str:
     """Where `part` leaves `text`, for a message."""
-    same = next(
-        (n for n, (one, other) in enumerate(zip(part, text)) if one != other),
-        min(len(part), len(text)),
-    )
+    same = len(os.path.commonprefix([part, text]))
     start = max(same - 20, 0)
     return f"{part[start : same + 30]!r} against {text[start : same + 30]!r}"
 
@@ -301,7 +299,6 @@ class ChatTemplate(ConversationForm):
         return self.tokenize([self.render(messages, True)])[0]
 
     def prompt(self, record: Record) -> list[int]:
-        """The tokens of a record's prompt, all of whose messages the template writes."""
         messages = prompt_messages(record)
         text = self.render(messages, True, self._inputs(record))
         _check_contents(text, messages)
@@ -310,9 +307,6 @@ class ChatTemplate(ConversationForm):
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
-        """See `ConversationForm`; `UserError` also where the template leaves out a part of a
-        message, has no end of a turn, or does not show where a turn is.
-        """
         trained = {n for n, message in enumerate(messages) if n >= first and is_trained(message)}
         if not trained:
             raise UserError("every response of the conversation has 'weight' 0: remove the line.")
@@ -325,8 +319,6 @@ class ChatTemplate(ConversationForm):
             spans = find_turns(text, messages, trained, render, self._turn_end)
         _check_contents(text, messages)
         return encode_turns(text, spans, self.tokenize, self.inner.decode)
-
-    # --- the template ---------------------------------------------------------------------------
 
     def _inputs(self, record: Record) -> dict[str, Any]:
         """What the template gets for a record, beside its messages."""

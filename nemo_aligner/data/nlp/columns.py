@@ -50,10 +50,8 @@ class Columns:
                 self.sources |= {*inner, *(column.split(".")[0] for column in inner)}
 
     def __call__(self, row: Record) -> Record:
-        """`row` with the fields; its other columns stay.
-
-        Raises:
-            UserError: a column is missing, or a text is needed and it holds something else.
+        """`row` with the fields; its other columns stay. `UserError`: a column is missing, or a
+        text is needed and it holds something else.
         """
         if not self.fields:
             return row

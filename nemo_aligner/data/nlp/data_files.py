@@ -55,10 +55,8 @@ class DataFile(NamedTuple):
 
     @classmethod
     def of(cls, entry: Any, key: str) -> "DataFile":
-        """From an entry of the configuration: a path, or {path: ..., columns: {...}}.
-
-        Raises:
-            ConfigError: another form; `key` names the list in the message.
+        """From an entry of the list `key` of the configuration: a path, or {path: ..., columns:
+        {...}}.
         """
         if isinstance(entry, cls):
             return entry
@@ -104,12 +102,7 @@ def _number(item: Any) -> float | None:
 
 
 def open_sources(path: Path, data_impl: str, index_dir: str | None) -> list[RecordSource]:
-    """The sources of one path, in order.
-
-    Args:
-        data_impl: form of the files (`config/data_rules.py`).
-        index_dir: `model.data.index_mapping_dir`.
-    """
+    """The sources of one path, in order; `index_dir`: `model.data.index_mapping_dir`."""
     if not data_impl.startswith("json"):
         return [TokenFile(path, data_impl)]
     if path.is_dir():

@@ -41,7 +41,7 @@ from nemo_aligner.data.nlp.file_dataset import (
     trained_part,
 )
 from nemo_aligner.data.nlp.prompts import RLHFDataset as RLHFDataset
-from nemo_aligner.data.nlp.record_encoder import SURE, Pair
+from nemo_aligner.data.nlp.record_encoder import SURE
 from nemo_aligner.data.nlp.records import Records as Records
 from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.sft import SFTChatDataset as SFTChatDataset
@@ -142,10 +142,8 @@ class RegressionRewardModelDataset(EncodedDataset):
 
 def each_step(record: Record, is_chat: bool = False) -> list[Record]:
     """The samples of a record with a list of steps in `text`, and as many in `label`: `prompt`, a
-    text or messages, and the steps up to each one, on lines of their own.
-
-    Args:
-        is_chat: `prompt` is a message of the user's, also where it is a text.
+    text or messages, and the steps up to each one, on lines of their own. With `is_chat` the
+    prompt is a message of the user's, also where it is a text.
     """
     steps, labels, prompt = record.get("text"), record.get("label"), record.get("prompt")
     if not isinstance(steps, list):
@@ -165,11 +163,7 @@ def each_step(record: Record, is_chat: bool = False) -> list[Record]:
 
 
 def label_numbers(record: Record) -> list[float]:
-    """The numbers of a record's label, at least one.
-
-    Raises:
-        UserError: there is no label, or not of finite numbers.
-    """
+    """The numbers of a record's label, one or more finite ones, else `UserError`."""
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
@@ -337,10 +331,11 @@ class RewardModelDataset(EncodedDataset):
             raise UserError(text)
         logging.warning(text)
 
-    def pair_tokens(self, pair: int) -> Pair:
+    def pair_tokens(self, pair: int) -> tuple[list[int], list[int]]:
         """The tokens of both samples of a pair, the better one first."""
         if self.pair_in_line:
-            return self.encoder.pair(self.as_pair(self.lines[pair]))
+            chosen, rejected = self.encoder.pair(self.as_pair(self.lines[pair]))
+            return chosen.tokens, rejected.tokens
         first, second = 2 * pair, 2 * pair + 1
         return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
 
@@ -400,7 +395,22 @@ class LabelledPairDataset(RewardModelDataset):
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
         labels = self.lines.numbers.astype(np.float32).reshape(-1, self.lines_per_document)
         self.preferences = labels[:, 0]
-        self._check_labels(labels)
+        disagree = np.flatnonzero(labels[:, 0] != labels[:, -1])
+        if len(disagree):
+            first = int(disagree[0])
+            raise UserError(
+                f"{name} data: the two lines of pair {first} have the labels "
+                f"{labels[first, 0]:g} and {labels[first, 1]:g}. Both must hold the preference of "
+                "the pair as their first number; if these are labels of single texts, use "
+                "model.regression.loss_func=regression."
+            )
+        undecided = int((labels[:, 0] == 0).sum())
+        if undecided:
+            logging.warning(
+                f"{name} data: {undecided} of {len(labels)} pairs have the label 0, no "
+                "preference; as in NeMo-Aligner the second text counts as the better one, with "
+                "margin 0."
+            )
 
     def as_pair(self, record: Record) -> Record:
         if holds_pair(by_our_names(record)):
@@ -427,26 +437,7 @@ class LabelledPairDataset(RewardModelDataset):
             )
         return number
 
-    def _check_labels(self, labels: np.ndarray) -> None:
-        disagree = np.flatnonzero(labels[:, 0] != labels[:, -1])
-        if len(disagree):
-            first = int(disagree[0])
-            raise UserError(
-                f"{self.name} data: the two lines of pair {first} have the labels "
-                f"{labels[first, 0]:g} and {labels[first, 1]:g}. Both must hold the preference of "
-                "the pair as their first number; if these are labels of single texts, use "
-                "model.regression.loss_func=regression."
-            )
-        undecided = int((labels[:, 0] == 0).sum())
-        if undecided:
-            logging.warning(
-                f"{self.name} data: {undecided} of {len(labels)} pairs have the label 0, no "
-                "preference; as in NeMo-Aligner the second text counts as the better one, with "
-                "margin 0."
-            )
-
-    def pair_tokens(self, pair: int) -> Pair:
-        """The tokens of both samples of a pair, the better one first."""
+    def pair_tokens(self, pair: int) -> tuple[list[int], list[int]]:
         first, second = super().pair_tokens(pair)
         return (first, second) if self.preferences[pair] < 0 else (second, first)
 
@@ -513,7 +504,7 @@ class DPOModelDataset(RewardModelDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
-        chosen, rejected = self.encoder.pair_with_responses(record)
+        chosen, rejected = self.encoder.pair(record)
         item = self._item(index, chosen.tokens, rejected.tokens)
         for name, sample in (("chosen", chosen), ("rejected", rejected)):
             item[f"{name}_mask"] = response_mask(sample, index, self.seq_length)
@@ -535,10 +526,6 @@ class ResponseDataset(EncodedDataset):
     Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
     t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty
     slot); `lengths` and `prompt_lengths` (scalars); `idx`.
-
-    Raises:
-        UserError: a line without prompt or response; an item whose prompt the tokenizer joins with
-            its response.
     """
 
     prompt_field = "prompt"
@@ -624,10 +611,6 @@ class KTOModelDataset(ResponseDataset):
     (scalars); `sample_mask`, `kl_sample_mask` float32 [S], 1 on the tokens of the responses (all 0
     in an empty slot); `preference` float32 (a scalar), 1 or 0; `loss_mask` float32 [S], all 0 for
     an empty slot; `position_ids` [S]; `idx`.
-
-    Raises:
-        UserError: a line without prompt, response or preference, another preference, or fewer than
-            two documents.
     """
 
     _what = "labelled responses"
@@ -652,11 +635,6 @@ class KTOModelDataset(ResponseDataset):
             )
 
     def select(self, documents: np.ndarray) -> Self:
-        """See `FileDataset.select`.
-
-        Raises:
-            UserError: it is less than two documents.
-        """
         other = super().select(documents)
         other._check_size()
         return other
@@ -670,7 +648,6 @@ class KTOModelDataset(ResponseDataset):
             )
 
     def _number(self, record: Record) -> float:
-        """1 if the response is desirable."""
         return float(_preference(record))
 
     def _sample(self, index: int) -> Encoded:
@@ -688,7 +665,7 @@ class KTOModelDataset(ResponseDataset):
             "preference": torch.tensor(float(self.lines.numbers[int(self.documents[place])])),
             **slot(index, len(sample.tokens), self.seq_length),
         }
-        prompt, first = _start(sample), _start(other)
+        prompt, first = (each.is_response.index(True) for each in (sample, other))
         mismatched = Encoded(
             (sample.tokens[:prompt] + other.tokens[first:])[: self.seq_length],
             ([False] * prompt + other.is_response[first:])[: self.seq_length],
@@ -704,11 +681,6 @@ class KTOModelDataset(ResponseDataset):
         return (
             trained_part(name, item["samples"], item["sample_mask"], int(item["sample_length"])),
         )
-
-
-def _start(sample: Encoded) -> int:
-    """Where the response begins."""
-    return sample.is_response.index(True)
 
 
 def _preference(record: Record) -> bool:

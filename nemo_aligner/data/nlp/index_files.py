@@ -51,9 +51,7 @@ class Index(NamedTuple):
 
 
 def file_fingerprint(path: Path) -> str:
-    """Changes when the file does: a hash of its size, its times (in ns) and its content; of a file
-    above `SMALL`, of samples of its content.
-    """
+    """A hash of the size of a file, its times (in ns) and (samples of) its content."""
     stat = path.stat()
     found = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode())
     found.update(content_samples(path))
@@ -123,16 +121,9 @@ def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], 
 def keep_file(
     data: Path, index_dir: str | None, name: str, write: Callable[[Path], None]
 ) -> Path | None:
-    """The path of the file `name` for the data file or folder `data`.
-
-    Args:
-        write: writes it to the path that it is given; called unless the file exists.
-
-    Returns:
-        None if no folder for it can be written.
-
-    Raises:
-        UserError: there is no room for it; or of `write`.
+    """The path of the file `name` for the data file or folder `data`, which `write` writes to the
+    path that it is given unless it exists; None if no folder for it can be written. `UserError`:
+    there is no room for it.
     """
     from nemo.utils import logging  # here, as below: NeMo takes seconds to import
 

@@ -78,19 +78,15 @@ class ChatTokens:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> "ChatTokens":
-        """From a section of the configuration.
-
-        Raises:
-            ConfigError: one of them is missing or empty.
-        """
-        for name in (field.name for field in fields(cls)):
-            value = texts.get(name)
+        """From a section of the configuration; `ConfigError`: one of them is missing or empty."""
+        found = {field.name: texts.get(field.name) for field in fields(cls)}
+        for name, value in found.items():
             if not isinstance(value, str) or not value:
                 raise ConfigError(
                     f"model.data.chat_prompt_tokens.{name}={value!r}: with model.data.chat=True "
                     "each of the chat tokens is a text."
                 )
-        return cls(**{field.name: texts[field.name] for field in fields(cls)})
+        return cls(**found)
 
 
 # Those of NeMo where a script gives none.
@@ -119,11 +115,7 @@ def chat_text(source: Source, marks: ChatTokens) -> str:
 
 
 class NeMoChat(ConversationForm):
-    """NeMo's chat format for one tokenizer.
-
-    Args:
-        marks: the texts between turns.
-    """
+    """NeMo's chat format for one tokenizer; `marks`: the texts between turns."""
 
     def __init__(self, tokenizer: Tokenizer, marks: ChatTokens) -> None:
         self.tokenizer = tokenizer
@@ -135,10 +127,7 @@ class NeMoChat(ConversationForm):
         self._label_start_ids = self._ids(marks.label_start)
         self._end_of_name_ids = self._ids(marks.end_of_name)
 
-    # --- records --------------------------------------------------------------------------------
-
     def prompt(self, record: Record) -> list[int]:
-        """The tokens of a record's prompt, up to where the response begins."""
         if record.get("prompt") is None and "conversations" in record:
             source = source_of_record(record)
             if source.turns[-1].speaker not in source.masked:
@@ -154,13 +143,11 @@ class NeMoChat(ConversationForm):
         return self.tokenizer.text_to_ids(text)
 
     def conversation(self, record: Record) -> Encoded:
-        """The tokens of a record's conversation."""
         if "conversations" in record:
             return self.encode(source_of_record(record))
         return super().conversation(record)
 
     def sample(self, record: Record) -> list[int]:
-        """The tokens of a conversation that is scored."""
         if "conversations" in record:
             return self.encode(source_of_record(record)).tokens
         return super().sample(record)
@@ -168,11 +155,8 @@ class NeMoChat(ConversationForm):
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
-        """See `ConversationForm`."""
         _check_options(record)
         return self.encode(source_of_messages(messages, first))
-
-    # --- tokens -------------------------------------------------------------------------------
 
     def encode(self, source: Source) -> Encoded:
         """The tokens of a conversation and which of them are trained on."""
@@ -222,10 +206,8 @@ class NeMoChat(ConversationForm):
     def _check_parts(self, tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` unless the tokens are those of the parts, one after the other."""
         joined = [token for part in parts for token in part]
-        if list(tokens[: len(joined)]) != joined or len(tokens) - len(joined) not in (
-            0,
-            len(self._turn_start_ids),
-        ):
+        more = len(tokens) - len(joined)  # TURN
+        if list(tokens[: len(joined)]) != joined or more not in (0, len(self._turn_start_ids)):
             raise UserError(
                 "the tokenizer joins characters of two turns into one token, so that the mask of "
                 "the loss would be wrong. Choose other model.data.chat_prompt_tokens: special "

@@ -8,30 +8,16 @@ of the examples one by one (`training/megatron_steps.py` tells the model where t
 
 import bisect
 import heapq
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from nemo.utils import logging
 
+from nemo_aligner.data.nlp.sft import Examples
+
 Batch = dict[str, torch.Tensor]
-
-
-class Packable(Protocol):
-    """A dataset whose items can be packed, such as `SFTDataset`."""
-
-    name: str
-    max_seq_length: int
-    pad_to_max_length: bool
-    collate_fn: Callable[[list[dict[str, Any]]], Batch]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64 [len(self)]: tokens of each item, at most `max_seq_length`."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """An item of `collate_fn`, with a list `tokens`."""
 
 
 def pack(slots: Sequence[int], size: int) -> list[list[int]]:
@@ -82,7 +68,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     padded validation batch: the first pack without weight in the loss. `collate_fn` makes batches.
     """
 
-    def __init__(self, dataset: Packable) -> None:
+    def __init__(self, dataset: Examples) -> None:
         self.dataset = dataset
         self.size = dataset.max_seq_length
         slots = np.maximum(dataset.lengths - 1, 1)
@@ -107,7 +93,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         S is at most `max_seq_length`, and equal to it with `pad_to_max_length`.
 
         Returns:
-            As `SFTDataset.collate_fn`, and `packed_position_ids` int64 [B, S] in place of
+            As `collate_examples`, and `packed_position_ids` int64 [B, S] in place of
             `position_ids`: 0 where an example begins, and where the padding does.
         """
         rows = [self._row(item) for item in items]
@@ -115,11 +101,12 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         width = self.size
         if not self.dataset.pad_to_max_length:
             width = min(-(-longest // 16) * 16, self.size)
-        batch = {}
-        for key in rows[0]:
-            batch[key] = torch.stack(
+        batch = {
+            key: torch.stack(
                 [torch.nn.functional.pad(row[key], (0, width - len(row[key]))) for row in rows]
             )
+            for key in rows[0]
+        }
         for row, positions in zip(rows, batch["packed_position_ids"], strict=True):
             used = len(row["tokens"])
             positions[used:] = torch.arange(width - used)

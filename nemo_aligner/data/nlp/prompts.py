@@ -32,8 +32,7 @@ class RLHFDataset(EncodedDataset):
 
     Args:
         max_prompt_length: limit in tokens.
-        data_cfg: `model.data`; of it `data_impl` (the form of the files, jsonl if not set),
-            `columns` and `index_mapping_dir` are read, and what `RecordEncoder` reads.
+        data_cfg: `model.data`; see `Records` and `RecordEncoder`.
         limit_text: the limit in words, and where it comes from; for messages.
 
     Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32, `idx`, the
@@ -110,10 +109,7 @@ class RLHFDataset(EncodedDataset):
         return other
 
     def longest_prompt(self, enough: int) -> int:
-        """Tokens of the longest prompt that is used, or less if none has more than `enough`.
-
-        Reads texts only where their lengths are in doubt.
-        """
+        """Tokens of the longest prompt that is used, or less if none has more than `enough`."""
         if self.max_prompt_length <= enough:
             return 0
         bounds = self.lines.notes[self.documents]  # upper bounds, see `prompt_length`
@@ -253,13 +249,8 @@ def collate_with_pad_to_max_batch(
     cfg: DictConfig,
     generate_masks_and_position_ids: bool = True,
 ) -> Callable[[Sequence[Mapping[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """`collate_with_batch_max_sequence_length` with everything but the items given.
-
-    Args:
-        max_seqlen: columns added for the response.
-        tokenizer_eos_id: padding.
-        cfg: not used (NeMo-Aligner's signature).
-        generate_masks_and_position_ids: as there.
+    """`collate_with_batch_max_sequence_length` with everything but the items given: `max_seqlen`
+    columns are added for the response. `cfg` is not used (NeMo-Aligner's signature).
     """
     return partial(
         collate_with_batch_max_sequence_length,
@@ -277,13 +268,8 @@ def identity_collate(batch: list[Any]) -> list[Any]:
 def single_validation_set(
     validation: RLHFDataset | dict[str, RLHFDataset] | None,
 ) -> RLHFDataset | None:
-    """The validation set of a PPO or RS job; None: it has none.
-
-    Args:
-        validation: the second value that `build_train_valid_test_rlhf_datasets` returns.
-
-    Raises:
-        ConfigError: there are several.
+    """The validation set that `build_train_valid_test_rlhf_datasets` returns; None: there is none.
+    `ConfigError`: there are several.
     """
     if isinstance(validation, dict):
         raise ConfigError(
@@ -300,11 +286,9 @@ def check_pad_to_length(
     widths.
 
     Args:
-        cfg: whole configuration; `<remote>.pad_to_length` and
-            `model.<section>.length_params.max_length` are read.
-        remote: "remote_rm" or "remote_critic_rm".
-        section: "ppo", "rs" or "reinforce".
-        datasets: whose prompts responses are generated to.
+        cfg: whole configuration.
+        remote: "remote_rm" or "remote_critic_rm", whose `pad_to_length` is read.
+        section: "ppo", "rs" or "reinforce", of which `length_params` is read.
     """
     pad_to_length = cfg[remote].pad_to_length
     max_length = cfg.model[section].length_params.max_length

@@ -57,11 +57,6 @@ class TextEncoder:
                 ) from None
             self.fix_text = fix_text
 
-    def settings(self, *others: Any) -> Callable[[], str | None]:
-        """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
-        ftfy = "" if self.fix_text is None else importlib.metadata.version("ftfy")
-        return partial(settings_of, self.tokenizer, self.add_bos, self.append_eod, ftfy, *others)
-
     def __call__(self, text: str | np.ndarray) -> list[int]:
         if not isinstance(text, str):
             return [int(token) for token in text]
@@ -114,7 +109,6 @@ def plain_texts(record: Record, *fields: str, allow_blank: bool = False) -> list
     return [record[field] for field in fields]
 
 
-Pair = tuple[list[int], list[int]]  # the better one first
 HEAD = 64  # characters of a response
 SURE = 1 << 30  # characters that a pair has in common whose prompt is known
 
@@ -152,9 +146,11 @@ class RecordEncoder:
 
     def settings(self, *others: Any) -> Callable[[], str | None]:
         """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
-        form = None if self.form is None else self.form.state
+        form, texts = None if self.form is None else self.form.state, self.encode_text
+        ftfy = "" if texts.fix_text is None else importlib.metadata.version("ftfy")
         ends = [self.prompt_end] if self.prompt_end else []
-        return self.encode_text.settings(form, *ends, *others)
+        how = (texts.add_bos, texts.append_eod, ftfy, form, *ends, *others)
+        return partial(settings_of, texts.tokenizer, *how)
 
     def form_of(self, record: Record) -> ConversationForm | None:
         """The form that a record is written in; None: its texts stay as they are."""
@@ -208,18 +204,10 @@ class RecordEncoder:
         text = self._text(record, has_conversation=False)
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
-    def pair(self, record: Record) -> Pair:
-        """The tokens of both samples of a pair that stands in one record."""
-        form = self.form_of(record)
-        if form is not None:
-            chosen, rejected = form.pair(self._fixed(record))
-            return chosen.tokens, rejected.tokens
-        prompt, first, second = self._pair_texts(record)
-        return self.encode_text(prompt + first), self.encode_text(prompt + second)
-
-    def pair_with_responses(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The tokens of both samples of such a pair, and which of them are of the response: what
-        follows `prompt`, or the messages of the assistant from the first one that differs.
+    def pair(self, record: Record) -> tuple[Encoded, Encoded]:
+        """The tokens of both samples of a pair that stands in one record, the better one first,
+        and which of them are of the response: what follows `prompt`, or the messages of the
+        assistant from the first one that differs.
         """
         form = self.form_of(record)
         if form is not None:
@@ -256,7 +244,7 @@ class RecordEncoder:
         if self.form_of(record) is not None:
             pair = self.pair(record)
             _check_differ(*pair)
-            return max(map(len, pair))
+            return max(len(sample.tokens) for sample in pair)
         prompt, *responses = self._pair_texts(record)
         if self._may_be_the_same(*responses):  # encoding all pairs would take long
             _check_differ(*self.pair(record))
@@ -290,12 +278,7 @@ class RecordEncoder:
         return SURE if prompt.strip() else common_length(first, second)
 
     def _parts(self, record: Record, *fields: str, whole: bool = False) -> list[str]:
-        """The text of a prompt, and of the fields that continue it.
-
-        Args:
-            whole: without a prompt, and `prompt_end`, the prompt is empty, as it also is where
-                `allow_empty_prompt` says so.
-        """
+        """The text of a prompt, and of the fields that continue it."""
         texts = plain_texts(record, *fields)
         if record.get("prompt") is not None:
             return plain_texts(record, "prompt", allow_blank=True) + texts
@@ -384,8 +367,8 @@ class RecordEncoder:
         return record if fix is None else fixed(record)
 
 
-def _check_differ(chosen: list[int], rejected: list[int]) -> None:
-    if chosen == rejected:
+def _check_differ(chosen: Encoded, rejected: Encoded) -> None:
+    if chosen.tokens == rejected.tokens:
         raise EqualPairError(
             "have the same tokens (they differ only in what the tokenizer or the chat template "
             "leaves out, such as spaces at the end)"

@@ -25,7 +25,6 @@ class BatchSampler(ABC):
     """Sizes, checks and counters that the four samplers share.
 
     Args:
-        consumed_samples: samples used by all ranks since the start of training.
         drop_last: leave out the samples that do not fill a global batch.
         global_batch_size: over all ranks; None for one micro-batch per rank.
         pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with

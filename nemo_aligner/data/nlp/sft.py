@@ -366,12 +366,7 @@ def _field(record: Record, field: str | None) -> str:
 
 
 def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str | None]]:
-    """Cut a template into pieces (text, field or None), each with text before its field.
-
-    "Q: {input} A: {output}" -> ("Q:", None), (" ", "input"), (" A:", None), (" ", "output").
-    For a tokenizer that puts spaces between pieces itself (`space_sensitive=False`) the pieces
-    have none at their edges.
-    """
+    """Cut a template into pieces (text, field or None), each with text before its field."""
     pieces: list[tuple[str, str | None]] = []
     literal = ""
     for part in re.split(r"(\{\w+\})", template):

@@ -78,11 +78,7 @@ class JsonLinesFile:
             return record
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All records in order; only their byte offsets are kept.
-
-        Raises:
-            UserError: a line is not a JSON object; names the file and the line.
-        """
+        """All records in order; only their byte offsets are kept."""
         offsets, offset = array.array("q"), 0
         with self._open() as file:
             for number, line in enumerate(file, start=1):
@@ -99,7 +95,6 @@ class JsonLinesFile:
 
 
 def _parse(line: bytes, where: str) -> Record:
-    """One line as an object; `where` opens an error message."""
     try:
         record = json.loads(line)
     except ValueError as error:  # bad JSON or bad UTF-8

@@ -59,9 +59,6 @@ SYSTEM_PROMPT = (
 )
 
 
-# --- labels -------------------------------------------------------------------------------------
-
-
 def encode_label(values: Mapping[str, Any]) -> str:
     """The text of a label: "name:value" with commas between them, in the order of `values`."""
     return ",".join(f"{name}:{value}" for name, value in values.items())
@@ -102,9 +99,6 @@ def read_attributes(text: str) -> tuple[str, ...]:
     if not all(names) or len(set(names)) < len(names):
         raise UserError(f"--attributes {text}: give different names with commas between them.")
     return names
-
-
-# --- texts for a reward model -------------------------------------------------------------------
 
 
 def scored_turns(record: Record) -> list[tuple[int, str]]:
@@ -158,9 +152,6 @@ def regression_records(
     return found
 
 
-# --- data sets ----------------------------------------------------------------------------------
-
-
 def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
     """A record of conversations for attribute-conditioned fine-tuning."""
     return {
@@ -191,14 +182,9 @@ def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
     labels = message.get("labels")
     if not responds:
         turn["label"] = None
-    elif labels is not None:
-        turn["label"] = encode_label(
-            {
-                name: round(labels[name]["value"] * HIGHEST)  # they are from 0 to 1
-                for name in OPEN_ASSISTANT_ATTRIBUTES
-                if name in labels
-            }
-        )
+    elif labels is not None:  # from 0 to 1
+        names = [name for name in OPEN_ASSISTANT_ATTRIBUTES if name in labels]
+        turn["label"] = encode_label({n: round(labels[n]["value"] * HIGHEST) for n in names})
     if not message["replies"]:
         yield [turn]
     for reply in message["replies"]:
@@ -209,9 +195,9 @@ def _paths(message: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
 def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Record:
     """The conversation of a row of HelpSteer or HelpSteer2 with the `attributes` that it has."""
     values = {name: row[name] for name in attributes if row.get(name) is not None}
-    missing = [name for name in ("prompt", "response") if not isinstance(row.get(name), str)]
-    if missing or not values:
-        what = " and ".join(missing) or f"all of {', '.join(attributes)}"
+    absent = [name for name in ("prompt", "response") if not isinstance(row.get(name), str)]
+    if absent or not values:
+        what = " and ".join(absent) or f"all of {', '.join(attributes)}"
         raise UserError(f"{what} missing; the row has {sorted(row)}.")
     return labelled_conversation(
         [
@@ -350,7 +336,7 @@ class SteerLM2Dataset(Examples):
 
         Returns:
             `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`, as
-            `SFTDataset.collate_fn` makes them; `ws` and `log(Q(y|a,x))` float32 and float64
+            `collate_examples` makes them; `ws` and `log(Q(y|a,x))` float32 and float64
             `[B, n]`. A response that is missing has no label that counts.
         """
         missing = Encoded([self.tokenizer.eos_id] * 2, [False] * 2)

@@ -62,12 +62,7 @@ class TopKExample(NamedTuple):
 def to_line(
     example: TopKExample, index: int, rows: int, fingerprint: str | None, teacher: str
 ) -> str:
-    """The line of a file for an example.
-
-    Args:
-        index, rows, teacher: the fields of the same names.
-        fingerprint: of the tokenizer.
-    """
+    """The line of a file for an example; `fingerprint`: of the tokenizer."""
     record = {key: getattr(example, key).tolist() for key in EXAMPLE}
     for key, dtype in ARRAYS.items():
         data = np.ascontiguousarray(getattr(example, key), dtype=dtype)
@@ -114,12 +109,11 @@ def from_record(record: Record, top_k: int | None = None) -> TopKExample:
     loss_mask = np.asarray(record["loss_mask"], dtype=np.float32)
     counts = loss_mask != 0
     try:
-        arrays = [_array(record, key, counts) for key in ARRAYS]
+        logits, ids, log_sum_exp = (_array(record, key, counts) for key in ARRAYS)
     except (ValueError, TypeError) as error:
         raise UserError(
             f"its arrays do not belong together ({error}); compute it again."
         ) from None
-    logits, ids, log_sum_exp = arrays
     found = int(counts.sum())
     fits = (
         logits.ndim == 2
