@@ -4,6 +4,7 @@
 duplicates, empty responses, special tokens in what somebody wrote.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -114,9 +115,10 @@ def look(job: InspectedJob, limit: int) -> Findings:
     notes = dataset.lines.notes.reshape(-1, dataset.lines_per_document).max(axis=1)
     bad = []
     for text, chosen, tokens in dataset.by_length(notes):
-        numbers = np.flatnonzero(chosen)
-        more = (f" ({notes[n]} tokens)" * tokens for n in numbers)
-        places = [place(dataset, int(n)) + text for n, text in zip(numbers, more, strict=True)]
+        places = [
+            place(dataset, int(number)) + f" ({notes[number]} tokens)" * tokens
+            for number in np.flatnonzero(chosen)
+        ]
         bad += [Finding(text, places)] if places else []
     usable = dataset.in_use()
     usable = usable[:limit] if limit else usable
@@ -188,25 +190,14 @@ def _empty_response(job: InspectedJob) -> Callable[[Sample], bool]:
 
     def trained_is_blank(part: Part) -> bool:
         """For the turns one by one: one of them may be empty."""
-        turns: list[list[int]] = []
-        before = False
-        for token, marked in zip(part.tokens, part.marked, strict=True):
-            if marked:
-                turns += [] if before else [[]]
-                turns[-1].append(token)
-            before = marked
-        return any(blank(turn) for turn in turns)
+        runs = itertools.groupby(zip(part.tokens, part.marked, strict=True), lambda each: each[1])
+        return any(blank([token for token, _marked in turn]) for marked, turn in runs if marked)
 
     def pair_is_blank(sample: Sample) -> bool:
         record = dataset.as_pair(dataset.lines[sample.document])
-        values = [record["chosen"], record["rejected"]]
-        texts = [value if isinstance(value, str) else value[-1] for value in values]
-        return any(
-            not str(
-                text if isinstance(text, str) else text.get("content", text.get("value"))
-            ).strip()
-            for text in texts
-        )
+        last = [v if isinstance(v, str) else v[-1] for v in (record["chosen"], record["rejected"])]
+        texts = [v if isinstance(v, str) else v.get("content", v.get("value")) for v in last]
+        return not all(str(text).strip() for text in texts)
 
     def is_empty(sample: Sample) -> bool:
         if any(part.scored for part in sample.parts):  # no response is told from its prompt

@@ -81,7 +81,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
     alike = ", to the token"  # how items are equal that are there twice
     # From records to tokens; the form of conversations that a dataset without an encoder reads.
     encoder: Any = None
-    form: ConversationForm | None = None
+    form: Any = None
     seq_length: int
 
     @staticmethod

@@ -108,7 +108,7 @@ def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], 
         made.append(make())
         arrays = made[0]._replace(numbers=made[0].numbers.view(np.int64))
         with path.open("wb") as file:  # one array, which can be mapped: the lengths, then they
-            parts = [[len(array) for array in arrays], *arrays]
+            parts: list[Any] = [[len(array) for array in arrays], *arrays]
             np.save(file, np.concatenate(parts, dtype=np.int64, casting="unsafe"))
 
     path = keep_file(data, index_dir, name, write)

@@ -22,6 +22,7 @@ trained on, without LABEL_START. Without a type labels are left out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ class ChatTokens:
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> "ChatTokens":
         """From a section of the configuration; `ConfigError`: one of them is missing or empty."""
-        found = {field.name: texts.get(field.name) for field in fields(cls)}
+        found: dict[str, Any] = {field.name: texts.get(field.name) for field in fields(cls)}
         for name, value in found.items():
             if not isinstance(value, str) or not value:
                 raise ConfigError(

@@ -166,8 +166,9 @@ class Records(Sequence):
             raise UserError(f"{where}: {why}")
         if not kinds[0]:
             raise UserError(f"data file {source.path} is empty.")
-        arrays = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
-        return index_files.Index(source.offsets, *arrays, np.array(rows, dtype=np.int64))
+        notes, numbers, extra = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
+        of_rows = np.array(rows, dtype=np.int64)
+        return index_files.Index(source.offsets, notes, numbers, extra, of_rows)
 
     def __len__(self) -> int:
         return len(self.notes)

@@ -12,8 +12,6 @@ The random samplers draw from their own generator, never from the global one, on
 depends.
 """
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -21,7 +19,7 @@ import torch
 from nemo_aligner.core.errors import ConfigError, UserError
 
 
-class BatchSampler(ABC):
+class BatchSampler:
     """Sizes, checks and counters that the four samplers share.
 
     Args:
@@ -92,114 +90,86 @@ class BatchSampler(ABC):
         self.drop_last = drop_last
         self.seed = seed
         self.samples_per_epoch = self._whole_batches(total_samples)
+        # Indices in one yielded batch.
+        share = global_batch_size // data_parallel_size
+        self.local_batch_size = micro_batch_size if self.yields_micro_batches else share
 
     def _whole_batches(self, samples: int) -> int:
         """Samples, with empty slots, of the global batches that `samples` make."""
-        batches = samples / self.global_batch_size
-        return self.global_batch_size * (
-            math.floor(batches) if self.drop_last else math.ceil(batches)
-        )
+        size = self.global_batch_size
+        return samples // size * size if self.drop_last else -(-samples // size) * size
 
-    def _position(self) -> tuple[int, int]:
-        """(epoch, samples of it that are used)."""
-        return divmod(self.consumed_samples, self.samples_per_epoch)
-
-    @property
-    def _local_batch_size(self) -> int:
-        """Indices in one yielded batch."""
-        if self.yields_micro_batches:
-            return self.micro_batch_size
-        return self.global_batch_size // self.data_parallel_size
+    def _position(self) -> tuple[int, int, int]:
+        """(epoch, samples of it that are used, samples of all ranks that a pass would yield)."""
+        epoch, done = divmod(self.consumed_samples, self.samples_per_epoch)
+        has_ended = epoch > 0 and not self.is_random  # in order there is one pass in total
+        return epoch, done, 0 if has_ended else self._whole_batches(self.total_samples - done)
 
     def __len__(self) -> int:
         """Batches that a pass started now would yield."""
-        return self._samples_left() // (self._local_batch_size * self.data_parallel_size)
+        return self._position()[2] // (self.local_batch_size * self.data_parallel_size)
 
-    @abstractmethod
-    def _samples_left(self) -> int:
-        """Samples of all ranks that a pass started now would yield."""
-
-    @abstractmethod
     def __iter__(self) -> Iterator[list[int]]:
         """Dataset indices of this rank's batches."""
+        return self._at_random() if self.is_random else self._in_order()
 
+    def _at_random(self) -> Iterator[list[int]]:
+        """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
+        batches. One pass ends with the epoch; the next starts the following epoch.
 
-class _RandomSampler(BatchSampler):
-    """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
-    batches.
-
-    Each rank takes a share of every global batch, so the samples of a global batch depend neither
-    on the number of ranks nor on the micro-batch size. (In NeMo each rank permutes its own part of
-    the dataset, so they depend on both.)
-
-    One pass ends with the epoch; the next starts the following epoch.
-    """
-
-    is_random = True
-
-    def _samples_left(self) -> int:
-        return self._whole_batches(self.total_samples - self._position()[1])
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch, done = self._position()
+        Each rank takes a share of every global batch, so the samples of a global batch depend
+        neither on the number of ranks nor on the micro-batch size. (In NeMo each rank permutes its
+        own part of the dataset, so they depend on both.)
+        """
+        epoch, done, left = self._position()
         order = torch.randperm(
             self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch)
         )
         # The end of the permutation, beyond the last global batch, is left out: other samples in
         # each epoch.
-        end = done + self._samples_left()
-        for global_batch in order[done:end].split(self.global_batch_size):
+        for global_batch in order[done : done + left].split(self.global_batch_size):
             share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
-            for batch in share.split(self._local_batch_size):
+            for batch in share.split(self.local_batch_size):
                 self.consumed_samples += len(batch) * self.data_parallel_size
                 yield batch.tolist()
         self.consumed_samples = (epoch + 1) * self.samples_per_epoch
 
-
-class _InOrderSampler(BatchSampler):
-    """The dataset's own order, one pass in total; an iteration starts at `consumed_samples`."""
-
-    is_random = False
-
-    def _samples_left(self) -> int:
-        epoch, done = self._position()
-        return self._whole_batches(self.total_samples - done) if epoch == 0 else 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        size, ranks = self._local_batch_size, self.data_parallel_size
-        rank = self.data_parallel_rank
-        first, left = self._position()[1], self._samples_left()
+    def _in_order(self) -> Iterator[list[int]]:
+        """The dataset's own order; an iteration starts at `consumed_samples`."""
+        size, ranks, rank = self.local_batch_size, self.data_parallel_size, self.data_parallel_rank
+        _epoch, first, left = self._position()
         for start in range(first, first + left, size * ranks):
             batch = [
                 index if index < self.total_samples else -1
                 for index in range(start, start + size * ranks)
             ]
-            yield (
-                batch[rank * size : (rank + 1) * size]
-                if self.yields_micro_batches
-                else batch[rank::ranks]
-            )
+            mine = slice(rank * size, (rank + 1) * size)
+            yield batch[mine if self.yields_micro_batches else slice(rank, None, ranks)]
 
 
-class MegatronPretrainingRandomSampler(_RandomSampler):
+class MegatronPretrainingRandomSampler(BatchSampler):
     """Micro-batches of this rank in random order."""
 
+    is_random = True
     yields_micro_batches = True
 
 
-class MegatronPretrainingRandomBatchSampler(_RandomSampler):
+class MegatronPretrainingRandomBatchSampler(BatchSampler):
     """This rank's share of each global batch, in random order."""
 
+    is_random = True
     yields_micro_batches = False
 
 
-class MegatronPretrainingSampler(_InOrderSampler):
+class MegatronPretrainingSampler(BatchSampler):
     """Micro-batches in the dataset's order: of each DP consecutive ones, rank r gets the r-th."""
 
+    is_random = False
     yields_micro_batches = True
 
 
-class MegatronPretrainingBatchSampler(_InOrderSampler):
+class MegatronPretrainingBatchSampler(BatchSampler):
     """This rank's share of each global batch in the dataset's order: every DP-th sample."""
 
+    is_random = False
     yields_micro_batches = False

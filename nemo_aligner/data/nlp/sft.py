@@ -47,7 +47,9 @@ class Examples(FileDataset):
     makes batches of them.
     """
 
-    what, cut, none_left = "", "", ""  # of messages
+    what: str  # for messages, as the next two
+    cut: str
+    none_left: tuple[str, str]
 
     def __init__(
         self,

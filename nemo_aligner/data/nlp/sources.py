@@ -13,7 +13,7 @@ import array
 import io
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -21,6 +21,10 @@ import numpy as np
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp import index_files
+
+if TYPE_CHECKING:
+    import pyarrow
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 Record = dict[str, Any]
 
@@ -106,9 +110,6 @@ def _parse(line: bytes, where: str) -> Record:
     return record
 
 
-if TYPE_CHECKING:
-    import pyarrow
-
 # Rows that are decoded together while a file is copied or checked.
 ROWS_AT_ONCE = 256
 # Of a batch in a copy: opening it reads the page where each batch begins, so there are few.
@@ -143,8 +144,8 @@ class ArrowTable:
     def scan(self) -> Iterator[tuple[int, Record]]:
         """All rows in order, decoded a few at a time."""
         number = 0
-        batches = self._read_through() if self.arrow_files else iter(self.table.table.to_batches())
-        while (batch := _next(batches, self.path, number)) is not None:
+        batches = self._read_through() if self.arrow_files else self.table.table.to_batches()
+        for batch in _readable(batches, self.path):
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                 for row in batch.slice(start, ROWS_AT_ONCE).to_pylist():
                     number += 1
@@ -193,16 +194,16 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
             f"{path} is not a parquet file, or is cut short ({error}); copy or write it again."
         ) from None
     with file:
+        batches = _readable(file.iter_batches(batch_size=ROWS_AT_ONCE), path)
         groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
         if sum(group.total_byte_size for group in groups) <= index_files.SMALL:
-            batches = list(_batches_of(file, path))
-            table = InMemoryTable(pa.Table.from_batches(batches, file.schema_arrow))
+            table = InMemoryTable(pa.Table.from_batches(list(batches), file.schema_arrow))
             return ArrowTable(path, table, [path], [])
 
         def write(target: Path) -> None:
             with pa.OSFile(str(target), "wb") as sink:
                 with pa.ipc.new_stream(sink, file.schema_arrow) as writer:
-                    for table in _gathered(_batches_of(file, path)):
+                    for table in _gathered(batches):
                         writer.write_table(table)
 
         copy = index_files.keep_copy(path, index_dir, path.name, ".arrow", write)
@@ -260,31 +261,23 @@ def _gathered(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator["pyarrow.Tab
         yield pa.Table.from_batches(held).combine_chunks()
 
 
-def _batches_of(file: Any, path: Path) -> Iterator["pyarrow.RecordBatch"]:
-    """The rows of an open parquet file, a few at a time."""
-    batches, done = iter(file.iter_batches(batch_size=ROWS_AT_ONCE)), 0
-    while (batch := _next(batches, path, done)) is not None:
-        done += batch.num_rows
-        yield batch
-
-
-def _next(
-    batches: Iterator["pyarrow.RecordBatch"], path: Path, done: int
-) -> "pyarrow.RecordBatch | None":
-    """The next of `batches`, of which `done` rows have been read; None at the end."""
+def _readable(
+    batches: Iterable["pyarrow.RecordBatch"], path: Path
+) -> Iterator["pyarrow.RecordBatch"]:
+    """`batches`; `UserError` says after which row one cannot be read."""
     import pyarrow as pa
 
+    done = 0
     try:
-        return next(batches, None)
+        for batch in batches:
+            yield batch
+            done += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path} cannot be read after row {done} ({error}): the file is damaged or "
             "incomplete; copy or write it again."
         ) from None
 
-
-if TYPE_CHECKING:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 # What a pickled array of arrays of numbers is made of, by module (of NumPy 1 and 2) and name.
 _MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")

@@ -45,8 +45,6 @@ from nemo_aligner.data.nlp.sources import Record
 
 # Default of `model.regression.loss_mask_val`: the number that means "no label".
 DEFAULT_MASK_VALUE = -100.0
-
-
 # As NeMo-Aligner orders the numbers of a label. Values are whole numbers from 0 to 4.
 OPEN_ASSISTANT_ATTRIBUTES = ("quality", "toxicity", "humor", "creativity")
 HELPSTEER_ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
