@@ -18,8 +18,8 @@ _TRT = (
     "(nemo_aligner.generation.MegatronGenerator); set trainer.ppo.trt_llm.enable=False"
 )
 _APEX = (
-    "apex's optimizer is not used: model.offload_optimizer() and model.onload_optimizer() move "
-    "the states of Megatron Core's"
+    "apex's optimizer is not used: model.offload_adam_states() and model.onload_adam_states() "
+    "move the states of Megatron Core's"
 )
 _PACKED_PAIRS = (
     "pairs are not packed into one sequence; name the files that the packed ones were made of in "

@@ -56,6 +56,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.vocab_parallel import logprobs_and_entropy
 from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.optim import optimizer_step
 from tests.distributed.launcher import progress
@@ -620,8 +621,8 @@ def inferred(model, role: str) -> dict[str, torch.Tensor]:
             model.model,
             {"tokens": tokens},
             micro_batch_size=3,
-            output_fn=lambda logits, batch: model.logprobs_and_entropy(
-                logits, batch["tokens"], inference_only=True
+            output_fn=lambda logits, batch: logprobs_and_entropy(
+                logits, batch["tokens"], inference_only=True, **model._distribution()
             )[1],
             lengths=lengths,
             by_position=True,

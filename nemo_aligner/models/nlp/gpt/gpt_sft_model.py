@@ -83,12 +83,6 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
     def get_inference_params(self) -> dict[str, Any]:
         return self._inference_params
 
-    def prepare_for_inference(self) -> None:
-        self.set_eval()
-
-    def finish_inference(self) -> None:
-        self.set_train()
-
     @torch.no_grad()
     def generate(
         self,

@@ -109,7 +109,7 @@ class GPTSteerLMModel(GPTSFTModel):
             batch,
             micro_batch_size=self.forward_micro_batch_size,
             output_fn=lambda logits, rows: masked_sum(
-                self.label_logprobs(logits, rows["labels"], inference_only=True), rows["mask"], 1
+                self.logprobs(logits, rows["labels"], True, labels=True), rows["mask"], 1
             ),
             lengths=counted_lengths(batch["mask"], batch["tokens"].size(1)),
             micro_batch_tokens=self.micro_batch_tokens,

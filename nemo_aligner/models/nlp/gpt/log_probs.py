@@ -10,7 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -21,8 +21,8 @@ from torch import Tensor
 from nemo_aligner.checkpoint.dist_ckpt import make_sharded_tensors_from_reference
 from nemo_aligner.checkpoint.forms import REFERENCE
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.losses import loss_count, loss_weights, sft_loss
-from nemo_aligner.core.masks import counted_lengths, one_row_per_sample
+from nemo_aligner.core.losses import loss_weights, sft_loss
+from nemo_aligner.core.masks import one_row_per_sample
 from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
@@ -31,7 +31,9 @@ from nemo_aligner.parallel.vocab_parallel import (
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
 )
-from nemo_aligner.training.megatron_steps import Batch, forward_backward, forward_collect
+from nemo_aligner.training.megatron_steps import Batch, forward_collect
+
+REFERENCE_PREFIX = "ref_policy_log_probs_"
 
 
 class LogProbsMixin(NLPAdapterModelMixin):
@@ -40,15 +42,16 @@ class LogProbsMixin(NLPAdapterModelMixin):
     Attributes:
         temperature: of the log-probs.
         forward_micro_batch_size: samples per forward pass of the log-probs.
-        loss_reduction: what a loss is the mean of, one of `estimators.LOSS_REDUCTIONS`.
     """
 
     temperature = 1.0
     forward_micro_batch_size: int
-    loss_reduction: str = "token"
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, inference_only: bool) -> Tensor:
-        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits.
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, inference_only: bool, labels: bool = False
+    ) -> Tensor:
+        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits;
+        `labels`: `[b, S]`, of the label of each token.
 
         A backward pass overwrites the logits with their gradient; nothing else may need them.
         """
@@ -56,36 +59,18 @@ class LogProbsMixin(NLPAdapterModelMixin):
             logits,
             tokens,
             inference_only=inference_only,
-            overwrite_logits=True,
-            **self._distribution(),
-        )
-
-    def logprobs_and_entropy(
-        self, logits: Tensor, tokens: Tensor, inference_only: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`logprobs`, to the bit, and the entropy `[b, S-1]` of the same distributions."""
-        return logprobs_and_entropy(
-            logits,
-            tokens,
-            inference_only=inference_only,
-            overwrite_logits=True,
-            **self._distribution(),
-        )
-
-    def label_logprobs(self, logits: Tensor, labels: Tensor, inference_only: bool) -> Tensor:
-        """`logprobs` of the label `[b, S]` of each token."""
-        return from_parallel_logits_to_logprobs(
-            logits,
-            labels,
-            inference_only=inference_only,
-            ignore_last=False,
-            overwrite_logits=True,
+            ignore_last=not labels,
             **self._distribution(),
         )
 
     def _distribution(self) -> dict[str, Any]:
         # As in sampling: ids in the padding of the vocabulary are not tokens.
-        return {"temperature": self.temperature, "vocab_size": self.tokenizer.vocab_size}
+        vocab_size = self.tokenizer.vocab_size
+        return {
+            "temperature": self.temperature,
+            "vocab_size": vocab_size,
+            "overwrite_logits": True,
+        }
 
     # --- losses ---------------------------------------------------------------------------------
 
@@ -94,12 +79,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
         loss: Callable[..., tuple[Tensor, Batch]],
         columns: Batch,
         forward_only: bool,
-        *,
-        mask: Tensor | None = None,
-        loss_reduction: str | None = None,
-        micro_batch_size: int | None = None,
-        lengths: Tensor | None = None,
-        together: int = 1,
+        **options: Any,
     ) -> tuple[float, dict[str, float]]:
         """A loss of a global batch by the log-probs of its tokens, and its gradient unless
         `forward_only`; all ranks call it.
@@ -112,58 +92,29 @@ class LogProbsMixin(NLPAdapterModelMixin):
             columns: this data-parallel rank's share of the global batch: `tokens` int64 `[B, S]`
                 and what `loss` needs; `labels` int64 `[B, S]` and `packed_position_ids` if the
                 batch has them.
-            mask: `[B, S-1]`, non-zero where a token counts: `loss` gets `weights`, by
-                `loss_reduction`; None: they stand in `columns`.
-            loss_reduction: of `losses.loss_weights`; None: `loss_reduction` of the model.
-            micro_batch_size: None: that of the configuration.
-            lengths: int64 `[B]`, as for `megatron_steps.forward_backward`; None: up to the last
-                token with a weight.
-            together: as for `megatron_steps.forward_backward`.
+            options: of `run_loss`, such as `mask`.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.
-
-        Raises:
-            UserError: neither `mask` nor weights are given.
         """
-        micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
-        loss_reduction = loss_reduction or self.loss_reduction
-        if mask is not None:
-            weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
-            columns = {**columns, "weights": weights}
-        if lengths is None:
-            if "weights" not in columns:
-                raise UserError("a loss needs a mask, or columns with the weights of the tokens.")
-            lengths = counted_lengths(columns["weights"], columns["tokens"].size(1))
         names = inspect.signature(loss).parameters
 
         def loss_fn(logits: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
             given = {name: micro_batch[name] for name in names if name in micro_batch}
+            tokens = micro_batch["tokens"]
             if "labels" in micro_batch:
-                given["logprobs"] = self.label_logprobs(
-                    logits, micro_batch["labels"], inference_only=forward_only
+                given["logprobs"] = self.logprobs(
+                    logits, micro_batch["labels"], forward_only, labels=True
                 )
             elif "entropy" in names:
-                given["logprobs"], given["entropy"] = self.logprobs_and_entropy(
-                    logits, micro_batch["tokens"], inference_only=forward_only
+                given["logprobs"], given["entropy"] = logprobs_and_entropy(
+                    logits, tokens, inference_only=forward_only, **self._distribution()
                 )
             else:
-                given["logprobs"] = self.logprobs(
-                    logits, micro_batch["tokens"], inference_only=forward_only
-                )
+                given["logprobs"] = self.logprobs(logits, tokens, forward_only)
             return loss(**given)
 
-        metrics, _ = forward_backward(
-            self.model,
-            columns,
-            micro_batch_size=micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
-            lengths=lengths,
-            micro_batch_tokens=self.micro_batch_tokens,
-            keep_order=loss_reduction == "microbatch",
-            together=together,
-        )
+        metrics, _ = self.run_loss(loss_fn, columns, forward_only, **options)
         return metrics["loss"], metrics
 
     def compute_sft_loss(
@@ -203,10 +154,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
             loss_reduction=loss_reduction,
             micro_batch_size=micro_batch_size,
         )
-        count = loss_count(mask, loss_reduction, micro_batch_size)
-        metrics["weights"] = float(
-            sum_over_dp(torch.tensor(count, dtype=torch.float64, device=get_device()))
-        )
+        metrics["weights"] = self.count_of_loss(mask, loss_reduction, micro_batch_size)
         return loss, metrics
 
     # --- inference ------------------------------------------------------------------------------
@@ -250,6 +198,9 @@ class ReferencePolicyMixin(LogProbsMixin):
             `set_reference_policy`, or None; with adapters it is the base, and this is None.
     """
 
+    # Log-probs of the reference policy in a batch, in the order of `get_ref_policy_logprobs`, and
+    # the masks of the tokens that count.
+    REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {}
     init_policy_state_dict: dict[str, Tensor] | None = None
     _is_reference = False  # the present weights are the reference's
     without_reference = ""  # what to do instead, for the message of `check_reference_policy`
@@ -320,6 +271,33 @@ class ReferencePolicyMixin(LogProbsMixin):
         self.check_reference_policy()
         with self._reference_policy():
             return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
+
+    def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
+        """Log-probs of all samples of a batch of `REFERENCE_COLUMNS` under the reference policy,
+        without dropout; all ranks call it.
+
+        Returns:
+            float32 `[nB, S-1]` for n columns: all samples of the first one, then of the next.
+
+        Raises:
+            UserError: there is no reference policy.
+        """
+        masks = self.REFERENCE_COLUMNS.values()
+        names = [name.removeprefix(REFERENCE_PREFIX) for name in self.REFERENCE_COLUMNS]
+        self.set_eval()
+        logprobs = self.get_init_policy_logprobs(
+            torch.cat([batch[name] for name in names]),
+            torch.cat([batch[mask.replace("mask", "length")] for mask in masks]),
+        )
+        self.set_train()
+        return logprobs
+
+    def _check_reference_columns(self, batch: Mapping[str, Any]) -> None:
+        if next(iter(self.REFERENCE_COLUMNS)) not in batch:
+            raise UserError(
+                "the batch has no log-probs of the reference policy; the trainer adds them "
+                "(with_reference), from model.get_ref_policy_logprobs(batch)."
+            )
 
     def _reference_policy(self) -> AbstractContextManager[None]:
         """Inside, the model computes as the reference policy."""

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from nemo_aligner.config.server_rules import check_attributes_are_merged
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.losses import loss_weights, ppo_critic_loss
-from nemo_aligner.core.masks import counted_lengths
+from nemo_aligner.core.losses import ppo_critic_loss
 from nemo_aligner.core.metrics import explained_variance_from_moments, explained_variance_moments
 from nemo_aligner.core.types import CriticTrainBatch
 from nemo_aligner.models.alignable_interface import CriticModelInterface
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
+from nemo_aligner.training.megatron_steps import Batch
 
 # The metric that holds the moments of the explained variance during a pass.
 MOMENTS = "explained_variance_moments"
@@ -152,7 +150,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def prepare_for_training(self) -> None:
         """Put the critic's weights in place and Adam's states on the device."""
         self._load(StateDictState.CRITIC)
-        self.onload_optimizer(self.to_offload_adam_states)
+        self.onload_adam_states()
 
     def prepare_for_training_step(self) -> None:
         """As the base class; the host copy of the critic is out of date from here on."""
@@ -179,15 +177,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             returns are equal, `explained_variance` of the returns by the values in training.
         """
         self._load(StateDictState.CRITIC)
-        micro_batch_size = self.cfg.micro_batch_size
-        tokens, mask = batch["tokens"], batch["mask"].to(get_device())
-        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
-        inputs = {
-            "tokens": tokens,
-            "returns": batch["returns"],
-            "prev_values": batch["prev_values"],
-            "weights": weights,
-        }
+        columns = {key: batch[key] for key in ("tokens", "returns", "prev_values")}
 
         def loss_fn(output: Tensor, micro_batch: Batch) -> tuple[Tensor, Batch]:
             values = self._standardize(output[:, :-1])
@@ -202,16 +192,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             moments = explained_variance_moments(values=values, returns=returns, weights=weights)
             return loss, {**metrics, MOMENTS: moments}
 
-        metrics, moments = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
-            lengths=counted_lengths(weights, tokens.size(1)),
-            micro_batch_tokens=self.micro_batch_tokens,
-            keep_order=self.loss_reduction == "microbatch",
-        )
+        mask = batch["mask"].to(get_device())
+        metrics, moments = self.run_loss(loss_fn, columns, forward_only, mask=mask)
         return metrics["loss"], metrics | explained_variance_from_moments(moments[MOMENTS])
 
     # --- inference ------------------------------------------------------------------------------
@@ -219,7 +201,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         super().prepare_for_inference()
-        self.offload_optimizer(self.to_offload_adam_states)
+        self.offload_adam_states()
 
     def infer(
         self,

@@ -9,19 +9,15 @@ Notation: B pairs on this data-parallel rank, S padded length.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.losses import loss_weights
 from nemo_aligner.core.preference import dpo_loss, interleave, likelihood_fall, reward_statistics
 from nemo_aligner.core.types import DirectPairBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
-from nemo_aligner.parallel.collectives import sum_over_dp
-from nemo_aligner.parallel.device import get_device
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import weights_of_samples
 from nemo_aligner.training.megatron_steps import Batch
 
 
@@ -33,32 +29,12 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         gt_reward_scale: factor of the rewards that the data give; None: they give none.
     """
 
-    # Log-probs of the reference policy in a batch, in the order of `get_ref_policy_logprobs`, and
-    # the masks of the tokens that count.
     REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
         "ref_policy_log_probs_chosen": "chosen_mask",
         "ref_policy_log_probs_rejected": "rejected_mask",
     }
     loss_settings: dict[str, Any]
     gt_reward_scale: float | None = None
-
-    def get_ref_policy_logprobs(self, batch: DirectPairBatch) -> Tensor:
-        """Log-probs of both samples of each pair under the reference policy, without dropout; all
-        ranks call it.
-
-        Returns:
-            float32 `[2B, S-1]`, those of all chosen samples before those of the rejected.
-
-        Raises:
-            UserError: `set_reference_policy` was not called.
-        """
-        self.set_eval()
-        logprobs = self.get_init_policy_logprobs(
-            torch.cat([batch["chosen"], batch["rejected"]]),
-            torch.cat([batch["chosen_length"], batch["rejected_length"]]),
-        )
-        self.set_train()
-        return logprobs
 
     def get_loss_and_metrics(
         self, batch: DirectPairBatch, forward_only: bool = False
@@ -74,11 +50,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
             The loss and, over the pairs that count, the metrics of `dpo_loss`, the statistics of
             the rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
         """
-        if "ref_policy_log_probs_chosen" not in batch:
-            raise UserError(
-                "the batch has no log-probs of the reference policy; the trainer adds them "
-                "(DPOTrainer: with_reference), from model.get_ref_policy_logprobs(batch)."
-            )
+        self._check_reference_columns(batch)
         both = {
             name: interleave(batch[chosen], batch[rejected])  # type: ignore[literal-required]
             for name, chosen, rejected in (
@@ -88,13 +60,13 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
                 ("ref", "ref_policy_log_probs_chosen", "ref_policy_log_probs_rejected"),
             )
         }
-        valid = batch["loss_mask"].ne(0).any(dim=-1).float().to(get_device())
+        weights, count = weights_of_samples(batch["loss_mask"])
         columns = {
             "tokens": both["tokens"],
             "mask": both["mask"][:, 1:],  # column t predicts token t+1
             "ref_logprobs": both["ref"],
             # The same for both samples of a pair.
-            "weights": loss_weights(valid, sum_over_dp=sum_over_dp).repeat_interleave(2),
+            "weights": weights.repeat_interleave(2),
         }
         if self.gt_reward_scale is not None:
             gaps = self.gt_reward_scale * (batch["chosen_reward"] - batch["rejected_reward"])
@@ -127,7 +99,7 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
         reward_statistics(metrics)
         chosen, rejected = metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]
         metrics["margin"] = chosen - rejected
-        metrics["weights"] = float(sum_over_dp(valid.sum()))
+        metrics["weights"] = count
         return loss, metrics
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:

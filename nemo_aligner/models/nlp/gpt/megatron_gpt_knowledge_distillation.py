@@ -14,18 +14,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nemo_aligner.config.jobs.distillation import check_candidates
 from nemo_aligner.core.distillation import distillation_loss
-from nemo_aligner.core.losses import loss_count, loss_weights
-from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.core.types import DistillationBatch
 from nemo_aligner.data.nlp.chat import chat_end_strings
 from nemo_aligner.generation import GenerationOutput, GenerationParams, MegatronGenerator
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.vocab_parallel import TopLogits, candidate_logprobs, top_logits
-from nemo_aligner.training.megatron_steps import Batch, forward_backward, forward_collect
+from nemo_aligner.training.megatron_steps import Batch, forward_collect
 
 
 class TopKTeacherModel(MegatronGPTModel):
@@ -137,15 +134,12 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
             how many tokens count, or how many of what `loss_reduction` averages over.
         """
         mask = batch["loss_mask"].to(get_device())
-        micro_batch_size = self.cfg.micro_batch_size
         log_sum_exp: Any = batch["log_sum_exp_logits"]
         if not isinstance(log_sum_exp, Tensor):  # as NeMo-Aligner's script collates it
             log_sum_exp = pad_sequence(list(log_sum_exp), batch_first=True)
-        weights = loss_weights(mask, self.loss_reduction, micro_batch_size, sum_over_dp)
         inputs = {
             "tokens": batch["tokens"],
             "labels": batch["labels"],
-            "weights": weights,
             "topk_logits": batch["topk_logits"],
             "topk_token_ids": batch["topk_token_ids"],
             "log_sum_exp": log_sum_exp,
@@ -178,17 +172,8 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
                 **self.loss_settings,
             )
 
-        metrics, _ = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
-            lengths=counted_lengths(weights, batch["tokens"].size(1)),
-            micro_batch_tokens=self.micro_batch_tokens,
-            keep_order=self.loss_reduction == "microbatch",
+        metrics, _ = self.run_loss(loss_fn, inputs, forward_only, mask=mask)
+        metrics["weights"] = self.count_of_loss(
+            mask, self.loss_reduction, self.cfg.micro_batch_size
         )
-        count = loss_count(mask, self.loss_reduction, micro_batch_size)
-        total = sum_over_dp(torch.tensor(count, dtype=torch.float64).to(get_device()))
-        metrics["weights"] = float(total)
         return metrics["loss"], metrics

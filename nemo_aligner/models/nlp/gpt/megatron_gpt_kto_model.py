@@ -10,19 +10,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
-import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.losses import loss_weights
 from nemo_aligner.core.preference import kto_loss, kto_statistics, log_ratios
 from nemo_aligner.core.types import LabelledResponseBatch
 from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import weights_of_samples
 from nemo_aligner.parallel.collectives import sum_over_dp
-from nemo_aligner.parallel.device import get_device
 
 
 class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
@@ -34,7 +31,6 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     """
 
     CONFIG_NAME = "gpt_kto"
-    # As in `DirectPreferenceMixin`.
     REFERENCE_COLUMNS: ClassVar[Mapping[str, str]] = {
         "ref_policy_log_probs_samples": "sample_mask",
         "ref_policy_log_probs_kl_samples": "kl_sample_mask",
@@ -53,24 +49,6 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
             "sft_average_log_probs": kto.sft_average_log_probs,
         }
         self.forward_micro_batch_size = kto.log_prob_forward_micro_batch_size
-
-    def get_ref_policy_logprobs(self, batch: LabelledResponseBatch) -> Tensor:
-        """Log-probs of the samples and of the mismatched samples under the reference policy,
-        without dropout; all ranks call it.
-
-        Returns:
-            float32 `[2B, S-1]`, those of all samples before those of the mismatched.
-
-        Raises:
-            UserError: `set_reference_policy` was not called.
-        """
-        self.set_eval()
-        logprobs = self.get_init_policy_logprobs(
-            torch.cat([batch["samples"], batch["kl_samples"]]),
-            torch.cat([batch["sample_length"], batch["kl_sample_length"]]),
-        )
-        self.set_train()
-        return logprobs
 
     def reference_point(self, batch: LabelledResponseBatch, weights: Tensor) -> Tensor:
         """How far the policy is from its reference: the mean of `log_ratios` over the mismatched
@@ -115,13 +93,8 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
             The loss and, over the samples that count, the metrics of `kto_loss`, `kl` (the
             reference point) and `weights` (number of samples).
         """
-        if "ref_policy_log_probs_samples" not in batch:
-            raise UserError(
-                "the batch has no log-probs of the reference policy; KTOTrainer adds them "
-                "(with_reference), from model.get_ref_policy_logprobs(batch)."
-            )
-        valid = batch["loss_mask"].ne(0).any(dim=-1).float().to(get_device())
-        weights = loss_weights(valid, sum_over_dp=sum_over_dp)
+        self._check_reference_columns(batch)
+        weights, count = weights_of_samples(batch["loss_mask"])
         reference_point = self.reference_point(batch, weights)
         if not forward_only:
             self.set_train()
@@ -139,7 +112,7 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
             lengths=batch["sample_length"],
         )
         metrics["kl"] = float(reference_point)
-        metrics["weights"] = float(sum_over_dp(valid.sum()))
+        metrics["weights"] = count
         return loss, metrics
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:

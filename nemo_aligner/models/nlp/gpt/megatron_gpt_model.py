@@ -33,6 +33,8 @@ from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.inert_keys import check_model_keys
 from nemo_aligner.config.parallel_rules import check_pipeline_stages, count_vocab_rows
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.losses import loss_count, loss_weights
+from nemo_aligner.core.masks import counted_lengths
 from nemo_aligner.models.nlp.gpt.megatron_config import (
     build_transformer_config,
     position_arguments,
@@ -46,8 +48,10 @@ from nemo_aligner.models.nlp.gpt.megatron_layers import (
 )
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.training.megatron_steps import Batch, forward_backward
 from nemo_aligner.training.optim import (
     build_optimizer,
     build_scheduler,
@@ -105,6 +109,14 @@ for _name in RETIRED_HOOKS:
     setattr(RetiredHooks, _name, _refusing(_name))
 
 
+def weights_of_samples(loss_mask: Tensor) -> tuple[Tensor, float]:
+    """Weights float32 `[B]`, as of `loss_weights`, of the samples with a token in `loss_mask`
+    `[B, S]`, and the number of such samples of all ranks, which call it.
+    """
+    valid = loss_mask.ne(0).any(dim=-1).float().to(get_device())
+    return loss_weights(valid, sum_over_dp=sum_over_dp), float(sum_over_dp(valid.sum()))
+
+
 # NeMo instantiates only classes below these prefixes.
 if isinstance(ALLOWED_TARGET_PREFIXES, list) and "nemo_aligner." not in ALLOWED_TARGET_PREFIXES:
     ALLOWED_TARGET_PREFIXES.append("nemo_aligner.")
@@ -132,6 +144,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             padding.
         micro_batch_tokens: most tokens of a forward pass in place of a number of samples, or None.
         restore_path: checkpoint that the weights were loaded from; None: they are random.
+        loss_reduction: what a loss is the mean of, one of `estimators.LOSS_REDUCTIONS`.
         stored_dropout: keys of that checkpoint which are written again where this job has 0.
 
     Raises:
@@ -140,6 +153,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     """
 
     CONFIG_NAME: str | None = None
+    loss_reduction: str = "token"
+    to_offload_adam_states = True
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
         world_size = 1 if trainer is None else trainer.world_size
@@ -276,6 +291,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return optimizer, scheduler
 
     def _move_adam_states(self, device: torch.device) -> None:
+        if not (self.to_offload_adam_states and torch.cuda.is_available() and self._optimizer):
+            return
         # Not the optimizer's weights: those in fp32 are the model's own, which inference needs in
         # place.
         for part in chained_optimizers(self._optimizer):
@@ -286,25 +303,18 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                     if isinstance(value, Tensor) and value.dim() > 0
                 }
                 state.update({name: value.to(device) for name, value in tensors.items()})
-
-    def offload_optimizer(self, wanted: bool = True) -> None:
-        """Move Adam's states to host memory until `onload_optimizer`; without CUDA do nothing."""
-        if wanted and torch.cuda.is_available() and self._optimizer is not None:
-            self._move_adam_states(torch.device("cpu"))
+        if device.type == "cpu":
             torch.cuda.empty_cache()
 
-    def onload_optimizer(self, wanted: bool = True) -> None:
-        """Bring back what `offload_optimizer` moved, if anything."""
-        if wanted and torch.cuda.is_available() and self._optimizer is not None:
-            self._move_adam_states(get_device())
-
     def offload_adam_states(self) -> None:
-        """`offload_optimizer` where `offload_adam_states` of the configuration asks for it."""
-        self.offload_optimizer(getattr(self, "to_offload_adam_states", True))
+        """Move Adam's states to host memory until `onload_adam_states`, unless
+        `to_offload_adam_states` is False; without CUDA do nothing.
+        """
+        self._move_adam_states(torch.device("cpu"))
 
     def onload_adam_states(self) -> None:
         """Bring back what `offload_adam_states` moved, if anything."""
-        self.onload_optimizer(getattr(self, "to_offload_adam_states", True))
+        self._move_adam_states(get_device())
 
     def prepare_for_training_step(self) -> None:
         """Enter training mode and empty the gradient buffers, before a global batch."""
@@ -323,6 +333,67 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def finish_validation_step(self) -> None:
         self.set_train()
+
+    def prepare_for_inference(self) -> None:
+        self.set_eval()
+
+    def finish_inference(self) -> None:
+        self.set_train()
+
+    # --- losses ---------------------------------------------------------------------------------
+
+    def run_loss(
+        self,
+        loss_fn: Callable[[Tensor, Batch], tuple[Tensor, Batch]],
+        columns: Batch,
+        forward_only: bool,
+        *,
+        mask: Tensor | None = None,
+        loss_reduction: str | None = None,
+        micro_batch_size: int | None = None,
+        lengths: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[dict[str, float], Batch]:
+        """`megatron_steps.forward_backward` of a global batch; all ranks call it.
+
+        Args:
+            columns: this data-parallel rank's share of it.
+            mask: `[B, S-1]` or `[B, S]`, non-zero where a token counts: `loss_fn` gets `weights`,
+                by `loss_reduction`; None: they stand in `columns`.
+            loss_reduction, micro_batch_size: None: those of the model and its configuration.
+            lengths: int64 `[B]`; None: up to the last token with a weight.
+            options: of `forward_backward`.
+
+        Raises:
+            UserError: neither `mask` nor weights are given.
+        """
+        micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
+        loss_reduction = loss_reduction or self.loss_reduction
+        if mask is not None:
+            weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
+            columns = {**columns, "weights": weights}
+        if lengths is None:
+            if "weights" not in columns:
+                raise UserError("a loss needs a mask, or columns with the weights of the tokens.")
+            lengths = counted_lengths(columns["weights"], columns["tokens"].size(1))
+        return forward_backward(
+            self.model,
+            columns,
+            micro_batch_size=micro_batch_size,
+            loss_fn=loss_fn,
+            forward_only=forward_only,
+            lengths=lengths,
+            micro_batch_tokens=self.micro_batch_tokens,
+            keep_order=loss_reduction == "microbatch",
+            **options,
+        )
+
+    def count_of_loss(self, mask: Tensor, loss_reduction: str, micro_batch_size: int) -> float:
+        """How many tokens of the global batch count, or how many of what `loss_reduction` averages
+        over; all ranks call it.
+        """
+        count = loss_count(mask, loss_reduction, micro_batch_size)
+        return float(sum_over_dp(torch.tensor(count, dtype=torch.float64, device=get_device())))
 
     # --- weights --------------------------------------------------------------------------------
 

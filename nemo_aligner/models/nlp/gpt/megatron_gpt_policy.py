@@ -135,7 +135,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     # --- turns of generation and training -------------------------------------------------------
 
     def prepare_for_training(self) -> None:
-        self.onload_optimizer(self.to_offload_adam_states)
+        self.onload_adam_states()
 
     def finish_training(self) -> None:
         """Do nothing: there is nothing to undo."""
@@ -143,10 +143,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         self.set_eval()
-        self.offload_optimizer(self.to_offload_adam_states)
-
-    def finish_inference(self) -> None:
-        self.set_train()
+        self.offload_adam_states()
 
     # --- generation -----------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from nemo_aligner.core.types import LabelledPairBatch, RegressionBatch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.training.megatron_steps import Batch, forward_backward
+from nemo_aligner.training.megatron_steps import Batch
 
 # The metric that holds the moments of the correlation, float64 [6, A], until `summarize_metrics`.
 MOMENTS = "moments"
@@ -126,15 +126,8 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
             moments = correlation_moments(predictions=predictions, labels=labels, weights=weights)
             return loss, {**metrics, MOMENTS: moments}
 
-        metrics, moments = forward_backward(
-            self.model,
-            inputs,
-            micro_batch_size=self.cfg.micro_batch_size,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
-            model_inputs=("lengths",),
-            lengths=batch["lengths"],
-            micro_batch_tokens=self.micro_batch_tokens,
+        metrics, moments = self.run_loss(
+            loss_fn, inputs, forward_only, model_inputs=("lengths",), lengths=batch["lengths"]
         )
         metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
         return metrics["loss"], {**metrics, **moments}

@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.losses import loss_weights, preference_loss
+from nemo_aligner.core.losses import preference_loss
 from nemo_aligner.core.masks import lengths_before
 from nemo_aligner.core.preference import interleave, reward_statistics, reward_sums
 from nemo_aligner.core.types import LabelledPairBatch, PairBatch
@@ -27,14 +27,15 @@ from nemo_aligner.generation.text import tokenize_batch
 from nemo_aligner.models.alignable_interface import Inferrable, SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.models.nlp.gpt.megatron_gpt_model import (
+    MegatronGPTModel,
+    weights_of_samples,
+)
 from nemo_aligner.models.nlp.gpt.megatron_layers import build_layer_spec
-from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.megatron_steps import (
     Batch,
     broadcast_from_last_stage,
-    forward_backward,
     forward_collect,
     gives_values,
 )
@@ -220,14 +221,11 @@ class MegatronGPTRewardModel(
             `weights` (number of pairs), `rewards_{chosen,rejected,all}_mean` and
             `rewards_all_std`.
         """
-        valid = batch["loss_mask"].ne(0).any(dim=-1).float()
+        weights, count = weights_of_samples(batch["loss_mask"])
         lengths = interleave(batch["chosen_length"], batch["rejected_length"])
         inputs = {
             "tokens": interleave(batch["chosen"], batch["rejected"]),
-            # The same weight for both samples of a pair.
-            "weights": loss_weights(
-                valid.to(get_device()), sum_over_dp=sum_over_dp
-            ).repeat_interleave(2),
+            "weights": weights.repeat_interleave(2),  # the same for both samples of a pair
         }
         inputs["lengths"] = lengths_before(self.cfg.pad_token_id, inputs["tokens"], lengths)
         margins: Tensor | None = dict(batch).get("margin")  # type: ignore[assignment]
@@ -246,28 +244,20 @@ class MegatronGPTRewardModel(
             )
             return loss, metrics | reward_sums(chosen, rejected, weights)
 
-        metrics, _ = forward_backward(
-            self.model,
+        metrics, _ = self.run_loss(
+            loss_fn,
             inputs,
+            forward_only,
             micro_batch_size=2 * self.pairs_per_micro_batch,
-            loss_fn=loss_fn,
-            forward_only=forward_only,
             model_inputs=("lengths",),
             lengths=lengths,
-            micro_batch_tokens=self.micro_batch_tokens,
             together=2,
         )
         reward_statistics(metrics)
-        metrics["weights"] = float(sum_over_dp(valid.sum().to(get_device())))
+        metrics["weights"] = count
         return metrics["loss"], metrics
 
     # --- inference ------------------------------------------------------------------------------
-
-    def prepare_for_inference(self) -> None:
-        self.set_eval()
-
-    def finish_inference(self) -> None:
-        self.set_train()
 
     def infer(
         self,

@@ -69,15 +69,7 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         self.loss_settings["beta"] = float(penalty)
 
     def get_ref_policy_logprobs(self, batch: Any) -> Tensor:
-        """Log-probs of both samples of each pair under the reference policy, without dropout; all
-        ranks call it.
-
-        Returns:
-            float32 `[2B, S-1]`, those of all samples of the data before those generated.
-
-        Raises:
-            UserError: there is no reference policy.
-        """
+        """As of preference pairs; those of the data before those generated."""
         return super().get_ref_policy_logprobs(_preference_pairs(batch))
 
     def get_loss_and_metrics(
