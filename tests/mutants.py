@@ -1264,8 +1264,8 @@ MUTANTS = [
     Mutant(
         "a slice of the vocabulary sums up by itself",
         "parallel/vocab_parallel.py",
-        "total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)",
-        "total, *product = torch.stack(sums) * shift.exp()",
+        "total, *others = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)",
+        "total, *others = torch.stack(sums) * shift.exp()",
         _two_ranks("TP2-SP"),
     ),
     # --- several ranks

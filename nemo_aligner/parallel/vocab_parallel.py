@@ -20,7 +20,7 @@ rank of a tensor- and context-parallel group must make the same calls.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,14 +68,14 @@ def from_parallel_logits_to_logprobs(
         float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives
         -inf.
     """
-    logprobs, _ = _logprobs_and_entropy(
+    logprobs, _ = _scores_of_tokens(
         vocab_parallel_logits,
         target,
-        inference_only,
         ignore_last,
-        temperature,
-        vocab_size,
-        overwrite_logits,
+        inference_only=inference_only,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        overwrite_logits=overwrite_logits,
     )
     return logprobs
 
@@ -98,17 +98,18 @@ def logprobs_and_entropy(
     Returns:
         (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`.
     """
-    results = _logprobs_and_entropy(
+    logprobs, entropy = _scores_of_tokens(
         vocab_parallel_logits,
         target,
-        inference_only,
         ignore_last,
-        temperature,
-        vocab_size,
-        overwrite_logits,
         with_entropy=True,
+        inference_only=inference_only,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        overwrite_logits=overwrite_logits,
     )
-    return cast(tuple[Tensor, Tensor], results)
+    assert entropy is not None
+    return logprobs, entropy
 
 
 def distributed_entropy(
@@ -165,123 +166,160 @@ class DistributedLogprob:
         )
 
 
-def _logprobs_and_entropy(
+def _scores_of_tokens(
+    logits: Tensor, target: Tensor, ignore_last: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    if ignore_last:
+        target = target.roll(shifts=-1, dims=-1)
+    wanted = target.shape[1] - int(ignore_last)
+    scores, entropy = _scores(logits, target.unsqueeze(-1), wanted, **options)
+    return scores.squeeze(-1), entropy
+
+
+def _scores(
     logits: Tensor,
-    target: Tensor,
+    candidates: Tensor,
+    wanted: int,
+    *,
     inference_only: bool,
-    ignore_last: bool,
     temperature: float,
     vocab_size: int | None,
     overwrite_logits: bool,
+    rest_of: int = 0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Shift and split the targets, compute, gather: (log-probs, entropy or None)."""
+    """Log-probs of `candidates` [B, S, C] in the first `wanted` columns, and the entropy or None;
+    arguments as of `candidate_logprobs`.
+    """
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
             "overwrite_logits=True on a leaf of the graph would make its values and its gradient "
             "share memory"
         )
-    if ignore_last:
-        target = target.roll(shifts=-1, dims=-1)
-    wanted = target.shape[1] - int(ignore_last)
-    width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
-    if target.shape[1] > width:
-        raise ValueError(f"targets of width {target.shape[1]} for logits of {width} positions")
-    target = torch.nn.functional.pad(target, (0, width - target.shape[1]))
-    # Positions ascend within a share, so the wanted ones come first.
-    columns = int((context_parallel.share_positions(width) < wanted).sum())
-    shard = VocabShard(logits, temperature, vocab_size, columns)
+    shard, width = _shard(logits, candidates.shape[1], wanted, temperature, vocab_size)
+    candidates = torch.nn.functional.pad(candidates, (0, 0, 0, width - candidates.shape[1]))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        logprobs, entropy = _LogprobsAndEntropy.apply(
-            logits, context_parallel.take_share(target, 1), shard, with_entropy, overwrite_logits
+        scores, entropy = _Scores.apply(
+            logits,
+            context_parallel.take_share(candidates, 1),
+            shard,
+            rest_of,
+            with_entropy,
+            overwrite_logits,
         )
-        logprobs = context_parallel.gather_shares(logprobs, 1)[:, :wanted]
+        scores = context_parallel.gather_shares(scores, 1)[:, :wanted]
         if entropy is not None:
             entropy = context_parallel.gather_shares(entropy, 1)[:, :wanted]
-        return logprobs, entropy
+        return scores, entropy
 
 
-class _LogprobsAndEntropy(torch.autograd.Function):
+def _shard(
+    logits: Tensor, given: int, wanted: int, temperature: float, vocab_size: int | None
+) -> tuple["VocabShard", int]:
+    """What of the logits is computed for the first `wanted` positions, and their width W."""
+    width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
+    if given > width:
+        raise ValueError(f"targets of width {given} for logits of {width} positions")
+    # Positions ascend within a share, so the wanted ones come first.
+    columns = int((context_parallel.share_positions(width) < wanted).sum())
+    return VocabShard(logits, temperature, vocab_size, columns), width
+
+
+class _Scores(torch.autograd.Function):
     """The formulas of this module, for the first columns of the logits; the others give 0."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
-        target: Tensor,
+        candidates: Tensor,
         shard: "VocabShard",
+        rest_of: int,
         with_entropy: bool,
         overwrite_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         local_max = shard.per_token(torch.finfo(shard.dtype).min)
+        chosen = shard.per_token(-torch.inf, candidates.shape[-1])
         local_sum = shard.per_token(0.0)
-        local_product = shard.per_token(0.0) if with_entropy else None
-        chosen = shard.per_token(-torch.inf)
+        second = shard.per_token(0.0)  # the sum for the entropy, or that of the rest
         for block in shard.blocks():
             x = shard.real(logits[block])
             local_max[block] = x.amax(-1)
-            index, here = shard.local_index(target[block])
-            chosen[block] = torch.where(
-                here, x.gather(-1, index).squeeze(-1).to(shard.dtype), -torch.inf
-            )
+            index, here = shard.places(candidates[block])
+            chosen[block] = torch.where(here, x.gather(-1, index).to(shard.dtype), -torch.inf)
             s = shard.shifted(x, local_max[block])
             exp = s.exp() if with_entropy else s.exp_()
             local_sum[block] = exp.sum(-1)
-            if local_product is not None:
-                local_product[block] = exp.mul_(s).sum(-1)
-        maximum, chosen = shard.all_reduce(torch.stack([local_max, chosen]), dist.ReduceOp.MAX)
+            if with_entropy:
+                second[block] = exp.mul_(s).sum(-1)
+            elif rest_of:
+                second[block] = _without(exp, index, here, rest_of).sum(-1)
+        largest = shard.all_reduce(
+            torch.cat([local_max.unsqueeze(-1), chosen], -1), dist.ReduceOp.MAX
+        )
+        maximum, chosen = largest[..., 0], largest[..., 1:]
         # From the local maximum to the common one. A slice of padding only has no maximum, and its
         # sums are 0.
         shift = torch.where(local_sum > 0, (local_max - maximum) / shard.temperature, 0.0)
         sums = [local_sum]
-        if local_product is not None:
-            sums.append(local_product + shift * local_sum)
-        total, *product = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)
+        if with_entropy:
+            sums.append(second + shift * local_sum)
+        elif rest_of:
+            sums.append(second)
+        total, *others = shard.all_reduce(torch.stack(sums) * shift.exp(), dist.ReduceOp.SUM)
         log_total = total.log()
-        logprobs = (chosen - maximum) / shard.temperature - log_total
-        mean = product[0] / total if with_entropy else None
+        scores = (chosen - maximum.unsqueeze(-1)) / shard.temperature - log_total.unsqueeze(-1)
+        if rest_of:
+            scores = torch.cat([scores, (others[0].log() - log_total).unsqueeze(-1)], -1)
+        mean = others[0] / total if with_entropy else None
         ctx.set_materialize_grads(False)  # the gradient of what is not used is None, not zeros
-        ctx.save_for_backward(logits, target, maximum, total, mean)
-        ctx.shard, ctx.overwrite_logits = shard, overwrite_logits
-        return shard.padded(logprobs), shard.padded(log_total - mean) if with_entropy else None
+        ctx.save_for_backward(logits, candidates, maximum, total, mean, *others)
+        ctx.shard, ctx.rest_of, ctx.overwrite_logits = shard, rest_of, overwrite_logits
+        return shard.padded(scores), shard.padded(log_total - mean) if with_entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        logits, target, maximum, total, mean = ctx.saved_tensors
-        shard = ctx.shard
+        ctx: Any, grad_scores: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None, None]:
+        logits, candidates, maximum, total, mean, *others = ctx.saved_tensors
+        shard, rest_of, count = ctx.shard, ctx.rest_of, candidates.shape[-1]
         # `detach` shares the count of writes, so another node that saved the logits raises.
         grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
         shard.clear_unreal(grad)
-        grad_logprobs = (
-            shard.per_token(0.0) if grad_logprobs is None else shard.cropped(grad_logprobs)
+        grad_scores = (
+            shard.per_token(0.0, count) if grad_scores is None else shard.cropped(grad_scores)
         )
-        unused = grad_logprobs == 0
-        # The gradient is exp(s) (slope s + offset), plus that of the chosen logit.
+        unused = (grad_scores == 0).all(-1)
+        # The gradient is exp(s) (slope s + offset), plus that of the chosen logits.
         scale = -1.0 / (total * shard.temperature)
-        slope, offset = None, scale * grad_logprobs
+        slope, offset = None, scale * grad_scores.sum(-1)
+        grad_scores = grad_scores / shard.temperature
         if grad_entropy is not None:
             grad_entropy = shard.cropped(grad_entropy)
             unused &= grad_entropy == 0
             slope, offset = scale * grad_entropy, offset - scale * grad_entropy * mean
+        if rest_of:  # a rest without a token has no gradient
+            rest_slope = torch.where(others[0] > 0, grad_scores[..., count] / others[0], 0.0)
         for block in shard.blocks():
             s = shard.shifted(shard.real(logits[block]), maximum[block])
-            if slope is None:
-                result = s.exp_().mul_(offset[block].unsqueeze(-1))
-            else:
+            index, here = shard.places(candidates[block])
+            at_offset = offset[block].unsqueeze(-1)
+            if slope is not None:
                 exp = s.exp()
-                result = (
-                    s.mul_(slope[block].unsqueeze(-1)).add_(offset[block].unsqueeze(-1)).mul_(exp)
-                )
-            index, here = shard.local_index(target[block])
-            at_target = torch.where(here, grad_logprobs[block] / shard.temperature, 0.0)
-            result.scatter_add_(-1, index, at_target.unsqueeze(-1))
+                result = s.mul_(slope[block].unsqueeze(-1)).add_(at_offset).mul_(exp)
+            elif rest_of:
+                result = s.exp_() * at_offset
+                outside = _without(s, index, here, rest_of)
+                result.addcmul_(outside, rest_slope[block].unsqueeze(-1))
+            else:
+                result = s.exp_().mul_(at_offset)
+            at_chosen = torch.where(here, grad_scores[block][..., :count], 0.0)
+            result.scatter_add_(-1, index, at_chosen)
             # Selected, not multiplied: what is not used may be NaN, and 0 * NaN is NaN.
             result.masked_fill_(unused[block].unsqueeze(-1), 0.0)
             shard.real(grad[block]).copy_(result)
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class VocabShard:
@@ -360,11 +398,6 @@ class VocabShard:
         here = (index >= 0) & (index < self.width)
         return torch.where(here, index, 0), here
 
-    def local_index(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target in this slice [.., 1], whether it lies in it [..])."""
-        index, here = self.places(target)
-        return index.unsqueeze(-1), here
-
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self._several_ranks:
             dist.all_reduce(tensor, op=op, group=self._group)
@@ -421,19 +454,17 @@ def candidate_logprobs(
         float32 [B, S, C], or with `rest_of` [B, S, C+1], the rest last. A candidate outside the
         vocabulary, and a rest without a token, give -inf.
     """
-    wanted = candidates.shape[1]
-    shard = _shard(vocab_parallel_logits, wanted, temperature, vocab_size)
-    width = vocab_parallel_logits.shape[1] * parallel_state.get_context_parallel_world_size()
-    padded = torch.nn.functional.pad(candidates, (0, 0, 0, width - wanted))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        logprobs: Tensor = _CandidateLogprobs.apply(
-            vocab_parallel_logits,
-            context_parallel.take_share(padded, 1),
-            shard,
-            rest_of,
-            overwrite_logits,
-        )
-        return context_parallel.gather_shares(logprobs, 1)[:, :wanted]
+    scores, _ = _scores(
+        vocab_parallel_logits,
+        candidates,
+        candidates.shape[1],
+        inference_only=inference_only,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        overwrite_logits=overwrite_logits,
+        rest_of=rest_of,
+    )
+    return scores
 
 
 @torch.no_grad()
@@ -448,7 +479,7 @@ def top_logits(
         top_k: K, at most the size of the vocabulary.
         vocab_size: number of real tokens; None: all of V is real.
     """
-    shard = _shard(vocab_parallel_logits, wanted, 1.0, vocab_size)
+    shard, _ = _shard(vocab_parallel_logits, wanted, wanted, 1.0, vocab_size)
     here = min(top_k, shard.width)
     values = shard.per_token(-torch.inf, top_k)
     ids = torch.zeros_like(values, dtype=torch.int64)
@@ -470,86 +501,6 @@ def top_logits(
     return TopLogits(
         *(context_parallel.gather_shares(shard.padded(x), 1)[:, :wanted] for x in results)
     )
-
-
-def _shard(logits: Tensor, wanted: int, temperature: float, vocab_size: int | None) -> VocabShard:
-    """What of the logits is computed for the first `wanted` positions."""
-    width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
-    if wanted > width:
-        raise ValueError(f"candidates of width {wanted} for logits of {width} positions")
-    columns = int((context_parallel.share_positions(width) < wanted).sum())
-    return VocabShard(logits, temperature, vocab_size, columns)
-
-
-class _CandidateLogprobs(torch.autograd.Function):
-    """The formulas of `candidate_logprobs`, for the first columns of logits; others give 0."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        candidates: Tensor,
-        shard: VocabShard,
-        rest_of: int,
-        overwrite_logits: bool,
-    ) -> Tensor:
-        count = candidates.shape[-1]
-        local_max = shard.per_token(torch.finfo(shard.dtype).min)
-        chosen = shard.per_token(-torch.inf, count)
-        local_sums = shard.per_token(0.0, 2 if rest_of else 1)
-        for block in shard.blocks():
-            x = shard.real(logits[block])
-            local_max[block] = x.amax(-1)
-            index, here = shard.places(candidates[block])
-            chosen[block] = torch.where(here, x.gather(-1, index).to(shard.dtype), -torch.inf)
-            exp = shard.shifted(x, local_max[block]).exp_()
-            local_sums[block][..., 0] = exp.sum(-1)
-            if rest_of:
-                local_sums[block][..., 1] = _without(exp, index, here, rest_of).sum(-1)
-        largest = shard.all_reduce(
-            torch.cat([local_max.unsqueeze(-1), chosen], -1), dist.ReduceOp.MAX
-        )
-        maximum, chosen = largest[..., 0], largest[..., 1:]
-        # From the local maximum to the common one; a slice of padding only has none.
-        shift = (local_max - maximum) / shard.temperature
-        shift = torch.where(local_sums[..., 0] > 0, shift, 0.0).exp()
-        sums = shard.all_reduce(local_sums * shift.unsqueeze(-1), dist.ReduceOp.SUM)
-        log_total = sums[..., :1].log()
-        logprobs = (chosen - maximum.unsqueeze(-1)) / shard.temperature - log_total
-        if rest_of:
-            logprobs = torch.cat([logprobs, sums[..., 1:].log() - log_total], -1)
-        ctx.save_for_backward(logits, candidates, maximum, sums)
-        ctx.shard, ctx.rest_of, ctx.overwrite_logits = shard, rest_of, overwrite_logits
-        return shard.padded(logprobs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, candidates, maximum, sums = ctx.saved_tensors
-        shard, rest_of = ctx.shard, ctx.rest_of
-        # `detach` shares the count of writes, so another node that saved the logits raises.
-        grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
-        shard.clear_unreal(grad)
-        gradient = shard.cropped(gradient) / shard.temperature
-        unused = (gradient == 0).all(-1)
-        slope = -gradient.sum(-1) / sums[..., 0]
-        count = candidates.shape[-1]
-        rest_slope = shard.per_token(0.0)
-        if rest_of:  # a rest without a token has no gradient
-            rest = sums[..., 1]
-            rest_slope = torch.where(rest > 0, gradient[..., count] / rest, 0.0)
-        for block in shard.blocks():
-            exp = shard.shifted(shard.real(logits[block]), maximum[block]).exp_()
-            index, here = shard.places(candidates[block])
-            result = exp * slope[block].unsqueeze(-1)
-            if rest_of:
-                outside = _without(exp, index, here, rest_of)
-                result.addcmul_(outside, rest_slope[block].unsqueeze(-1))
-            result.scatter_add_(-1, index, torch.where(here, gradient[block][..., :count], 0.0))
-            # Selected, not multiplied: what is not used may be NaN, and 0 * NaN is NaN.
-            result.masked_fill_(unused[block].unsqueeze(-1), 0.0)
-            shard.real(grad[block]).copy_(result)
-        return grad, None, None, None, None
 
 
 def _without(exp: Tensor, index: Tensor, here: Tensor, count: int) -> Tensor:
