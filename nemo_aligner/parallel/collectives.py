@@ -78,10 +78,13 @@ def broadcast_tensor(
     Args:
         tensor: read on `src` only; may be None elsewhere.
     """
-    if not _several_ranks(group):
-        return _cast(_present(tensor), dtype)
+    several = _several_ranks(group)
+    if tensor is None and (not several or dist.get_rank() == src):
+        raise ValueError("the source rank of a broadcast needs a tensor, not None")
+    if not several:
+        return tensor.to(dtype=dtype)
     if dist.get_rank() == src:
-        result = _ready(_present(tensor), dtype)
+        result = _ready(tensor, dtype)
         dist.broadcast_object_list([(result.dtype, result.shape)], src=src, group=group)
     else:
         meta: list[Any] = [None]
@@ -89,16 +92,6 @@ def broadcast_tensor(
         result = torch.empty(meta[0][1], dtype=meta[0][0], device=get_device())
     dist.broadcast(_wire(result), src=src, group=group)
     return result
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    if tensor is None:
-        raise ValueError("the source rank of a broadcast needs a tensor, not None")
-    return tensor
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
 
 
 def broadcast_2d_tensor(
@@ -115,18 +108,14 @@ def broadcast_2d_tensor_within_mp(
     tensor: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The tensor of the first rank of this TP x PP x CP group on all its ranks, in its dtype."""
-    group = parallel_state.get_model_parallel_group()
-    if group is None:
-        return _cast(_present(tensor), dtype)
-    return broadcast_tensor(tensor, parallel_state.get_model_parallel_src_rank(), group, dtype)
+    src = parallel_state.get_model_parallel_src_rank()
+    return broadcast_tensor(tensor, src, parallel_state.get_model_parallel_group(), dtype)
 
 
 def broadcast_tensor_within_pp(
     tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
 ) -> Tensor:
     """The tensor of the last (or first) pipeline stage on all stages, in its dtype."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return _cast(_present(tensor), dtype)
     if from_last:
         src = parallel_state.get_pipeline_model_parallel_last_rank()
     else:
@@ -134,11 +123,7 @@ def broadcast_tensor_within_pp(
     return broadcast_tensor(tensor, src, parallel_state.get_pipeline_model_parallel_group(), dtype)
 
 
-def broadcast_2d_tensor_within_pp(
-    tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
-) -> Tensor:
-    """`broadcast_tensor_within_pp`, by its older name."""
-    return broadcast_tensor_within_pp(tensor, dtype, from_last)
+broadcast_2d_tensor_within_pp = broadcast_tensor_within_pp  # its older name
 
 
 def gather_tensor(
@@ -146,13 +131,13 @@ def gather_tensor(
 ) -> list[Tensor] | None:
     """The tensors of all ranks, of equal shapes, in rank order on `dst`; None elsewhere."""
     if not _several_ranks(group):
-        return [_cast(tensor, dtype)]
+        return [tensor.to(dtype=dtype)]
     tensor = _ready(tensor, dtype)
-    pieces = None
-    if dist.get_rank() == dst:
-        pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    wires = None if pieces is None else [_wire(piece) for piece in pieces]
-    dist.gather(_wire(tensor), wires, dst=dst, group=group)
+    if dist.get_rank() != dst:
+        dist.gather(_wire(tensor), dst=dst, group=group)
+        return None
+    pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.gather(_wire(tensor), [_wire(piece) for piece in pieces], dst=dst, group=group)
     return pieces
 
 
@@ -215,10 +200,8 @@ def masked_global_mean_var(
     Returns:
         Two float32 scalars on the process's device; 0 if no slot counts anywhere.
     """
-    device = get_device()
-    mean, var = masked_mean_var(
-        values.to(device), mask.to(device), lambda tensor: _all_reduce(tensor, group)
-    )
+    on_device = (values.to(get_device()), mask.to(get_device()))
+    mean, var = masked_mean_var(*on_device, lambda sums: _all_reduce(sums, group))
     return mean.float(), var.float()
 
 
@@ -307,14 +290,13 @@ def run_distributed_inference(
     """
     if infer_fn is None:
         raise ValueError("run_distributed_inference needs infer_fn")
-    given = {}
-    if parallel_state.get_rank() == 0:
-        given = {
-            key: torch.as_tensor((inputs or {})[key], dtype=torch.int64, device=get_device())
-            for key in ("inputs", "sequence_length")
-        }
-    tokens = broadcast_tensor(given.get("inputs"), src=0, group=None)
-    lengths = broadcast_tensor(given.get("sequence_length"), src=0, group=None).flatten()
+
+    def of_rank_zero(key: str) -> Tensor:
+        mine = (inputs or {})[key] if parallel_state.get_rank() == 0 else ()
+        return broadcast_tensor(torch.as_tensor(mine, dtype=torch.int64), src=0, group=None)
+
+    tokens = of_rank_zero("inputs").to(get_device())
+    lengths = of_rank_zero("sequence_length").to(get_device()).flatten()
     rank = parallel_state.get_data_parallel_rank()
     size = parallel_state.get_data_parallel_world_size()
     share = slice(len(tokens) * rank // size, len(tokens) * (rank + 1) // size)
@@ -322,8 +304,7 @@ def run_distributed_inference(
 
     def collect(tensor: Tensor) -> np.ndarray:
         group = parallel_state.get_data_parallel_group()
-        whole = tensor.detach() if group is None else rebalance_nd_tensor(tensor, group)
-        return whole.float().cpu().numpy()
+        return rebalance_nd_tensor(tensor.detach(), group).float().cpu().numpy()
 
     if isinstance(outputs, tuple):
         rewards, values = outputs

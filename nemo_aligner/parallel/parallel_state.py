@@ -7,7 +7,9 @@ Without an initialised process group every function returns what holds for a sin
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state as _mcore
@@ -21,6 +23,7 @@ from nemo_aligner.parallel.device import get_backend, keep_freed_memory
 from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 from nemo_aligner.parallel.rendezvous import join_on_loopback, share_gloo_devices
 
+T = TypeVar("T")
 _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context parallelism
 
 
@@ -165,48 +168,59 @@ def get_world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    if not is_initialized():
-        return 1
-    return _mcore.get_data_parallel_world_size(with_context_parallel=with_context_parallel)
+def _of_megatron(name: str, alone: T, **options: Any) -> Callable[..., T]:
+    """Megatron Core's function `name`, called with `options`; `alone` without its groups."""
+
+    def get(**more: Any) -> T:
+        if not is_initialized():
+            return alone
+        result: T = getattr(_mcore, name)(**options, **more)
+        return result
+
+    get.__name__ = name
+    return get
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    if not is_initialized():
-        return 0
-    return _mcore.get_data_parallel_rank(with_context_parallel=with_context_parallel)
+_Group = ProcessGroup | None
+_no_group: _Group = None
 
-
-def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup | None:
-    return (
-        _mcore.get_data_parallel_group(with_context_parallel=with_context_parallel)
-        if is_initialized()
-        else None
-    )
-
-
-def get_data_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's data-parallel group."""
-    return _mcore.get_data_parallel_src_rank() if is_initialized() else 0
+# The first three take `with_context_parallel`: count the context-parallel ranks too.
+get_data_parallel_world_size = _of_megatron("get_data_parallel_world_size", 1)
+get_data_parallel_rank = _of_megatron("get_data_parallel_rank", 0)
+get_data_parallel_group = _of_megatron("get_data_parallel_group", _no_group)
+# Global rank of the first member of this rank's data-parallel group.
+get_data_parallel_src_rank = _of_megatron("get_data_parallel_src_rank", 0)
+get_tensor_model_parallel_group = _of_megatron("get_tensor_model_parallel_group", _no_group)
+get_tensor_model_parallel_rank = _of_megatron("get_tensor_model_parallel_rank", 0)
+get_tensor_model_parallel_world_size = _of_megatron("get_tensor_model_parallel_world_size", 1)
+get_tensor_model_parallel_src_rank = _of_megatron("get_tensor_model_parallel_src_rank", 0)
+get_pipeline_model_parallel_group = _of_megatron("get_pipeline_model_parallel_group", _no_group)
+get_pipeline_model_parallel_world_size = _of_megatron("get_pipeline_model_parallel_world_size", 1)
+get_pipeline_model_parallel_rank = _of_megatron("get_pipeline_model_parallel_rank", 0)
+get_pipeline_model_parallel_first_rank = _of_megatron("get_pipeline_model_parallel_first_rank", 0)
+get_pipeline_model_parallel_last_rank = _of_megatron("get_pipeline_model_parallel_last_rank", 0)
+is_pipeline_first_stage = _of_megatron("is_pipeline_first_stage", True, ignore_virtual=True)
+is_pipeline_last_stage = _of_megatron("is_pipeline_last_stage", True, ignore_virtual=True)
+get_context_parallel_world_size = _of_megatron("get_context_parallel_world_size", 1)
+get_context_parallel_rank = _of_megatron("get_context_parallel_rank", 0)
+get_context_parallel_group = _of_megatron("get_context_parallel_group", _no_group)
+# The experts of a layer are spread over the ranks of this group. They work on different samples,
+# but must pass through every layer equally often: tokens travel between them.
+get_expert_model_parallel_group = _of_megatron("get_expert_model_parallel_group", _no_group)
+get_expert_model_parallel_world_size = _of_megatron("get_expert_model_parallel_world_size", 1)
+get_expert_model_parallel_rank = _of_megatron("get_expert_model_parallel_rank", 0)
+# The ranks that hold the same experts: replicas of each other's expert weights.
+get_expert_data_parallel_group = _of_megatron("get_expert_data_parallel_group", _no_group)
+# The ranks that hold one copy of the weights, TP x PP, by global rank; the last TP of them are the
+# last stage.
+get_tensor_and_pipeline_parallel_group = _of_megatron("get_model_parallel_group", _no_group)
 
 
 def get_model_parallel_group() -> ProcessGroup | None:
     """The ranks of one replica of the model, TP x PP x CP, which work on the same samples."""
-    if not is_initialized():
-        return None
-    return (
-        _replica_group
-        if get_context_parallel_world_size() > 1
-        else _mcore.get_model_parallel_group()
-    )
-
-
-def get_tensor_and_pipeline_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold one copy of the weights, TP x PP, by global rank.
-
-    The last TP of them are the last stage.
-    """
-    return _mcore.get_model_parallel_group() if is_initialized() else None
+    if get_context_parallel_world_size() > 1:
+        return _replica_group
+    return get_tensor_and_pipeline_parallel_group()
 
 
 def get_model_parallel_src_rank() -> int:
@@ -214,85 +228,6 @@ def get_model_parallel_src_rank() -> int:
     if not is_initialized():
         return 0
     return torch.distributed.get_process_group_ranks(get_model_parallel_group())[0]
-
-
-def get_tensor_model_parallel_group() -> ProcessGroup | None:
-    return _mcore.get_tensor_model_parallel_group() if is_initialized() else None
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _mcore.get_tensor_model_parallel_rank() if is_initialized() else 0
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    return _mcore.get_tensor_model_parallel_world_size() if is_initialized() else 1
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    return _mcore.get_tensor_model_parallel_src_rank() if is_initialized() else 0
-
-
-def get_pipeline_model_parallel_group() -> ProcessGroup | None:
-    return _mcore.get_pipeline_model_parallel_group() if is_initialized() else None
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return _mcore.get_pipeline_model_parallel_world_size() if is_initialized() else 1
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return _mcore.get_pipeline_model_parallel_rank() if is_initialized() else 0
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    return _mcore.get_pipeline_model_parallel_first_rank() if is_initialized() else 0
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    return _mcore.get_pipeline_model_parallel_last_rank() if is_initialized() else 0
-
-
-def is_pipeline_first_stage() -> bool:
-    return _mcore.is_pipeline_first_stage(ignore_virtual=True) if is_initialized() else True
-
-
-def is_pipeline_last_stage() -> bool:
-    return _mcore.is_pipeline_last_stage(ignore_virtual=True) if is_initialized() else True
-
-
-def get_context_parallel_world_size() -> int:
-    return _mcore.get_context_parallel_world_size() if is_initialized() else 1
-
-
-def get_context_parallel_rank() -> int:
-    return _mcore.get_context_parallel_rank() if is_initialized() else 0
-
-
-def get_context_parallel_group() -> ProcessGroup | None:
-    return _mcore.get_context_parallel_group() if is_initialized() else None
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Number of ranks over which the experts of a layer are spread."""
-    return _mcore.get_expert_model_parallel_world_size() if is_initialized() else 1
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _mcore.get_expert_model_parallel_rank() if is_initialized() else 0
-
-
-def get_expert_model_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the experts of one layer between them.
-
-    They work on different samples, but must pass through every layer equally often: tokens travel
-    between them.
-    """
-    return _mcore.get_expert_model_parallel_group() if is_initialized() else None
-
-
-def get_expert_data_parallel_group() -> ProcessGroup | None:
-    """The ranks that hold the same experts: replicas of each other's expert weights."""
-    return _mcore.get_expert_data_parallel_group() if is_initialized() else None
 
 
 def is_trt_llm_reshard() -> bool:
