@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every name of Megatron Core that this project changes, overrides or uses although it is private.
 
-Four lists, of which `TOUCHED` is the whole:
+Five lists, of which `TOUCHED` is the whole:
 
 * `REMAPPED_CONSTANTS` and `REPLACED` are changed for the whole process, and only without CUDA,
   where Megatron Core names the device "cuda" and means "the device of this process".
   `adapt_megatron_core()` applies them; its one caller is `parallel_state.initialize()`, which runs
   before any model is built. So the order of imports does not matter.
-* `REPLACED_FOR_NATIVE_ADAM` are changed for the whole process where neither Transformer Engine nor
-  apex is installed, with CUDA too.
+* `REPLACED_FOR_NATIVE_ADAM` are changed for the whole process, with CUDA too, where Megatron Core
+  trains with PyTorch's Adam, because neither Transformer Engine nor apex is installed.
 * `SWITCHED` are changed on single objects or for the duration of a `with` block, with CUDA too.
-  Each entry says where.
-* `PRIVATE` are private names that subclasses of ours override, or that our code calls. Each entry
-  says where.
+* `PRIVATE` are private names that subclasses of ours override, or that our code calls or reads.
 
 Not listed are the public hooks of Megatron Core's configuration objects that its own training loop
 sets as well (`finalize_model_grads_func`, `no_sync_func`, `grad_scale_func`, `clip_grad`), layer
@@ -25,258 +23,30 @@ import functools
 import importlib.util
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import megatron.core
+import megatron.core.optimizer
 import torch
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from packaging.version import Version
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-_TENSOR_TYPE = "sorts parameters by the type name 'torch.cuda.…Tensor'"
-_ONE_RANK = "gloo copies the whole buffer, twice, in a group of one rank"
-_RNG = "random-number tracker of tensor parallelism"
+from nemo_aligner.parallel.cpu_operations import apply_rotary
 
-# module -> name -> reason. The constants of these functions say "cuda"; they are rewritten to
-# "cpu".
-REMAPPED_CONSTANTS = {
-    "megatron.core.pipeline_parallel.schedules": {
-        "forward_backward_no_pipelining": "token counter allocated on 'cuda'",
-        "forward_backward_pipelining_without_interleaving": "token counter allocated on 'cuda'",
-        "forward_backward_pipelining_with_interleaving": "token counter allocated on 'cuda'",
-    },
-    "megatron.core.transformer.utils": {
-        "get_default_causal_mask": "causal mask allocated on 'cuda'",
-    },
-    "megatron.core.tensor_parallel.data": {
-        "_build_key_size_numel_dictionaries": "sizes broadcast from 'cuda'",
-    },
-    "megatron.core.optimizer.optimizer": {
-        "FP32Optimizer.__init__": "loss scale allocated on 'cuda'",
-        "MixedPrecisionOptimizer.__init__": "overflow buffers allocated on 'cuda'",
-        "Float16OptimizerWithFloat16Params.__init__": _TENSOR_TYPE,
-        "MegatronOptimizer.has_grad_norm_group": "a count reduced over ranks from 'cuda'",
-    },
-    "megatron.core.optimizer.distrib_optimizer": {
-        "DistributedOptimizer.__init__": _TENSOR_TYPE,
-        "DistributedOptimizer._build_model_and_main_param_groups": _TENSOR_TYPE,
-    },
-    "megatron.core.optimizer.clip_grads": {
-        "get_grad_norm_fp32": "norm allocated on 'cuda'",
-        "clip_grad_by_total_norm_fp32": "expects 'torch.cuda.FloatTensor'",
-        "count_zeros_fp32": "counter allocated on 'cuda'",
-    },
-    "megatron.core.optimizer.grad_scaler": {
-        "MegatronGradScaler.__init__": "fp16 loss scale allocated on 'cuda'",
-        "DynamicGradScaler.__init__": "fp16 loss scale allocated on 'cuda'",
-    },
-    "megatron.core.utils": {"local_multi_tensor_l2_norm": "norm allocated on 'cuda'"},
-}
-
-# module -> name -> reason. Replaced by a CPU counterpart, see `megatron_counterparts.py`.
-REPLACED = {
-    "torch.cuda": {
-        "current_device": "Megatron Core allocates on the 'current device' everywhere",
-        "current_stream": "0.19: gradient reduction makes it wait for CUDA graphs",
-        "synchronize": "called after pipeline communication and around checkpoints; a CPU has no "
-        "streams",
-        "get_rng_state": _RNG,
-        "manual_seed": _RNG,
-    },
-    "torch": {
-        "Tensor.cuda": "broadcast_data and the exchange of checkpoints move tensors with it",
-    },
-    "megatron.core.tensor_parallel.random": {
-        "_get_cuda_rng_state": _RNG,
-        "_set_cuda_rng_state": _RNG,
-    },
-    "megatron.core.models.common.embeddings.rope_utils": {
-        "_apply_rotary_pos_emb_bshd": "reads and writes the heads six times where two are enough",
-    },
-    "megatron.core.models.common.embeddings.rotary_pos_embedding": {
-        "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
-    },
-    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": {
-        "get_pos_emb_on_this_cp_rank": "asks for pinned memory, which needs CUDA",
-    },
-    "megatron.core.distributed.param_and_grad_buffer": {
-        "dist_all_gather_func": _ONE_RANK,
-        "dist_reduce_scatter_func": _ONE_RANK,
-    },
-    "megatron.core.transformer.moe.token_dispatcher": {
-        "MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": "the constructor makes a CUDA stream "
-        "unless there is one",
-        "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize": "copies the sizes of the "
-        "exchange to the host on a CUDA stream; on a CPU they are there",
-    },
-    "megatron.core.tensor_parallel.mappings": {
-        "_gather_along_first_dim": "experts with tensor parallelism gather shares of unequal "
-        "sizes, which gloo cannot",
-        "_reduce_scatter_along_first_dim": "the backward pass of the same",
-    },
-}
-
-# module -> name -> reason. Replaced on any device where Megatron Core trains with PyTorch's Adam,
-# because neither Transformer Engine nor apex is installed; see `megatron_counterparts.py`.
-REPLACED_FOR_NATIVE_ADAM = {
-    "megatron.core.optimizer.distrib_optimizer": {
-        "DistributedOptimizer._set_main_param_and_optimizer_states": "loads in place into leaves "
-        "that need a gradient, and asks for a 'step' that the checkpoint lacks",
-        "DistributedOptimizer.load_state_dict": "one 'step' tensor shared by all parameters would "
-        "be advanced once per parameter",
-    },
-}
-
-_DECODING = "megatron_switches.decoding_mode"
-_WHOLE_SEQUENCE = "generation does not split sequences while they grow"
-_ONE_CONTEXT_RANK = "generation computes as with one context-parallel rank"
-
-# module -> name -> (reason, where). Changed on single objects.
-SWITCHED = {
-    "megatron.core.model_parallel_config": {
-        "ModelParallelConfig.sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
-        "ModelParallelConfig.context_parallel_size": (_ONE_CONTEXT_RANK, _DECODING),
-    },
-    "megatron.core.models.common.embeddings.language_model_embedding": {
-        "LanguageModelEmbedding.scatter_to_sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
-        "LanguageModelEmbedding.reduce_scatter_embeddings": (_WHOLE_SEQUENCE, _DECODING),
-    },
-    "megatron.core.tensor_parallel.layers": {
-        "ColumnParallelLinear.sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
-        "RowParallelLinear.sequence_parallel": (_WHOLE_SEQUENCE, _DECODING),
-        "VocabParallelEmbedding.reduce_scatter_embeddings": (_WHOLE_SEQUENCE, _DECODING),
-        "RowParallelLinear.explicit_expert_comm": (
-            "autograd refuses the bias that is added in place to a sum over one rank",
-            "models/nlp/gpt/megatron_layers.py",
-        ),
-    },
-    "megatron.core.models.common.embeddings.rotary_pos_embedding": {
-        "RotaryEmbedding.cp_group": (_ONE_CONTEXT_RANK, _DECODING),
-        "RotaryEmbedding.forward.cache_clear": (
-            "the cache of embeddings knows their length alone, not the context-parallel ranks",
-            _DECODING,
-        ),
-    },
-    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": {
-        "YarnRotaryEmbedding.forward.cache_clear": (
-            "the cache of embeddings knows their length alone, not the context-parallel ranks",
-            _DECODING,
-        ),
-    },
-    "transformer_engine.pytorch": {
-        "DotProductAttention.set_context_parallel_group": (_ONE_CONTEXT_RANK, _DECODING),
-    },
-    "megatron.core": {
-        "ModelParallelConfig.variable_seq_lengths": (
-            "micro-batches of one pass differ in shape, those of another pass do not",
-            "megatron_switches.shapes_exchanged",
-        ),
-    },
-    "megatron.core.optimizer.optimizer": {
-        "Float16OptimizerWithFloat16Params.float16_groups": (
-            "a checkpoint would name the bf16 weights alone, and miss those of a float32 head",
-            "megatron_switches.all_weights_named",
-        ),
-        "MegatronOptimizer._filter_and_reorder_param_groups": (
-            "matches parameter groups by settings, which groups of different dtype may share",
-            "megatron_switches.groups_in_order",
-        ),
-    },
-    "megatron.core.distributed.param_and_grad_buffer": {
-        "_ParamAndGradBuffer.param_index_map": (
-            "counts the padding between buckets, which a checkpoint's gathered state has not",
-            "megatron_switches.places_without_padding",
-        ),
-    },
-    "megatron.core.distributed": {
-        "DistributedDataParallel.__init__": (
-            "reads the mark `allreduce` of a weight: False gives it the optimizer of the experts",
-            "training/optim.py",
-        ),
-    },
-    "megatron.core.distributed.finalize_model_grads": {
-        "_allreduce_non_tensor_model_parallel_grads": (
-            "reads the mark `sequence_parallel` of a weight; norms and heads of ours carry it",
-            "models/nlp/gpt/megatron_config.py and gpt_reward_model.py",
-        ),
-    },
-    "megatron.core.transformer.moe.experts": {
-        "SequentialMLP.local_experts": (
-            "built for all experts of a layer, so that weights do not depend on the split",
-            "models/nlp/gpt/megatron_layers.py",
-        ),
-        "SequentialMLP.num_local_experts": (
-            "goes with `local_experts`",
-            "models/nlp/gpt/megatron_layers.py",
-        ),
-    },
-    "megatron.core.transformer.moe.moe_utils": {
-        "get_moe_layer_wise_logging_tracker": (
-            "the table of balance losses is read and emptied",
-            "megatron_switches.take_balance_table",
-        ),
-    },
-    "torch.distributed.checkpoint.default_planner": {
-        "DefaultLoadPlanner.load_bytes": (
-            "objects of a checkpoint are unpickled: they are read as data first",
-            "checkpoint/data_only.py",
-        ),
-    },
-    "megatron.core.transformer.moe.moe_logging": {
-        "destroy_moe_metrics_tracker": (
-            "the table of balance losses is read and emptied",
-            "megatron_switches.take_balance_table",
-        ),
-    },
-}
-
-# module -> name -> (reason, where). Private names that are overridden or called.
-PRIVATE = {
-    "torch.distributed.checkpoint.filesystem": {
-        "_metadata_fn": (
-            "read: the name of a checkpoint's table of contents",
-            "checkpoint/data_only.py",
-        ),
-    },
-    "torch.distributed.checkpoint.utils": {
-        "_create_file_view": (
-            "called: a part of a tar file is read as a file",
-            "checkpoint/torch_dist_stream.py",
-        ),
-    },
-    "megatron.core.models.gpt.gpt_model": {
-        "GPTModel._postprocess": (
-            "overridden: the head of a reward model stands in the place of the output layer",
-            "models/nlp/gpt/gpt_reward_model.py",
-        ),
-    },
-    "megatron.core.transformer.moe.router": {
-        "TopKRouter._apply_expert_bias": (
-            "overridden: there is no expert bias, and asking for it starts a C++ compiler",
-            "models/nlp/gpt/megatron_layers.py",
-        ),
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {
-        "_replace_state_dict_keys_with_sharded_keys": (
-            "called: plans a checkpoint that is written without further processes",
-            "checkpoint/dist_ckpt.py",
-        ),
-    },
-    "megatron.core.datasets.indexed_dataset": {
-        "_INDEX_HEADER": (
-            "read: tells an index from another file, where Megatron Core asserts",
-            "data/nlp/sources.py",
-        ),
-    },
-}
-
-# (module, name) -> the first release that has it, and the first that does without: it is gone, or
-# not touched any more. The other names are in all supported releases.
+# The first release that has a name, and the first that does without: it is gone, or not touched
+# any more. The other names are in all supported releases.
 SINCE = {
-    ("megatron.core.optimizer.optimizer", "MegatronOptimizer.has_grad_norm_group"): "0.19",
-    ("megatron.core.transformer.moe.moe_logging", "destroy_moe_metrics_tracker"): "0.19",
+    "megatron.core.optimizer.optimizer:MegatronOptimizer.has_grad_norm_group": "0.19",
+    "megatron.core.transformer.moe.moe_logging:destroy_moe_metrics_tracker": "0.19",
 }
-UNTIL = {("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"): "0.19"}
-
-
+UNTIL = {"megatron.core.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker": "0.19"}
 _RELEASE = Version(Version(megatron.core.__version__).base_version)  # 0.19.0 for 0.19.0rc1
 
 
@@ -287,33 +57,367 @@ class Touched(NamedTuple):
     name: str
     reason: str
     where: str
+    counterpart: Any = None  # what replaces it for the whole process
 
 
-def _flat(names: dict, where: str = "") -> list[Touched]:
-    touched = []
-    for module, entries in names.items():
-        for name, entry in entries.items():
-            reason, place = entry if isinstance(entry, tuple) else (entry, where)
-            if _is_in_this_release(module, name):
-                touched.append(Touched(module, name, reason, place))
-    return touched
+def _touched(where: str, reason: str, names: str, counterpart: Any = None) -> list[Touched]:
+    """`names`, "module:name ...", as far as the installed release has them."""
+    return [
+        Touched(module, name, reason, where, counterpart)
+        for module, name in (each.split(":") for each in names.split())
+        if Version(SINCE.get(f"{module}:{name}", "0")) <= _RELEASE
+        and _RELEASE < Version(UNTIL.get(f"{module}:{name}", "99"))
+    ]
 
 
-def _is_in_this_release(module: str, name: str) -> bool:
-    """Whether the installed megatron-core is one whose `name` is touched."""
-    since, until = SINCE.get((module, name)), UNTIL.get((module, name))
-    return (since is None or _RELEASE >= Version(since)) and (
-        until is None or _RELEASE < Version(until)
+_Gather = Callable[[Tensor, ProcessGroup, list[int] | None, bool], Tensor]
+
+
+def _get_rng_state(*_args: Any, **_kwargs: Any) -> Tensor:
+    return torch.random.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, *_args: Any, **_kwargs: Any) -> None:
+    torch.random.set_rng_state(new_state)
+
+
+def _gather_unequal_shares(
+    original: _Gather,
+    input_: Tensor,
+    group: ProcessGroup,
+    output_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """`_gather_along_first_dim`; shares of unequal sizes travel padded to the largest."""
+    if output_split_sizes is None or group.size() == 1:
+        return original(input_, group, output_split_sizes, use_global_buffer)
+    padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+    padded[: len(input_)] = input_
+    shares = [torch.empty_like(padded) for _ in output_split_sizes]
+    torch.distributed.all_gather(shares, padded, group=group)
+    return torch.cat(
+        [share[:size] for share, size in zip(shares, output_split_sizes, strict=True)]
     )
 
 
-TOUCHED = [
-    *_flat(REMAPPED_CONSTANTS, "megatron_adaptation.adapt_megatron_core"),
-    *_flat(REPLACED, "megatron_counterparts.cpu_replacements"),
-    *_flat(REPLACED_FOR_NATIVE_ADAM, "megatron_counterparts.adam_replacements"),
-    *_flat(SWITCHED),
-    *_flat(PRIVATE),
+def _reduce_scatter_unequal_shares(
+    original: _Gather,
+    input_: Tensor,
+    group: ProcessGroup,
+    input_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """`_reduce_scatter_along_first_dim`; shares of unequal sizes are cut from the whole sum."""
+    if input_split_sizes is None or group.size() == 1:
+        return original(input_, group, input_split_sizes, use_global_buffer)
+    total = input_.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=group)
+    return total.split(input_split_sizes)[group.rank()].contiguous()
+
+
+def _chunks_of_context_rank(embeddings: Tensor, seq_dim: int, cp_group: ProcessGroup) -> Tensor:
+    chunks = embeddings.chunk(2 * cp_group.size(), seq_dim)
+    return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], seq_dim)
+
+
+def _sizes_on_host(
+    self: MoEAlltoAllTokenDispatcher, _point: str, tokens_per_expert: Tensor | None = None
+) -> Tensor | None:
+    for name in ("input_splits", "output_splits"):
+        sizes = getattr(self, name)
+        if isinstance(sizes, Tensor):
+            setattr(self, name, sizes.tolist())  # gloo's all-to-all takes a list
+    return tokens_per_expert
+
+
+def _unless_alone(
+    original: Callable[..., Any],
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    async_op: bool = False,
+    **options: Any,
+) -> Any:
+    """A collective over the shares of one buffer; one rank has the result where it belongs."""
+    alone = group.size() == 1 and not async_op and output.data_ptr() == input_.data_ptr()
+    return None if alone else original(output, input_, group=group, async_op=async_op, **options)
+
+
+def _set_optimizer_states(
+    self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, order = self.model_param_group_index_map[model_param]
+    main_param = self.optimizer.param_groups[group]["params"][order]
+    destination = {"param": main_param, **self.optimizer.state[main_param]}
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            destination[key].copy_(tensor)
+
+
+def _loading_with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load_state_dict)
+    def load(self: DistributedOptimizer, state_dict: dict) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    return load
+
+
+def native_adam_is_used() -> bool:
+    return megatron.core.optimizer.Adam is torch.optim.AdamW
+
+
+_ADAPT = "megatron_adaptation.adapt_megatron_core"
+
+# The constants of these functions say "cuda" or name CUDA's types of tensors; they are rewritten
+# to those of the CPU.
+REMAPPED_CONSTANTS = _touched(
+    _ADAPT,
+    "allocates on 'cuda', or sorts parameters by the type name 'torch.cuda.…Tensor'",
+    """
+    megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining
+    megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving
+    megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving
+    megatron.core.transformer.utils:get_default_causal_mask
+    megatron.core.tensor_parallel.data:_build_key_size_numel_dictionaries
+    megatron.core.optimizer.optimizer:FP32Optimizer.__init__
+    megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.__init__
+    megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__
+    megatron.core.optimizer.optimizer:MegatronOptimizer.has_grad_norm_group
+    megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__
+    megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups
+    megatron.core.optimizer.clip_grads:get_grad_norm_fp32
+    megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32
+    megatron.core.optimizer.clip_grads:count_zeros_fp32
+    megatron.core.optimizer.grad_scaler:MegatronGradScaler.__init__
+    megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__
+    megatron.core.utils:local_multi_tensor_l2_norm
+    """,  # noqa: E501
+)
+
+
+def _replaced(reason: str, counterpart: Any, names: str) -> list[Touched]:
+    return _touched(_ADAPT, reason, names, counterpart)
+
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_RNG = "random-number tracker of tensor parallelism"
+
+# Replaced by a CPU counterpart.
+REPLACED = [
+    *_replaced(
+        "Megatron Core allocates on the 'current device' everywhere",
+        lambda: torch.device("cpu"),
+        "torch.cuda:current_device",
+    ),
+    *_replaced(
+        "a CPU has no streams: called after pipeline communication and around checkpoints, and in "
+        "0.19 gradient reduction makes the stream wait for CUDA graphs",
+        lambda *_args, **_kwargs: None,
+        "torch.cuda:current_stream torch.cuda:synchronize",
+    ),
+    *_replaced(
+        _RNG,
+        _get_rng_state,
+        "torch.cuda:get_rng_state megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+    ),
+    *_replaced(_RNG, _set_rng_state, "megatron.core.tensor_parallel.random:_set_cuda_rng_state"),
+    *_replaced(_RNG, torch.manual_seed, "torch.cuda:manual_seed"),
+    *_replaced(
+        "broadcast_data and the exchange of checkpoints move tensors with it",
+        lambda tensor, *_args, **_kwargs: tensor,
+        "torch:Tensor.cuda",
+    ),
+    *_replaced(
+        "reads and writes the heads six times where two are enough",
+        functools.partial(apply_rotary, rope_utils._apply_rotary_pos_emb_bshd),
+        f"{_EMBEDDINGS}.rope_utils:_apply_rotary_pos_emb_bshd",
+    ),
+    *_replaced(
+        "asks for pinned memory, which needs CUDA",
+        _chunks_of_context_rank,
+        f"{_EMBEDDINGS}.rotary_pos_embedding:get_pos_emb_on_this_cp_rank "
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
+    ),
+    *(
+        touched
+        for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
+        for touched in _replaced(
+            "gloo copies the whole buffer, twice, in a group of one rank",
+            functools.partial(_unless_alone, getattr(buffers, name)),
+            f"megatron.core.distributed.param_and_grad_buffer:{name}",
+        )
+    ),
+    *_replaced(
+        "the constructor makes a CUDA stream unless there is one",
+        "none on a CPU",
+        f"{_DISPATCHER}.cuda_dtoh_stream",
+    ),
+    *_replaced(
+        "copies the sizes of the exchange to the host on a CUDA stream; on a CPU they are there",
+        _sizes_on_host,
+        f"{_DISPATCHER}._maybe_dtoh_and_synchronize",
+    ),
+    *_replaced(
+        "experts with tensor parallelism gather shares of unequal sizes, which gloo cannot",
+        functools.partial(_gather_unequal_shares, mappings._gather_along_first_dim),
+        "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
+    ),
+    *_replaced(
+        "the backward pass of the same",
+        functools.partial(
+            _reduce_scatter_unequal_shares, mappings._reduce_scatter_along_first_dim
+        ),
+        "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
+    ),
 ]
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+REPLACED_FOR_NATIVE_ADAM = [
+    *_replaced(
+        "loads in place into leaves that need a gradient, and asks for a 'step' that the "
+        "checkpoint lacks",
+        _set_optimizer_states,
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+    ),
+    *_replaced(
+        "one 'step' tensor shared by all parameters would be advanced once per parameter",
+        _loading_with_own_steps(DistributedOptimizer.load_state_dict),
+        f"{_OPTIMIZER}.load_state_dict",
+    ),
+]
+
+_DECODING = "megatron_switches.decoding_mode"
+_LAYERS = "models/nlp/gpt/megatron_layers.py"
+
+# Changed on single objects.
+SWITCHED = [
+    *_touched(
+        _DECODING,
+        "generation does not split sequences while they grow",
+        f"""
+        megatron.core.model_parallel_config:ModelParallelConfig.sequence_parallel
+        {_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.scatter_to_sequence_parallel
+        {_EMBEDDINGS}.language_model_embedding:LanguageModelEmbedding.reduce_scatter_embeddings
+        megatron.core.tensor_parallel.layers:ColumnParallelLinear.sequence_parallel
+        megatron.core.tensor_parallel.layers:RowParallelLinear.sequence_parallel
+        megatron.core.tensor_parallel.layers:VocabParallelEmbedding.reduce_scatter_embeddings
+        """,
+    ),
+    *_touched(
+        _DECODING,
+        "generation computes as with one context-parallel rank",
+        f"""
+        megatron.core.model_parallel_config:ModelParallelConfig.context_parallel_size
+        {_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.cp_group
+        transformer_engine.pytorch:DotProductAttention.set_context_parallel_group
+        """,
+    ),
+    *_touched(
+        _DECODING,
+        "the cache of embeddings knows their length alone, not the context-parallel ranks",
+        f"""
+        {_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward.cache_clear
+        {_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear
+        """,
+    ),
+    *_touched(
+        _LAYERS,
+        "autograd refuses the bias that is added in place to a sum over one rank",
+        "megatron.core.tensor_parallel.layers:RowParallelLinear.explicit_expert_comm",
+    ),
+    *_touched(
+        _LAYERS,
+        "built for all experts of a layer, so that weights do not depend on the split",
+        """
+        megatron.core.transformer.moe.experts:SequentialMLP.local_experts
+        megatron.core.transformer.moe.experts:SequentialMLP.num_local_experts
+        """,
+    ),
+    *_touched(
+        f"{_LAYERS} and gpt_reward_model.py",
+        "reads the mark `sequence_parallel` of a weight; norms and heads of ours carry it",
+        "megatron.core.distributed.finalize_model_grads:"
+        "_allreduce_non_tensor_model_parallel_grads",
+    ),
+    *_touched(
+        "megatron_switches.shapes_exchanged",
+        "micro-batches of one pass differ in shape, those of another pass do not",
+        "megatron.core:ModelParallelConfig.variable_seq_lengths",
+    ),
+    *_touched(
+        "megatron_switches.all_weights_named",
+        "a checkpoint would name the bf16 weights alone, and miss those of a float32 head",
+        "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.float16_groups",
+    ),
+    *_touched(
+        "megatron_switches.groups_in_order",
+        "matches parameter groups by settings, which groups of different dtype may share",
+        "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups",
+    ),
+    *_touched(
+        "megatron_switches.places_without_padding",
+        "counts the padding between buckets, which a checkpoint's gathered state has not",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.param_index_map",
+    ),
+    *_touched(
+        "training/optim.py",
+        "reads the mark `allreduce` of a weight: False gives it the optimizer of the experts",
+        "megatron.core.distributed:DistributedDataParallel.__init__",
+    ),
+    *_touched(
+        "megatron_switches.take_balance_table",
+        "the table of balance losses is read and emptied",
+        """
+        megatron.core.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker
+        megatron.core.transformer.moe.moe_logging:destroy_moe_metrics_tracker
+        """,
+    ),
+    *_touched(
+        "checkpoint/data_only.py",
+        "objects of a checkpoint are unpickled: they are read as data first",
+        "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
+    ),
+]
+
+# Private names that are overridden, called or read.
+PRIVATE = [
+    *_touched(
+        "checkpoint/data_only.py",
+        "read: the name of a checkpoint's table of contents",
+        "torch.distributed.checkpoint.filesystem:_metadata_fn",
+    ),
+    *_touched(
+        "checkpoint/torch_dist_stream.py",
+        "called: a part of a tar file is read as a file",
+        "torch.distributed.checkpoint.utils:_create_file_view",
+    ),
+    *_touched(
+        "models/nlp/gpt/gpt_reward_model.py",
+        "overridden: the head of a reward model stands in the place of the output layer",
+        "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
+    ),
+    *_touched(
+        _LAYERS,
+        "overridden: there is no expert bias, and asking for it starts a C++ compiler",
+        "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+    ),
+    *_touched(
+        "checkpoint/dist_ckpt.py",
+        "called: plans a checkpoint that is written without further processes",
+        "megatron.core.dist_checkpointing.strategies.torch:"
+        "_replace_state_dict_keys_with_sharded_keys",
+    ),
+    *_touched(
+        "data/nlp/sources.py",
+        "read: tells an index from another file, where Megatron Core asserts",
+        "megatron.core.datasets.indexed_dataset:_INDEX_HEADER",
+    ),
+]
+
+TOUCHED = [*REMAPPED_CONSTANTS, *REPLACED, *REPLACED_FOR_NATIVE_ADAM, *SWITCHED, *PRIVATE]
 
 
 def _sets_in_constructor(owner: object, name: str) -> bool:
@@ -348,15 +452,6 @@ def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
         ) from error
 
 
-def check_touched_names() -> None:
-    """Check that every name that is touched exists, in Transformer Engine where it is installed;
-    the `ImportError` names one that does not.
-    """
-    for touched in TOUCHED:
-        if importlib.util.find_spec(touched.module.split(".")[0]) is not None:
-            resolve(touched.module, touched.name)
-
-
 def _cpu_constant(constant: Any) -> Any:
     """`constant` of a code object with CPU counterparts of "cuda" and CUDA's tensor types."""
     if isinstance(constant, str):
@@ -380,24 +475,19 @@ def adapt_megatron_core() -> None:
     `parallel_state.initialize()` calls it, and nothing else needs to.
 
     Raises:
-        ImportError: a listed name is missing from the installed megatron-core; the message names
-            it.
+        ImportError: a listed name is missing from the installed megatron-core, or from Transformer
+            Engine where it is installed; the message names it.
     """
-    check_touched_names()
-    from nemo_aligner.parallel import megatron_counterparts  # which imports the optimizers
-
-    if megatron_counterparts.native_adam_is_used():
-        _replace(REPLACED_FOR_NATIVE_ADAM, megatron_counterparts.adam_replacements())
-    if torch.cuda.is_available():
-        return
-    for touched in _flat(REMAPPED_CONSTANTS):
-        _owner, _name, function = resolve(touched.module, touched.name)
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        function.__code__ = _cpu_constant(function.__code__)
-    _replace(REPLACED, megatron_counterparts.cpu_replacements())
-
-
-def _replace(names: dict, counterparts: dict[tuple[str, str], Any]) -> None:
-    for touched in _flat(names):
+    for touched in TOUCHED:
+        if importlib.util.find_spec(touched.module.split(".")[0]) is not None:
+            resolve(touched.module, touched.name)
+    replaced = REPLACED_FOR_NATIVE_ADAM if native_adam_is_used() else []
+    if not torch.cuda.is_available():
+        replaced = [*replaced, *REPLACED]
+        for touched in REMAPPED_CONSTANTS:
+            _owner, _name, function = resolve(touched.module, touched.name)
+            function = inspect.unwrap(getattr(function, "__func__", function))
+            function.__code__ = _cpu_constant(function.__code__)
+    for touched in replaced:
         owner, name, _value = resolve(touched.module, touched.name)
-        setattr(owner, name, counterparts[touched.module, touched.name])
+        setattr(owner, name, touched.counterpart)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch import processes
-from nemo_aligner.parallel import megatron_counterparts
+from nemo_aligner.parallel import megatron_adaptation
 
 FINDS = """
 import importlib.util
@@ -97,9 +97,9 @@ def test_code_of_the_user_keeps_the_gpus(tmp_path):
 
 
 def test_the_adam_of_pytorch_is_known(monkeypatch):
-    assert megatron_counterparts.native_adam_is_used()
+    assert megatron_adaptation.native_adam_is_used()
     monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.SGD)
-    assert not megatron_counterparts.native_adam_is_used()
+    assert not megatron_adaptation.native_adam_is_used()
 
 
 def test_the_tests_see_no_gpu():
