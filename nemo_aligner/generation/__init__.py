@@ -3,6 +3,6 @@
 """Text generation behind a small interface: from prompts to tokens, lengths and ends."""
 
 from nemo_aligner.generation.engine import MegatronGenerator
-from nemo_aligner.generation.interface import GenerationOutput, GenerationParams, TextGenerator
+from nemo_aligner.generation.interface import GenerationOutput, GenerationParams
 
-__all__ = ["GenerationOutput", "GenerationParams", "MegatronGenerator", "TextGenerator"]
+__all__ = ["GenerationOutput", "GenerationParams", "MegatronGenerator"]

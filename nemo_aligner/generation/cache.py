@@ -8,7 +8,6 @@ attention reads them), so no step touches the older ones.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -75,25 +74,6 @@ class KeyValueCache:
                 layer[:, target, :, :width] = layer[:, source, :, :width]
 
 
-class Pass(Protocol):
-    """What one pass through the model feeds, and how its tokens attend."""
-
-    cache: KeyValueCache
-    positions: Tensor  # int64 [b, s] (or [1, s]): of the tokens
-
-    def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
-        """Store keys and values; attend with the queries to all that the cache has of each row up
-        to the token.
-
-        Args:
-            mixed: `[s, b, ng, np / ng + 2, hn]`: of each group its queries, its key, its value.
-            how: of this layer.
-
-        Returns:
-            `[s, b, np * hn]`.
-        """
-
-
 class DecodingPass:
     """One token for each of the first b slots, at places of their own.
 
@@ -124,7 +104,7 @@ class DecodingPass:
         return self._masks[window]
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
-        """See `Pass.attend`."""
+        """See `Pass`."""
         new = mixed[0, ..., -2:, :]
         layer = self.cache.layer(how.layer, new)
         rows, places = self._places
@@ -152,51 +132,14 @@ def _attention(
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
 
 
-class PrefillPass:
-    """s tokens for each of some slots, at the places from `start` on.
+class FeedingPass:
+    """s tokens for each of some slots, from a place of its own on.
 
     Rows may be padded on the right: what is stored beyond a row's length is overwritten before it
-    is attended to.
+    is attended to, and what is padded beyond the end of the cache goes to its last position.
 
     Args:
-        cache: holds what came before `start`.
-        slots: int64 `[b]`.
-        start: place of the first token, the same in all rows.
-        width: s.
-    """
-
-    def __init__(self, cache: KeyValueCache, slots: Tensor, start: int, width: int) -> None:
-        self.cache = cache
-        self.slots = slots
-        self.start, self.stop = start, start + width
-        self.positions = torch.arange(start, self.stop, device=slots.device).unsqueeze(0)
-
-    def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
-        """See `Pass.attend`."""
-        new = mixed[..., -2:, :]
-        layer = self.cache.layer(how.layer, new)
-        keys, values = past = new.permute(3, 1, 2, 0, 4)
-        layer[:, self.slots, :, self.start : self.stop] = past
-        if self.start:
-            keys, values = layer[:, self.slots, :, : self.stop]
-        mask = None
-        if self.start or (how.window is not None and self.stop > how.window + 1):
-            places = torch.arange(self.stop, device=mixed.device)
-            distance = self.positions.transpose(0, 1) - places
-            mask = distance >= 0
-            if how.window is not None:
-                mask &= distance <= how.window
-        return _attention_of_many(mixed, keys, values, mask, how.scale)
-
-
-class ExtensionPass:
-    """s tokens for each of some slots, each from a place of its own on.
-
-    Rows may be padded on the right, as in `PrefillPass`.
-
-    Args:
-        cache: holds what came before, and has room for all that is fed; what is padded beyond its
-            end goes to its last position.
+        cache: holds what came before, and has room for all that is fed.
         slots: int64 `[b]`.
         starts: place of the first token of each row.
         width: s.
@@ -205,29 +148,46 @@ class ExtensionPass:
     def __init__(self, cache: KeyValueCache, slots: Tensor, starts: list[int], width: int) -> None:
         self.cache = cache
         self.slots = slots
-        first = torch.tensor(starts, device=slots.device).unsqueeze(1)
-        places = first + torch.arange(width, device=slots.device)
+        # One row for all slots where they start at the same place.
+        first = starts if len(set(starts)) > 1 else starts[:1]
+        places = torch.tensor(first, device=slots.device).unsqueeze(1)
+        places = places + torch.arange(width, device=slots.device)
         self.positions = places.clamp(max=cache.width - 1)
         self.width = min(max(starts) + width, cache.width)
+        self._nothing_before = not any(starts)
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
-        """See `Pass.attend`."""
+        """See `Pass`."""
         new = mixed[..., -2:, :]  # [s, b, ng, 2, hn]
         layer = self.cache.layer(how.layer, new)
         layer[:, self.slots[:, None], :, self.positions] = new.permute(1, 0, 3, 2, 4)
-        keys, values = layer[:, self.slots, :, : self.width]
-        places = torch.arange(self.width, device=mixed.device)
-        distance = self.positions.unsqueeze(-1) - places
-        mask = distance >= 0
-        if how.window is not None:
-            mask &= distance <= how.window
-        return _attention_of_many(mixed, keys, values, mask.unsqueeze(1), how.scale)
+        mask = None
+        if self._nothing_before:
+            keys, values = new.permute(3, 1, 2, 0, 4)
+        else:
+            keys, values = layer[:, self.slots, :, : self.width]
+        narrow = how.window is not None and keys.size(2) > how.window + 1
+        if narrow or not self._nothing_before:
+            places = torch.arange(keys.size(2), device=mixed.device)
+            distance = self.positions.unsqueeze(-1) - places
+            mask = distance >= 0
+            if how.window is not None:
+                mask &= distance <= how.window
+            mask = mask.unsqueeze(1)
+        return _attention_of_many(mixed, keys, values, mask, how.scale)
+
+
+# One pass through the model: it knows its `cache` and the `positions` of its tokens, int64
+# `[b, s]` (or `[1, s]`). `attend(mixed, how)` stores keys and values, and attends with the queries
+# to all that the cache has of each row up to the token: from `[s, b, ng, np / ng + 2, hn]`, of
+# each group its queries, its key, its value, to `[s, b, np * hn]`.
+Pass = DecodingPass | FeedingPass
 
 
 def _attention_of_many(
     mixed: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Attention `[s, b, np * hn]` of the queries of `mixed` (see `Pass.attend`) to `keys` and
+    """Attention `[s, b, np * hn]` of the queries of `mixed` (see `Pass`) to `keys` and
     `values` `[b, ng, W, hn]`.
 
     Args:

@@ -26,7 +26,7 @@ from nemo_aligner.generation.batch import (
     padded,
     rounded,
 )
-from nemo_aligner.generation.cache import DecodingPass, ExtensionPass, KeyValueCache, PrefillPass
+from nemo_aligner.generation.cache import DecodingPass, FeedingPass
 from nemo_aligner.generation.decoding_model import DecodingModel, StepGraphs
 from nemo_aligner.generation.interface import (
     Conversation,
@@ -35,7 +35,6 @@ from nemo_aligner.generation.interface import (
     GenerationParams,
     OnTokens,
     Prompts,
-    TextGenerator,
 )
 from nemo_aligner.generation.split import Split, divide, drawn, join, training_split, until_all_end
 from nemo_aligner.generation.text import EndConditions
@@ -59,7 +58,7 @@ LOOK_EVERY = {"cpu": 1, "cuda": 4}
 DRAWN_AHEAD = 4
 
 
-class MegatronGenerator(TextGenerator):
+class MegatronGenerator:
     """Decodes on the Megatron model that is being trained, with a cache of keys and values.
 
     A sample takes a slot of the cache, its prompt is fed to the model, and it advances by one
@@ -129,15 +128,37 @@ class MegatronGenerator(TextGenerator):
         environment: Environment | None = None,
         slots: int | None = None,
     ) -> GenerationOutput:
-        """See `TextGenerator.generate`; every rank of a TP x PP x CP group calls it.
+        """Generate one response to each prompt, or with an `environment` a conversation; every
+        rank of a TP x PP x CP group calls it.
 
-        Where ranks divide the samples, `on_tokens` sees those of its own rank alone, which rank 0
-        numbers as the caller does.
+        A response depends on its prompt, its seed, `params` and the weights: not on other samples,
+        their order, the rank or the split (up to rounding: in bf16 two near-equal logits may
+        change places with the shape of a batch).
 
         Args:
-            environment: given on every rank; only that which `asks_environment` uses it.
+            prompts: int64 `[b, W]`, padded on the right; only the first P columns of each are
+                read.
+            prompt_lengths: int64 `[b]`, P.
+            sample_seeds: int64 `[b]`, seeds of the samples' random streams.
+            params: how to generate.
+            on_tokens: called with the tokens as they are generated. Where ranks divide the
+                samples, it sees those of its own rank alone, which rank 0 numbers as the caller
+                does.
+            environment: replies to responses; given on every rank, only that which
+                `asks_environment` uses it. `params.max_length` is that of each response,
+                `min_length` that of all of them together. A conversation ends when the environment
+                says so, with a response that was cut off, after `environment.max_turns` responses,
+                or where an observation leaves no room for a response.
             slots: samples that are decoded together at most, by all ranks that divide them; None:
                 all.
+
+        Returns:
+            The responses, on `get_device()`; the same on all ranks of a model.
+
+        Raises:
+            UserError: a prompt is empty, leaves no room for a response, or has ids outside the
+                vocabulary; or the environment failed.
+            RuntimeError: the model's logits are not finite.
         """
         inputs = prompts, prompt_lengths, sample_seeds
         slots = min(slots or len(prompts), len(prompts))
@@ -164,8 +185,8 @@ class MegatronGenerator(TextGenerator):
 
         def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
             batches = iter([(prompts, lengths, seeds)])
-            samples = self._decode(model, batches, params, own_slots, environment, on_tokens)
-            return self._joined(sorted(samples, key=lambda sample: sample.number))
+            run = _Decoding(self, model, batches, params, own_slots, environment, on_tokens)
+            return self._joined(sorted(run.samples(), key=lambda sample: sample.number))
 
         for group in self.split.dividing:
             decode = partial(divide, decode, group, self.tokenizer.eos_id)
@@ -192,10 +213,18 @@ class MegatronGenerator(TextGenerator):
         slots: int,
         environment: Environment | None = None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        """See `TextGenerator.stream`; every rank of a TP x PP x CP group calls it and iterates to
-        the end.
+        """Generate one response to each prompt of all `batches`, as `generate`; responses come as
+        they end. Every rank of a TP x PP x CP group calls it and iterates to the end.
 
-        Where ranks divide the samples, they take some batches at a time and exchange the results.
+        Args:
+            batches: asked for the next one only once there is room for a sample of it, so that
+                several ranks can take from one queue. Where ranks divide the samples, they take
+                some batches at a time and exchange the results.
+            slots: samples that are decoded together at most, and responses that are given out
+                together (the last group may be smaller).
+
+        Yields:
+            Places of the samples, counted through all batches, and their responses.
         """
         with self._decoding_model() as model:
             if self.split.dividing or self.split.joined is not None:
@@ -208,7 +237,7 @@ class MegatronGenerator(TextGenerator):
                     yield prompts, lengths, seeds
 
             ready: list[FinishedSample] = []
-            for sample in self._decode(model, checked(), params, slots, environment):
+            for sample in _Decoding(self, model, checked(), params, slots, environment).samples():
                 ready.append(sample)
                 if len(ready) == slots:
                     yield [each.number for each in ready], self._joined(ready)
@@ -264,95 +293,7 @@ class MegatronGenerator(TextGenerator):
         sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
         return max(1, slots * self._dividing_ranks() // sharing)
 
-    # --- the loop -------------------------------------------------------------------------------
-
-    def _decode(
-        self,
-        model: DecodingModel,
-        prompts: Iterator[Prompts],
-        params: GenerationParams,
-        slots: int,
-        environment: Environment | None = None,
-        on_tokens: OnTokens | None = None,
-    ) -> Iterator[FinishedSample]:
-        """The samples as they end; all ranks of a TP x PP group iterate to the end."""
-        cache = model.new_cache(slots)
-        batch = DecodingBatch(
-            slots,
-            params,
-            self._end_conditions_of(params),
-            self.vocab_size,
-            get_device(),
-            LOOK_EVERY[get_device().type] if on_tokens is None else 1,
-            1 if environment is None else environment.max_turns,
-        )
-        graphs = self._step_graphs()
-        queue = self._numbered(prompts, params)
-        conversations: dict[int, Conversation] = {}
-        try:
-            self._refill(model, cache, batch, queue, [])
-            while batch.active:
-                ended = []
-                if batch.pausing < batch.active:
-                    for _ in range(batch.steps()):
-                        self._step(model, cache, batch, graphs, on_tokens)
-                    ended = batch.look()
-                if environment is None:
-                    over = [(slot, batch.finished(slot, is_end)) for slot, is_end in ended]
-                else:
-                    self._ask(environment, batch, conversations, ended)
-                    over = self._go_on(environment, model, cache, batch, conversations)
-                yield from (sample for _, sample in over)
-                self._refill(model, cache, batch, queue, [slot for slot, _ in over])
-        except _FailedElsewhere:
-            raise
-        except Exception as error:
-            _on_all_expert_ranks(done=False, failure=error)
-            raise
-        finally:
-            graphs.close()
-        while not _on_all_expert_ranks(done=True):
-            progress.made()
-            self._dummy_pass(model)
-
-    def _refill(
-        self,
-        model: DecodingModel,
-        cache: KeyValueCache,
-        batch: DecodingBatch,
-        queue: Iterator[list[WaitingSample]],
-        done: list[int],
-    ) -> None:
-        """Give the slots `done` and the free ones to the next samples; feed their prompts.
-
-        Samples wait until a part of the slots is free, or slots for the last of them, so that
-        their prompts share a pass.
-        """
-        wanted = len(done) + batch.slots - batch.active
-        while len(batch.waiting) < wanted and (samples := next(queue, None)) is not None:
-            batch.waiting.extend(samples)
-        admit = wanted >= min(batch.slots * ADMITTED_AT, len(batch.waiting))
-        refill = batch.refill(done, admit)
-        self._reserve(cache, batch)
-        cache.copy(refill.moves, batch.longest())
-        for slots, start, stop in _prefill_passes(batch, refill.prefill):
-            progress.made()
-            _on_all_expert_ranks(done=False)
-            rows = torch.tensor(slots, device=batch.device)
-            ids = padded([batch.in_slots[slot].ids[start:stop] for slot in slots], batch.device)
-            model.forward(ids, PrefillPass(cache, rows, start, stop - start))
-        cache.copy(refill.shared, batch.longest())
-
-    def _reserve(self, cache: KeyValueCache, batch: DecodingBatch) -> None:
-        """Make room for the samples in the slots; on a GPU in large steps, since all that was
-        captured is of no use afterwards.
-        """
-        width = batch.width
-        if batch.device.type != "cpu":
-            width = max(width, min(rounded(width), self.max_sequence_length))
-        cache.reserve(width)
-
-    def _step_graphs(self) -> StepGraphs:
+    def step_graphs(self) -> StepGraphs:
         """How the steps of the next samples run; the log says it once.
 
         Raises:
@@ -382,125 +323,12 @@ class MegatronGenerator(TextGenerator):
             logging.info(f"decoding steps run {'as CUDA graphs' if wanted else 'eagerly'}{reason}")
         return StepGraphs(wanted, required=self.cuda_graphs is True)
 
-    def _step(
-        self,
-        model: DecodingModel,
-        cache: KeyValueCache,
-        batch: DecodingBatch,
-        graphs: StepGraphs,
-        on_tokens: OnTokens | None,
-    ) -> None:
-        """Advance the samples in the slots by one token."""
-        progress.made()
-        _on_all_expert_ranks(done=False)
-        rows, width = batch.shape()
-        width = min(width, cache.width)
-
-        def step() -> Tensor:
-            which = DecodingPass(cache, batch.positions[:rows], width)
-            hidden = model.forward(batch.fed[:rows].unsqueeze(1), which)
-            chosen = None if hidden is None else batch.choose(model.logits(hidden))
-            tokens, logprobs = self._broadcast_choice(chosen, batch, rows)
-            batch.append(tokens, logprobs)
-            return tokens
-
-        tokens = batch.keep(graphs.run((rows, width, cache.width), step))
-        if on_tokens is not None:
-            on_tokens(torch.tensor([each.sample.number for each in batch.in_slots]), tokens)
-
-    def _ask(
-        self,
-        environment: Environment,
-        batch: DecodingBatch,
-        conversations: dict[int, Conversation],
-        ended: list[tuple[int, bool]],
-    ) -> None:
-        """Have the slots whose responses have `ended` pause until the environment replies."""
-        for slot, is_end in ended:
-            sample = batch.in_slots[slot].sample
-            conversation = conversations.setdefault(sample.number, Conversation())
-            conversation.responses.append(batch.pause(slot))
-            conversation.is_end = is_end
-            if self.asks_environment:
-                environment.submit(
-                    sample.number, sample.seed, sample.prompt, tuple(conversation.responses)
-                )
-
-    def _go_on(
-        self,
-        environment: Environment,
-        model: DecodingModel,
-        cache: KeyValueCache,
-        batch: DecodingBatch,
-        conversations: dict[int, Conversation],
-    ) -> list[tuple[int, FinishedSample]]:
-        """Take the replies that have come: some conversations get an observation.
-
-        Returns:
-            The slots of the others, whose conversation is over, and their samples.
-        """
-        if not batch.pausing:
-            return []
-        wait = batch.pausing == batch.active
-        replies = on_rank_zero(lambda: environment.replies(wait), self.split.copy)
-        over, fed = [], []
-        for slot, held in enumerate(batch.in_slots):
-            sample, length = held.sample, len(held.ids)
-            if (reply := replies.get(sample.number)) is None:
-                continue
-            conversation = conversations[sample.number]
-            conversation.rewards.append((length - 1, reply.reward))
-            # A response of one token must have room after the observation.
-            room = length + len(reply.observation) < self.max_sequence_length
-            more = conversation.is_end and len(conversation.responses) < environment.max_turns
-            if not reply.done and more and room:
-                start, stop = batch.extend(slot, reply.observation, self.max_sequence_length)
-                conversation.observed.append((start + 1, stop + 1))
-                fed.append((slot, start, stop))
-                continue
-            if not reply.done and self.asks_environment:
-                environment.end(sample.number)
-            is_end = reply.done and conversation.is_end
-            over.append((slot, batch.finished(slot, is_end, conversation)))
-            del conversations[sample.number]
-        self._reserve(cache, batch)
-        for rows, starts, width in _extension_passes(fed):
-            progress.made()
-            _on_all_expert_ranks(done=False)
-            slots = torch.tensor(rows, device=batch.device)
-            pieces = zip(rows, starts, strict=True)
-            ids = [batch.in_slots[slot].ids[start : start + width] for slot, start in pieces]
-            tokens = padded([*ids, [0] * width], batch.device)[:-1]
-            model.forward(tokens, ExtensionPass(cache, slots, starts, width))
-        return over
-
-    def _dummy_pass(self, model: DecodingModel) -> None:
-        """One token through the model, for the ranks that need this one's experts."""
-        cache = model.new_cache(1)
-        cache.reserve(1)
-        first = torch.zeros(1, dtype=torch.int64, device=get_device())
-        model.forward(first.unsqueeze(1), DecodingPass(cache, first, 1))
-
-    def _end_conditions_of(self, params: GenerationParams) -> EndConditions:
+    def end_conditions_of(self, params: GenerationParams) -> EndConditions:
         if params.end_strings not in self._end_conditions:
             self._end_conditions[params.end_strings] = EndConditions(
                 self.tokenizer, params.end_strings
             )
         return self._end_conditions[params.end_strings]
-
-    def _numbered(
-        self, batches: Iterator[Prompts], params: GenerationParams
-    ) -> Iterator[list[WaitingSample]]:
-        """The samples of each batch, numbered in the order in which they come."""
-        number = 0
-        for prompts, lengths, seeds in batches:
-            rows = zip(prompts.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
-            samples = []
-            for tokens, length, seed in rows:
-                limit = min(length + params.max_length, self.max_sequence_length)
-                samples.append(WaitingSample(number, tuple(tokens[:length]), limit, seed))
-                number += 1
-            yield samples
 
     def _check(self, prompts: Tensor, lengths: Tensor) -> None:
         """Refuse a prompt that no response can be generated to.
@@ -533,31 +361,6 @@ class MegatronGenerator(TextGenerator):
                 f"vocabulary of {self.vocab_size} ids; was it tokenized with another tokenizer?"
             )
 
-    def _broadcast_choice(
-        self, chosen: tuple[Tensor, Tensor | None] | None, batch: DecodingBatch, rows: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Send what the first tensor-parallel rank of the last stage chose to all ranks that hold
-        parts of the same copy of the weights.
-
-        Args:
-            chosen: what `DecodingBatch.choose` returns, on the last stage; None on the others.
-        """
-        if chosen is None:
-            device, logprobs = batch.device, None
-            tokens = torch.empty(rows, dtype=torch.int64, device=device)
-            if batch.params.return_logprobs:
-                logprobs = torch.empty(rows, dtype=torch.float32, device=device)
-        else:
-            tokens, logprobs = chosen
-        group = self.split.copy
-        ranks = torch.distributed.get_process_group_ranks(group)
-        if len(ranks) > 1:
-            source = ranks[-self.split.tensor_ranks]
-            torch.distributed.broadcast(tokens, src=source, group=group)
-            if logprobs is not None:
-                torch.distributed.broadcast(logprobs, src=source, group=group)
-        return tokens, logprobs
-
     def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
         """One output for `samples`, in their order."""
         device = get_device()
@@ -580,40 +383,223 @@ class MegatronGenerator(TextGenerator):
         )
 
 
-def _prefill_passes(
-    batch: DecodingBatch, slots: list[int]
-) -> Iterator[tuple[list[int], int, int]]:
-    """(slots, start, stop) of the passes that feed all tokens but the last of the prompts in
-    `slots`. Prompts of similar length share a pass.
-    """
-    left = sorted(slots, key=lambda slot: -len(batch.in_slots[slot].ids))
-    while left:
-        longest = len(batch.in_slots[left[0]].ids) - 1
-        rows = [
-            slot
-            for slot in left[: max(1, PREFILL_TOKENS // max(1, longest))]
-            if len(batch.in_slots[slot].ids) - 1 >= LEAST_FILLED * longest
-        ]
-        for start in range(0, longest, PREFILL_TOKENS):
-            yield rows, start, min(start + PREFILL_TOKENS, longest)
-        left = left[len(rows) :]
+class _Decoding:
+    """One run of a generator with `model` through a queue of prompts."""
+
+    def __init__(
+        self,
+        generator: MegatronGenerator,
+        model: DecodingModel,
+        prompts: Iterator[Prompts],
+        params: GenerationParams,
+        slots: int,
+        environment: Environment | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
+        self.generator, self.model = generator, model
+        self.longest = generator.max_sequence_length
+        self.copy = generator.split.copy
+        self.params, self.queue = params, self._numbered(prompts)
+        self.environment, self.on_tokens = environment, on_tokens
+        self.cache = model.new_cache(slots)
+        self.batch = DecodingBatch(
+            slots,
+            params,
+            generator.end_conditions_of(params),
+            generator.vocab_size,
+            get_device(),
+            LOOK_EVERY[get_device().type] if on_tokens is None else 1,
+            1 if environment is None else environment.max_turns,
+        )
+        self.graphs = generator.step_graphs()
+        self.conversations: dict[int, Conversation] = {}
+
+    def _numbered(self, batches: Iterator[Prompts]) -> Iterator[list[WaitingSample]]:
+        """The samples of each batch, numbered in the order in which they come."""
+        number = 0
+        for prompts, lengths, seeds in batches:
+            rows = zip(prompts.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
+            samples = []
+            for tokens, length, seed in rows:
+                limit = min(length + self.params.max_length, self.longest)
+                samples.append(WaitingSample(number, tuple(tokens[:length]), limit, seed))
+                number += 1
+            yield samples
+
+    def samples(self) -> Iterator[FinishedSample]:
+        """The samples as they end; all ranks of a TP x PP group iterate to the end."""
+        batch = self.batch
+        try:
+            self._refill([])
+            while batch.active:
+                ended = []
+                if batch.pausing < batch.active:
+                    for _ in range(batch.steps()):
+                        self._step()
+                    ended = batch.look()
+                if self.environment is None:
+                    over = [(slot, batch.finished(slot, is_end)) for slot, is_end in ended]
+                else:
+                    self._ask(self.environment, ended)
+                    over = self._go_on(self.environment)
+                yield from (sample for _, sample in over)
+                self._refill([slot for slot, _ in over])
+        except _FailedElsewhere:
+            raise
+        except Exception as error:
+            _on_all_expert_ranks(done=False, failure=error)
+            raise
+        finally:
+            self.graphs.close()
+        while not _on_all_expert_ranks(done=True):
+            # One token through the model, for the ranks that need this one's experts.
+            progress.made()
+            cache = self.model.new_cache(1)
+            cache.reserve(1)
+            first = torch.zeros(1, dtype=torch.int64, device=get_device())
+            self.model.forward(first.unsqueeze(1), DecodingPass(cache, first, 1))
+
+    def _refill(self, done: list[int]) -> None:
+        """Give the slots `done` and the free ones to the next samples; feed their prompts.
+
+        Samples wait until a part of the slots is free, or slots for the last of them, so that
+        their prompts share a pass.
+        """
+        batch, cache = self.batch, self.cache
+        wanted = len(done) + batch.slots - batch.active
+        while len(batch.waiting) < wanted and (samples := next(self.queue, None)) is not None:
+            batch.waiting.extend(samples)
+        admit = wanted >= min(batch.slots * ADMITTED_AT, len(batch.waiting))
+        refill = batch.refill(done, admit)
+        self._reserve()
+        cache.copy(refill.moves, batch.longest())
+        # All tokens but the last one.
+        self._feed([(slot, 0, len(batch.in_slots[slot].ids) - 1) for slot in refill.prefill])
+        cache.copy(refill.shared, batch.longest())
+
+    def _feed(self, pieces: list[tuple[int, int, int]]) -> None:
+        """Feed (slot, first position, position beyond the last) each to the model."""
+        for slots, starts, width in _feeding_passes(pieces):
+            progress.made()
+            _on_all_expert_ranks(done=False)
+            rows = zip(slots, starts, strict=True)
+            ids = [self.batch.in_slots[slot].ids[start : start + width] for slot, start in rows]
+            tokens = padded([*ids, [0] * width], self.batch.device)[:-1]
+            places = torch.tensor(slots, device=self.batch.device)
+            self.model.forward(tokens, FeedingPass(self.cache, places, starts, width))
+
+    def _reserve(self) -> None:
+        """Make room for the samples in the slots; on a GPU in large steps, since all that was
+        captured is of no use afterwards.
+        """
+        width = self.batch.width
+        if self.batch.device.type != "cpu":
+            width = max(width, min(rounded(width), self.longest))
+        self.cache.reserve(width)
+
+    def _step(self) -> None:
+        """Advance the samples in the slots by one token."""
+        progress.made()
+        _on_all_expert_ranks(done=False)
+        batch, cache = self.batch, self.cache
+        rows, width = batch.shape()
+        width = min(width, cache.width)
+
+        def step() -> Tensor:
+            which = DecodingPass(cache, batch.positions[:rows], width)
+            hidden = self.model.forward(batch.fed[:rows].unsqueeze(1), which)
+            chosen = None if hidden is None else batch.choose(self.model.logits(hidden))
+            tokens, logprobs = self._broadcast_choice(chosen, rows)
+            batch.append(tokens, logprobs)
+            return tokens
+
+        tokens = batch.keep(self.graphs.run((rows, width, cache.width), step))
+        if self.on_tokens is not None:
+            numbers = torch.tensor([each.sample.number for each in batch.in_slots])
+            self.on_tokens(numbers, tokens)
+
+    def _broadcast_choice(
+        self, chosen: tuple[Tensor, Tensor | None] | None, rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Send what the first tensor-parallel rank of the last stage chose (None on the other
+        stages) to all ranks that hold parts of the same copy of the weights.
+        """
+        if chosen is None:
+            device, logprobs = self.batch.device, None
+            tokens = torch.empty(rows, dtype=torch.int64, device=device)
+            if self.params.return_logprobs:
+                logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+        else:
+            tokens, logprobs = chosen
+        ranks = torch.distributed.get_process_group_ranks(self.copy)
+        if len(ranks) > 1:
+            source = ranks[-self.generator.split.tensor_ranks]
+            torch.distributed.broadcast(tokens, src=source, group=self.copy)
+            if logprobs is not None:
+                torch.distributed.broadcast(logprobs, src=source, group=self.copy)
+        return tokens, logprobs
+
+    def _ask(self, environment: Environment, ended: list[tuple[int, bool]]) -> None:
+        """Have the slots whose responses have `ended` pause until the environment replies."""
+        for slot, is_end in ended:
+            sample = self.batch.in_slots[slot].sample
+            conversation = self.conversations.setdefault(sample.number, Conversation())
+            conversation.responses.append(self.batch.pause(slot))
+            conversation.is_end = is_end
+            if self.generator.asks_environment:
+                environment.submit(
+                    sample.number, sample.seed, sample.prompt, tuple(conversation.responses)
+                )
+
+    def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
+        """Take the replies that have come: some conversations get an observation.
+
+        Returns:
+            The slots of the others, whose conversation is over, and their samples.
+        """
+        batch = self.batch
+        if not batch.pausing:
+            return []
+        wait = batch.pausing == batch.active
+        replies = on_rank_zero(lambda: environment.replies(wait), self.copy)
+        over, fed = [], []
+        for slot, held in enumerate(batch.in_slots):
+            sample, length = held.sample, len(held.ids)
+            if (reply := replies.get(sample.number)) is None:
+                continue
+            conversation = self.conversations[sample.number]
+            conversation.rewards.append((length - 1, reply.reward))
+            # A response of one token must have room after the observation.
+            room = length + len(reply.observation) < self.longest
+            more = conversation.is_end and len(conversation.responses) < environment.max_turns
+            if not reply.done and more and room:
+                start, stop = batch.extend(slot, reply.observation, self.longest)
+                conversation.observed.append((start + 1, stop + 1))
+                fed.append((slot, start, stop))
+                continue
+            if not reply.done and self.generator.asks_environment:
+                environment.end(sample.number)
+            is_end = reply.done and conversation.is_end
+            over.append((slot, batch.finished(slot, is_end, conversation)))
+            del self.conversations[sample.number]
+        self._reserve()
+        self._feed(fed)
+        return over
 
 
-def _extension_passes(
+def _feeding_passes(
     fed: list[tuple[int, int, int]],
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """(slots, first positions, width) of the passes that feed some slots the positions from a
-    first one up to (not including) another. Those of similar number share a pass.
-
-    Args:
-        fed: (slot, first position, position beyond the last) each.
+    first one up to (not including) another, (slot, first, beyond the last) each. Those of similar
+    number share a pass.
     """
     left = sorted(fed, key=lambda each: each[1] - each[2])
     while left:
         most = left[0][2] - left[0][1]
         share = [
             each
-            for each in left[: max(1, PREFILL_TOKENS // most)]
+            for each in left[: max(1, PREFILL_TOKENS // max(1, most))]
             if each[2] - each[1] >= LEAST_FILLED * most
         ]
         left = left[len(share) :]

@@ -79,11 +79,11 @@ def broadcast_tensor(
         tensor: read on `src` only; may be None elsewhere.
     """
     several = _several_ranks(group)
-    if tensor is None and (not several or dist.get_rank() == src):
-        raise ValueError("the source rank of a broadcast needs a tensor, not None")
-    if not several:
-        return tensor.to(dtype=dtype)
-    if dist.get_rank() == src:
+    if not several or dist.get_rank() == src:
+        if tensor is None:
+            raise ValueError("the source rank of a broadcast needs a tensor, not None")
+        if not several:
+            return tensor.to(dtype=dtype)
         result = _ready(tensor, dtype)
         dist.broadcast_object_list([(result.dtype, result.shape)], src=src, group=group)
     else:

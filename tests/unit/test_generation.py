@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation import GenerationParams, MegatronGenerator, engine
 from nemo_aligner.generation.batch import DecodingBatch
-from nemo_aligner.generation.cache import PrefillPass
+from nemo_aligner.generation.cache import FeedingPass
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.generation.text import (
     EndConditions,
@@ -535,7 +535,7 @@ def test_equal_prompts_share_one_pass(llama, prompts, monkeypatch):
     forward = DecodingModel.forward
 
     def count(self, tokens, which):
-        if isinstance(which, PrefillPass):
+        if isinstance(which, FeedingPass):
             fed.append(tuple(tokens.shape))
         return forward(self, tokens, which)
 
