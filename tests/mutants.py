@@ -1249,8 +1249,8 @@ MUTANTS = [
     Mutant(
         "log-probs without the temperature that sampled",
         "models/nlp/gpt/log_probs.py",
-        '"temperature": self.temperature, ',
-        '"temperature": 1.0, ',
+        '"temperature": self.temperature,',
+        '"temperature": 1.0,',
         _unit("test_ppo_actor.py", "test_logprobs_at_the_sampling_temperature"),
     ),
     Mutant(

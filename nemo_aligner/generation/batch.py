@@ -75,15 +75,6 @@ class Refill:
 class DecodingBatch:
     """Samples that wait, and samples in the slots: the first `active` slots are in use.
 
-    Args:
-        slots: c.
-        params: how to generate.
-        end: when a response has ended.
-        vocab_size: number of ids.
-        device: of the tensors.
-        look_every: steps between looks, at most.
-        max_turns: most responses of a sample.
-
     Attributes:
         in_slots: the samples in the slots.
         width: positions that the samples may need.
@@ -218,9 +209,8 @@ class DecodingBatch:
     # --- several turns --------------------------------------------------------------------------
 
     def pause(self, slot: int) -> tuple[int, ...]:
-        """Stop decoding in `slot` for a while; returns the response that has ended there.
-
-        Until it goes on, what is computed there is not used.
+        """Stop decoding in `slot` until it is extended or finished; returns the response that has
+        ended there.
         """
         held = self.in_slots[slot]
         held.pauses, held.limit = True, len(held.ids)
@@ -228,10 +218,8 @@ class DecodingBatch:
         return tuple(held.ids[held.start :])
 
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
-        """Append an observation to the sample in `slot`; its pause ends, its next response begins.
-
-        Args:
-            longest: most R.
+        """Append an observation to the sample in `slot`, of at most `longest` tokens; its pause
+        ends, its next response begins.
 
         Returns:
             The first position that is to be fed to the model before, and the one beyond the last.
@@ -270,10 +258,8 @@ class DecodingBatch:
         return min(max(left), self.look_every)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Choose the next token, int64 `[b]`, from `logits` `[b, V]`.
-
-        Returns:
-            The tokens, and their log-probs `[b]` if `params.return_logprobs`.
+        """Choose the next token, int64 `[b]`, from `logits` `[b, V]`; with
+        `params.return_logprobs` also its log-prob `[b]`.
         """
         params, b = self.params, len(logits)
         drawn, uniforms = self.drawn[:b], None
@@ -319,9 +305,7 @@ class DecodingBatch:
 
     def look(self) -> list[tuple[int, bool]]:
         """Take the tokens that were chosen since the last look: where the device is waited for.
-
-        Returns:
-            The slots whose response has ended, and whether by itself.
+        Returns the slots whose response has ended, and whether by itself.
 
         Raises:
             RuntimeError: the model's logits are not finite.
@@ -355,11 +339,7 @@ class DecodingBatch:
     def finished(
         self, slot: int, is_end: bool, conversation: Conversation | None = None
     ) -> FinishedSample:
-        """The sample in `slot`, which is complete.
-
-        Args:
-            conversation: its turns, if there are several.
-        """
+        """The sample in `slot`, which is complete; with its turns, if there are several."""
         held = self.in_slots[slot]
         length, first = len(held.ids), len(held.sample.prompt) - 1
         own: slice | Tensor = slice(first, None)  # columns of the tokens that were drawn

@@ -25,14 +25,7 @@ class AttentionSettings:
 
 class KeyValueCache:
     """Keys and values `[2, c, ng, M, hn]` of the layers of this pipeline stage: attention reads
-    all positions of a group one after the other.
-
-    Args:
-        slots: c.
-        layers: number of layers.
-
-    Attributes:
-        width: M; grows with `reserve`.
+    all positions of a group one after the other. The width M grows with `reserve`.
     """
 
     def __init__(self, slots: int, layers: int) -> None:
@@ -75,12 +68,8 @@ class KeyValueCache:
 
 
 class DecodingPass:
-    """One token for each of the first b slots, at places of their own.
-
-    Args:
-        cache: holds what came before.
-        positions: int64 `[b]`, place of the token of each row.
-        width: of the cache that is attended to.
+    """One token for each of the first b slots, at `positions` int64 `[b]`; the first `width`
+    places of the cache are attended to.
     """
 
     def __init__(self, cache: KeyValueCache, positions: Tensor, width: int) -> None:
@@ -104,7 +93,6 @@ class DecodingPass:
         return self._masks[window]
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
-        """See `Pass`."""
         new = mixed[0, ..., -2:, :]
         layer = self.cache.layer(how.layer, new)
         rows, places = self._places
@@ -133,16 +121,11 @@ def _attention(
 
 
 class FeedingPass:
-    """s tokens for each of some slots, from a place of its own on.
+    """s tokens (`width`) for each of `slots` int64 `[b]`, from a place of its own on (`starts`).
+    The cache holds what came before, and has room for all that is fed.
 
     Rows may be padded on the right: what is stored beyond a row's length is overwritten before it
     is attended to, and what is padded beyond the end of the cache goes to its last position.
-
-    Args:
-        cache: holds what came before, and has room for all that is fed.
-        slots: int64 `[b]`.
-        starts: place of the first token of each row.
-        width: s.
     """
 
     def __init__(self, cache: KeyValueCache, slots: Tensor, starts: list[int], width: int) -> None:
@@ -157,7 +140,6 @@ class FeedingPass:
         self._nothing_before = not any(starts)
 
     def attend(self, mixed: Tensor, how: AttentionSettings) -> Tensor:
-        """See `Pass`."""
         new = mixed[..., -2:, :]  # [s, b, ng, 2, hn]
         layer = self.cache.layer(how.layer, new)
         layer[:, self.slots[:, None], :, self.positions] = new.permute(1, 0, 3, 2, 4)
@@ -189,9 +171,6 @@ def _attention_of_many(
 ) -> Tensor:
     """Attention `[s, b, np * hn]` of the queries of `mixed` (see `Pass`) to `keys` and
     `values` `[b, ng, W, hn]`.
-
-    Args:
-        mask: bool, True where a query attends, that broadcasts to `[b, np, s, W]`; None: causal.
     """
     queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
     context = F.scaled_dot_product_attention(

@@ -65,13 +65,9 @@ class DecodingModel:
         self._final_norm = None if final_norm is None else _norm(final_norm)
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
-        """Feed `tokens` int64 `[b, s]` to the model.
-
-        All ranks of the pipeline call it; each stage but the first receives its input from the
-        stage before.
-
-        Returns:
-            The last layer's output `[s, b, h]` on the last stage, None on the others.
+        """The last layer's output `[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, None
+        on the others. All ranks of the pipeline call it; each stage but the first receives its
+        input from the stage before.
         """
         rotation = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
@@ -108,18 +104,11 @@ class DecodingModel:
         return logits[0, :, : self.vocab_size].float()
 
     def new_cache(self, slots: int) -> KeyValueCache:
-        """An empty cache for the layers of this stage."""
         return KeyValueCache(slots, self.num_layers)
 
 
 class _Layer:
-    """A layer of Megatron Core's `TransformerBlock` as a function.
-
-    Args:
-        layer: `TransformerLayer`.
-        number: of the layer in the cache.
-        group: ranks that divide its weights.
-    """
+    """A layer of Megatron Core's `TransformerBlock` as a function."""
 
     def __init__(self, layer: Any, number: int, group: ProcessGroup) -> None:
         config, attention = layer.config, layer.self_attention
@@ -144,7 +133,6 @@ class _Layer:
         self.mlp = _mlp(layer.mlp, group)
 
     def __call__(self, hidden: Tensor, rotation: "_Angles | None", which: Pass) -> Tensor:
-        """Output `[s, b, h]` for the input `hidden` `[s, b, h]`."""
         mixed = self._queries_keys_values(self.input_norm(hidden))
         if rotation is not None and self.rotated:
             mixed = rotation.turn(mixed)
@@ -166,11 +154,7 @@ class _Layer:
 
 
 class _Rotation:
-    """Rotary position embeddings of a model, or none.
-
-    Args:
-        chunk: bare `GPTModel`.
-    """
+    """Rotary position embeddings of a model, or none."""
 
     def __init__(self, chunk: Any) -> None:
         config = chunk.config
@@ -220,7 +204,6 @@ class _Angles:
         self.cos, self.sin, self.interleaved = cos, sin, interleaved
 
     def turn(self, mixed: Tensor) -> Tensor:
-        """`mixed` `[s, b, ng, np / ng + 2, hn]`, with the first channels rotated."""
         channels = self.cos.size(-1)
         turned = mixed[..., :channels]
         if self.interleaved:
@@ -358,14 +341,11 @@ def _mlp(module: Any, group: ProcessGroup) -> _Function:
 
 
 class StepGraphs:
-    """Runs steps, as graphs where it may.
+    """Runs steps, as graphs if `wanted`; if they are `required`, an error of a capture is raised,
+    else steps run without from then on.
 
     A graph holds the addresses of all that a step reads and writes: an object lives no longer than
     the weights and the cache stay where they are.
-
-    Args:
-        wanted: capture steps.
-        required: an error of a capture is raised; otherwise steps run without from then on.
     """
 
     def __init__(self, wanted: bool, required: bool) -> None:

@@ -174,7 +174,6 @@ class MegatronGenerator:
         environment: Environment | None = None,
         on_tokens: OnTokens | None = None,
     ) -> GenerationOutput:
-        """`generate` with `model`."""
         joined = self.split.joined
         if joined is not None:
             inputs, own = join(inputs, joined, self._check)
@@ -264,7 +263,6 @@ class MegatronGenerator:
             number += len(inputs[1])
 
     def _dividing_ranks(self) -> int:
-        """Number of ranks that divide the samples."""
         return math.prod(map(torch.distributed.get_world_size, self.split.dividing))
 
     @property
@@ -331,11 +329,7 @@ class MegatronGenerator:
         return self._end_conditions[params.end_strings]
 
     def _check(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Refuse a prompt that no response can be generated to.
-
-        Raises:
-            UserError: there is one.
-        """
+        """Refuse a prompt that no response can be generated to."""
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1:
             raise UserError(
@@ -362,7 +356,6 @@ class MegatronGenerator:
             )
 
     def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
-        """One output for `samples`, in their order."""
         device = get_device()
         tokens = padded([sample.tokens for sample in samples], device, self.tokenizer.eos_id)
 
@@ -498,7 +491,6 @@ class _Decoding:
         self.cache.reserve(width)
 
     def _step(self) -> None:
-        """Advance the samples in the slots by one token."""
         progress.made()
         _on_all_expert_ranks(done=False)
         batch, cache = self.batch, self.cache
@@ -617,10 +609,6 @@ def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
 
     Returns:
         True if all of them are `done`; else each of them makes a pass.
-
-    Raises:
-        _FailedElsewhere: another rank's generation failed, so that no rank waits for one that
-            left.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done

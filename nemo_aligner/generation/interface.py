@@ -82,7 +82,6 @@ class GenerationParams:
         return cut or self.repetition_penalty != 1.0 or self.min_length > 1
 
     def with_end_strings(self, more: Sequence[str]) -> "GenerationParams":
-        """These parameters with `more` strings that end a response."""
         added = [string for string in more if string not in self.end_strings]
         return replace(self, end_strings=(*self.end_strings, *added))
 
@@ -205,11 +204,7 @@ class Conversation:
     is_end: bool = False  # the last response ended by itself
 
     def observed_tokens(self, length: int) -> Tensor:
-        """bool `[R - 1]`: True in column t if token t+1 came from the environment.
-
-        Args:
-            length: R.
-        """
+        """bool `[length - 1]`: True in column t if token t+1 came from the environment."""
         observed = torch.zeros(length - 1, dtype=torch.bool)
         for first, beyond in self.observed:
             observed[first - 1 : beyond - 1] = True
@@ -252,7 +247,6 @@ class GenerationOutput:
     token_rewards: Tensor | None = None
 
     def at(self, places: Tensor) -> "GenerationOutput":
-        """The samples at `places`, int64 `[n]`."""
         places = places.to(self.is_end.device)
         return GenerationOutput(
             self.response_tokens[places],

@@ -52,14 +52,11 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
 
 @torch.no_grad()
 def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
-    """A model with the weights of all pipeline stages; every rank of a pipeline calls it.
+    """A model, made by `build` as `undivided` describes it, with the weights of all pipeline
+    stages; every rank of a pipeline calls it with its bare `GPTModel`s.
 
     Its weights of this stage are the stage's own tensors; those of the others are copies, which
     take memory until the model is dropped. Tensor and expert parallelism stay as they are.
-
-    Args:
-        chunks: bare `GPTModel`s of this stage.
-        build: makes a `GPTModel` of all layers, as `undivided` describes it.
 
     Raises:
         RuntimeError: after the exchange the ranks of the pipeline hold different weights.
@@ -139,12 +136,9 @@ def divided(config: TransformerConfig, tp: int, pp: int) -> TransformerConfig:
 
 @torch.no_grad()
 def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) -> Any:
-    """A model with the weights of `chunks`, divided as `split` says; every rank of the job calls
-    it. It takes memory of its own until it is dropped.
-
-    Args:
-        chunks: bare `GPTModel`s of this rank, of the split of training.
-        build: makes the `GPTModel` of this rank for `split`, as `divided` describes it.
+    """A model, made by `build` as `divided` describes it, with the weights of the bare `GPTModel`s
+    `chunks` of training; every rank of the job calls it. It takes memory of its own until it is
+    dropped.
 
     Raises:
         RuntimeError: on every rank; a weight is nowhere to be had, or does not have the same bits
@@ -223,13 +217,7 @@ def _module(
     tensor: ProcessGroup,
     alone: ProcessGroup,
 ) -> torch.nn.Module:
-    """A module of those `names` that this rank has, as Megatron Core's resharding reads it.
-
-    Args:
-        tensor: ranks that divide each weight.
-        alone: this rank. Its data-parallel group in Megatron Core's plan: any other rank may lack
-            the weight.
-    """
+    """A module of those `names` that this rank has, as Megatron Core's resharding reads it."""
     root: Any = torch.nn.Module()
     root.config = SimpleNamespace(num_moe_experts=None)
     root.pg_collection = SimpleNamespace(tp=tensor, pp=alone, ep=alone, dp=alone)
@@ -270,11 +258,7 @@ def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) 
 
 
 def _check(source: dict[str, int], target: dict[str, int]) -> None:
-    """Compare the checksums of all ranks; every rank of the job calls it.
-
-    Raises:
-        RuntimeError: on every rank.
-    """
+    """Compare the checksums of all ranks; every rank of the job calls it."""
     everywhere = gathered((source, target))
     trained: dict[str, set[int]] = {}
     for sums, _ in everywhere:
@@ -309,11 +293,11 @@ class _Transport(CopyService):
         self._received.append((task_id, dest_tensor, src_rank))
 
     def submit_send_with_id(self, task_id: int, src_tensor: Tensor, dest_rank: int) -> None:
-        """`submit_send` of 0.16, where a copy has a number."""
+        """Of 0.16, where a copy has a number."""
         self.submit_send(src_tensor, dest_rank, task_id)
 
     def submit_recv_with_id(self, task_id: int, dest_tensor: Tensor, src_rank: int) -> None:
-        """`submit_recv` of 0.16, where a copy has a number."""
+        """Of 0.16."""
         self.submit_recv(dest_tensor, src_rank, task_id)
 
     def run(self) -> None:

@@ -18,17 +18,11 @@ _GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: Sp
 
 
 def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
-    """The random numbers of each sample's stream, one per generated token.
+    """float64 `[b, max_length]` in [0, 1): the random numbers of the stream of each of
+    `sample_seeds` int64 `[b]`, one per generated token.
 
     SplitMix64, a counter-based generator: all 64 bits of the seed count, a longer stream starts
     like a shorter one, and every device gives the same numbers.
-
-    Args:
-        sample_seeds: int64 `[b]`.
-        max_length: numbers per sample.
-
-    Returns:
-        float64 `[b, max_length]` in [0, 1).
     """
     steps = torch.arange(max_length, device=sample_seeds.device) * _GOLDEN_GAMMA
     bits = _splitmix64(_splitmix64(sample_seeds.long()).unsqueeze(1) + steps)
@@ -45,12 +39,8 @@ def seen_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ids less likely that the sample already has (Keskar et al. 2019, CTRL, section 4.1).
-
-    Args:
-        logits: `[b, V]`.
-        seen: bool `[b, V]`, True for ids in the prompt or among the generated tokens.
-        penalty: positive logits are divided by it, negative ones multiplied; 1 changes nothing.
+    """Make ids less likely that the sample already has (Keskar et al. 2019, CTRL, section 4.1):
+    where `seen` `[b, V]`, positive logits are divided by the penalty, negative ones multiplied.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -83,14 +73,8 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw ids: where the cumulative probability of `logits` `[b, V]` passes `uniforms`.
-
-    Args:
-        logits: `[b, V]`.
-        uniforms: float64 `[b]` in [0, 1).
-
-    Returns:
-        int64 `[b]`.
+    """Draw ids int64 `[b]`: where the cumulative probability of `logits` `[b, V]` passes
+    `uniforms`, float64 `[b]` in [0, 1).
     """
     cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -115,7 +99,7 @@ def choose_tokens(
     end_token_ids: Tensor | None = None,
     too_short: Tensor | None = None,
 ) -> Tensor:
-    """Choose the next token of each sample.
+    """Choose the next token of each sample, int64 `[b]`; -1 for one whose logits are not finite.
 
     Order: repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
 
@@ -123,20 +107,10 @@ def choose_tokens(
         logits: float32 `[b, V]`.
         uniforms: float64 `[b]` in [0, 1); None takes the likeliest id, whatever temperature, top-k
             and top-p are.
-        temperature: divides the logits.
-        top_k: ids to keep; 0 keeps all.
-        top_p: probability to keep; 1 keeps all.
-        repetition_penalty: as in `apply_repetition_penalty`; 1 has no effect.
-        seen: bool `[b, V]`, True for ids that the sample has; needed if `repetition_penalty` is
-            not 1.
+        temperature, top_k, top_p, repetition_penalty: as in `GenerationParams`.
+        seen: bool `[b, V]`, True for ids that the sample has; needed with a repetition penalty.
         end_token_ids: int64 `[n]`, ids that samples with `too_short` must not take.
         too_short: bool `[b]`, True for responses below their minimum length; None for none.
-
-    Returns:
-        int64 `[b]`; -1 for a sample whose logits are not finite.
-
-    Raises:
-        ValueError: a repetition penalty without `seen`, or `too_short` without `end_token_ids`.
     """
     if repetition_penalty != 1.0:
         if seen is None:

@@ -57,14 +57,12 @@ def training_split() -> Split:
 
 
 def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequence[Any]]) -> Split:
-    """Generation with tp x pp ranks to a copy; every rank of the job calls it.
+    """Generation with tp x pp ranks to a copy, and `Split.weights`, given the split too; every
+    rank of the job calls it.
 
     Where tp x pp < TP x PP, the ranks of a policy's copy hold several copies and divide its
     samples. Where it is more, data-parallel ranks hold one copy together and generate the samples
     of all of them. One of both numbers divides the other (`config.rollout_rules`).
-
-    Args:
-        weights: `Split.weights`, given the split too.
     """
     own = torch.distributed.get_process_group_ranks(
         parallel_state.get_tensor_and_pipeline_parallel_group()
@@ -166,10 +164,7 @@ def join(
     inputs: Prompts, group: Any, check: Callable[[Tensor, Tensor], None]
 ) -> tuple[Prompts, Tensor]:
     """The samples of all ranks of `group`, which call it, in their order, and the places of this
-    rank's among them.
-
-    Raises:
-        UserError: `check` raised one on some rank; on all of them.
+    rank's among them. A `UserError` of `check` on some rank is raised on all.
     """
     error = None
     try:
@@ -191,12 +186,8 @@ def join(
 
 
 def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> GenerationOutput:
-    """Call `decode(*inputs)` with the samples divided among the ranks of `group`.
-
-    All of these call it, and all get the whole result.
-
-    Raises:
-        RuntimeError: `decode` raised one on some rank; on all of them.
+    """`decode(*inputs)` with the samples divided among the ranks of `group`, which all call it and
+    get the whole result; a `RuntimeError` of `decode` on some rank is raised on all.
     """
     size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     own = torch.arange(len(inputs[0])).tensor_split(size)[rank]

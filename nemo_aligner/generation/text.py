@@ -112,10 +112,8 @@ class EndConditions:
         return self._may_end[token]
 
     def at_end(self, ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the response of the sample `ids` has ended with its last token.
-
-        Args:
-            first: where the response begins: an end string must not begin in the prompt.
+        """Whether the response of the sample `ids`, which begins at `first`, has ended with its
+        last token; an end string must not begin in the prompt.
         """
         if ids[-1] in self._ends:
             return True
@@ -137,7 +135,6 @@ def verify_is_valid_and_clamp_range_(
         response_tokens: int64 `[b, S]`, prompt and response.
         response_lengths: int64 `[b]`, R.
         strategy: not used (NeMo-Aligner's signature).
-        tokenizer: NeMo tokenizer; ids are clamped to its vocabulary.
         end_strings: strings that end a response, besides eos.
 
     Returns:
@@ -155,15 +152,12 @@ _INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
 
 
 class TextStream:
-    """Cuts the text of a growing response into pieces that can be shown at once.
+    """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
+    `response_text` of all tokens.
 
-    Joined, the pieces are `response_text` of all tokens. A token alone does not decode to its part
-    of the text (a character may take several tokens; SentencePiece drops the space before the
-    first one, and some tokenizers those at the end), so all tokens are decoded each time, and what
-    may still change is held back.
-
-    Args:
-        tokenizer: NeMo tokenizer.
+    A token alone does not decode to its part of the text (a character may take several tokens;
+    SentencePiece drops the space before the first one, and some tokenizers those at the end), so
+    all tokens are decoded each time, and what may still change is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

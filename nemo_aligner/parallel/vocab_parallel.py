@@ -287,9 +287,10 @@ class _Scores(torch.autograd.Function):
         # `detach` shares the count of writes, so another node that saved the logits raises.
         grad = logits.detach() if ctx.overwrite_logits else torch.empty_like(logits)
         shard.clear_unreal(grad)
-        grad_scores = (
-            shard.per_token(0.0, count) if grad_scores is None else shard.cropped(grad_scores)
-        )
+        if grad_scores is None:
+            grad_scores = shard.per_token(0.0, count + bool(rest_of))
+        else:
+            grad_scores = shard.cropped(grad_scores)
         unused = (grad_scores == 0).all(-1)
         # The gradient is exp(s) (slope s + offset), plus that of the chosen logits.
         scale = -1.0 / (total * shard.temperature)

@@ -587,14 +587,14 @@ def test_steps_do_not_wait(model, prompts, options, monkeypatch):
     generator = generator_of(model)
     expected = generator.generate(tokens, lengths, seeds, params)
     steps, looks, waits = [], [], Waits()
-    look, step = DecodingBatch.look, MegatronGenerator._step
+    look, step = DecodingBatch.look, engine._Decoding._step
 
     def counted(*args):
         steps.append(0)
         with waits:
             step(*args)
 
-    monkeypatch.setattr(MegatronGenerator, "_step", counted)
+    monkeypatch.setattr(engine._Decoding, "_step", counted)
     monkeypatch.setattr(DecodingBatch, "look", lambda self: looks.append(0) or look(self))
     monkeypatch.setattr(DecodingBatch, "shape", lambda self: (self.slots, LIMIT))
     monkeypatch.setitem(engine.LOOK_EVERY, "cpu", 4)

@@ -109,7 +109,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             yield from module.named_parameters()
 
     def _is_trained(self, name: str) -> bool:
-        """Whether the weight `name` (of a chunk's state dict) is trained beside a frozen base."""
         return adapters.is_adapter(name) or name.startswith(self.fresh_weights())
 
     def _let_gradients_through(self) -> None:
@@ -155,7 +154,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
     # --- weights --------------------------------------------------------------------------------
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As the base class; with adapters only what is trained."""
         for name, tensor in super()._named_weights():
             if not self.use_peft or self._is_trained(name.partition(".")[2]):
                 yield name, tensor
@@ -204,11 +202,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         self.load_sharded_weights(loaded)
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Check that a training checkpoint belongs to this model; see the base class.
-
-        Raises:
-            UserError: it was trained with adapters and this job is not, or the other way round;
-                its adapters have another form or belong to another base.
+        """Check that a training checkpoint was trained with adapters of this form and base, or,
+        without adapters, that it has none; else `UserError`.
         """
         super().check_checkpoint(folder)
         config = nemo_archive.read_stored_config(folder)
@@ -238,7 +233,6 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             )
 
     def _write_hugging_face(self, folder: Path, weights: Path) -> None:
-        """As the base class; with adapters a folder of PEFT."""
         if self.lora is None:
             super()._write_hugging_face(folder, weights)
             return

@@ -43,19 +43,14 @@ class RewardModelHead(RowParallelLinear):
     split.
 
     Args:
-        input_size: H.
-        output_size: A.
+        input_size, output_size: H, A.
         config: of the model; with `sequence_parallel` the hidden states arrive split along S.
         output_sequence: give one number per position instead of A numbers per sample.
         use_avg_pool: pool by the mean over a sample's positions instead of its last token.
         dtype: of weights and arithmetic.
         merge_attributes: reduce the A numbers to their weighted sum.
         attributes_weights: the A weights of that sum; 1/A each by default.
-        init_method, bias, input_is_parallel, stride, keep_master_weight_for_test, skip_bias_add:
-            as `RowParallelLinear`'s.
-
-    Raises:
-        ValueError: the number of weights is not A.
+        options: of `RowParallelLinear`.
     """
 
     def __init__(

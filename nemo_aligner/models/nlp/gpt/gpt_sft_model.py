@@ -50,14 +50,7 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
     def get_loss_and_metrics(
         self, batch: SFTBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood of a global batch, and its gradient unless `forward_only`.
-
-        All ranks call it.
-
-        Returns:
-            The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
-            how many of what `loss_reduction` averages over.
-        """
+        """`compute_sft_loss`."""
         return self.compute_sft_loss(batch, forward_only)
 
     # --- responses ------------------------------------------------------------------------------

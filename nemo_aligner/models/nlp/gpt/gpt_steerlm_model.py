@@ -52,14 +52,10 @@ class GPTSteerLMModel(GPTSFTModel):
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
         self, batch: Batch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Divergence of the policy from the target, and its gradient unless `forward_only`.
-
-        All ranks call it. The weights of the responses need the log-probs of all responses to a
+        """Divergence of the policy from the target over a global batch
+        (`SteerLM2Dataset.collate_fn`), and its gradient unless `forward_only`; all ranks call it
+        with their share. The weights of the responses need the log-probs of all responses to a
         prompt, so these have a forward pass of their own, without dropout.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch, from
-                `SteerLM2Dataset.collate_fn`.
 
         Returns:
             The loss and, over the prompts of the global batch: `loss` (the divergence of a prompt

@@ -126,11 +126,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
         micro_batch_size: int | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of the labels of a global batch, and its gradient unless
-        `forward_only`; all ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
-            loss_reduction, micro_batch_size: as for `compute_loss`.
+        `forward_only`; all ranks call it with their share.
 
         Returns:
             The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
@@ -244,7 +240,6 @@ class ReferencePolicyMixin(LogProbsMixin):
             )
 
     def _reference_is_base(self) -> bool:
-        """Whether the reference policy is the model without its adapters."""
         return self.use_peft
 
     def check_reference_policy(self) -> None:
@@ -259,14 +254,8 @@ class ReferencePolicyMixin(LogProbsMixin):
     def get_init_policy_logprobs(
         self, response_tokens: Tensor, response_lengths: Tensor | None = None
     ) -> Tensor:
-        """`get_inference_log_probs` under the reference policy: swaps the weights once, and back,
-        or switches the adapters off.
-
-        Returns:
-            float32 `[B, S-1]`.
-
-        Raises:
-            UserError: `set_reference_policy` was not called.
+        """`get_inference_log_probs` under the reference policy (`check_reference_policy`): swaps
+        the weights once, and back, or switches the adapters off.
         """
         self.check_reference_policy()
         with self._reference_policy():
@@ -300,7 +289,6 @@ class ReferencePolicyMixin(LogProbsMixin):
             )
 
     def _reference_policy(self) -> AbstractContextManager[None]:
-        """Inside, the model computes as the reference policy."""
         if self._reference_is_base():
             return self.adapters_disabled()
         if self._is_reference:
@@ -338,11 +326,8 @@ class MovingReferenceMixin(ReferencePolicyMixin):
         self, weights: dict[str, dict[str, Any]], is_loading: bool
     ) -> dict[str, dict[str, Any]]:
         """Sharded state dict of the reference policy, split over the ranks as `weights`, that of
-        the policy, is; empty if there is no reference policy. All ranks call it.
-
-        Args:
-            is_loading: make room for a reference policy, whose values `load_sharded_reference`
-                fills in.
+        the policy, is; empty if there is none. All ranks call it; with `is_loading` it makes room
+        for values that `load_sharded_reference` fills in.
         """
         if is_loading:
             self.set_reference_policy()

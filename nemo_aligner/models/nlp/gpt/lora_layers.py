@@ -140,11 +140,8 @@ class LoRA(torch.nn.Module):
         return self.b if self.num_blocks == 1 else expand_blocks(self.b, self.blocks)
 
     def add(self, output: Tensor, inputs: Tensor) -> Tensor:
-        """The output of the linear layer with that of the adapter.
-
-        Args:
-            output: `[S, b, out]` as the layer gives it.
-            inputs: `[S, b, in]` as the layer got them (after its norm).
+        """The `output` `[S, b, out]` of the linear layer with that of the adapter, for its
+        `inputs` `[S, b, in]` (after its norm).
         """
         if not self.enabled or self.merged:
             return output
@@ -251,7 +248,6 @@ class _WithAdapter:
     lora: LoRA
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer without an adapter, with the adapter's output added."""
         parent: Any = super()
         output, *rest = parent.forward(inputs, *args, **kwargs)
         if len(rest) == 2:  # Transformer Engine's norm and linear layer in one: bias, normed input
@@ -266,7 +262,6 @@ class _WithAdapter:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The layer's entries as without an adapter, and those of the adapter."""
         parent: Any = super()
         entries = parent.sharded_state_dict(prefix, sharded_offsets, metadata)
         own = f"{prefix}{ADAPTER}."

@@ -35,13 +35,8 @@ from nemo_aligner.training.expert_losses import expert_layers
 
 
 def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list[int]:
-    """`model.<key>`, checked: a number of which Megatron Core makes a pattern, or the pattern.
-
-    Args:
-        one: what a layer with 1 has or is, for the message.
-
-    Raises:
-        ConfigError: another number, or a list that is no pattern of the layers.
+    """`model.<key>`, checked (`ConfigError`): a number of which Megatron Core makes a pattern, or
+    the pattern; a layer with 1 has or is `one`.
     """
     given = cfg[key]
     if OmegaConf.is_list(given):
@@ -93,10 +88,8 @@ class YarnTransformerConfig(TransformerConfig):
 
 
 def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Fields of `YarnTransformerConfig` alone; none for other positions.
-
-    Raises:
-        ConfigError: YaRN lacks a value, or is combined with what Megatron Core leaves out of it.
+    """Fields of `YarnTransformerConfig` alone; none for other positions. `ConfigError`: YaRN lacks
+    a value, or is combined with what Megatron Core leaves out of it.
     """
     if cfg.position_embedding_type != "yarn":
         return {}
@@ -116,10 +109,8 @@ def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def position_arguments(cfg: DictConfig) -> dict[str, Any]:
-    """Arguments of `GPTModel` that say how it knows positions.
-
-    Raises:
-        ConfigError: an unsupported kind of positions, or a setting of another kind.
+    """Arguments of `GPTModel` that say how it knows positions; `ConfigError`: they are not
+    supported.
     """
     kind, base = cfg.position_embedding_type, cfg.rotary_base
     if kind not in POSITION_EMBEDDINGS:
@@ -150,13 +141,10 @@ def position_arguments(cfg: DictConfig) -> dict[str, Any]:
 
 def expert_settings(cfg: DictConfig) -> dict[str, Any]:
     """Fields of `TransformerConfig` for a mixture of experts; none for a dense model.
+    `ConfigError`: Megatron Core cannot compute it, or it gives other results at another split.
 
     No token is ever dropped, and the router computes in float32: a policy and its reference, two
     ranks, training and decoding must choose the same experts.
-
-    Raises:
-        ConfigError: a combination that Megatron Core cannot compute, or that gives other results
-            at another split.
     """
     if not cfg.num_moe_experts:
         if cfg.expert_model_parallel_size > 1:
@@ -194,13 +182,11 @@ def _layers_with_experts(cfg: DictConfig) -> int | list[int]:
 
 
 def check_expert_stages(config: TransformerConfig) -> None:
-    """Check that every pipeline stage has a layer with experts, if the model has experts.
+    """Raise `ConfigError` unless every pipeline stage has a layer with experts, if the model has
+    any.
 
     The optimizer of a stage without them has another form, in which no checkpoint of another split
     could be loaded.
-
-    Raises:
-        ConfigError: a stage has none.
     """
     if not config.num_moe_experts:
         return
@@ -223,7 +209,6 @@ def check_expert_stages(config: TransformerConfig) -> None:
 
 
 def _check_shared_experts(cfg: DictConfig) -> None:
-    """Raise `ConfigError` for shared experts that cannot be computed."""
     size = cfg.moe_shared_expert_intermediate_size
     if size is not None and cfg.bias:
         raise ConfigError(
@@ -238,7 +223,6 @@ def _check_shared_experts(cfg: DictConfig) -> None:
 
 
 def _check_experts(cfg: DictConfig) -> None:
-    """Raise `ConfigError` for experts that cannot be computed or split."""
     experts, tp = cfg.num_moe_experts, cfg.tensor_model_parallel_size
     if experts % cfg.expert_model_parallel_size:
         raise ConfigError(
@@ -264,7 +248,6 @@ def _check_experts(cfg: DictConfig) -> None:
 
 
 def _check_router(cfg: DictConfig) -> None:
-    """Raise `ConfigError` for a router that cannot choose, learn or be balanced."""
     top_k, balancing = cfg.moe_router_topk, cfg.moe_router_load_balancing_type
     if not 1 <= top_k <= cfg.num_moe_experts:
         raise ConfigError(

@@ -74,10 +74,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
 
     @property
     def rm_state_dict_cpu(self) -> dict[str, Tensor] | None:
-        """The reward model's weights in host memory.
-
-        Assigning them, which NeMo-Aligner's script does with a copy of the weights that it has
-        loaded, has the errors of `check_gives_rewards`.
+        """The reward model's weights in host memory; assigning them, as NeMo-Aligner's script
+        does, has the errors of `check_gives_rewards`.
         """
         return self._rm_state_dict_cpu
 
@@ -106,7 +104,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         check_attributes_are_merged(self.cfg.regression)
 
     def set_output_sequence_flag(self, value_to_set: bool) -> None:
-        """`_set_output_sequence`, by NeMo-Aligner's name."""
+        """Give one number per position (critic), or one per sample (reward model)."""
         self._set_output_sequence(value_to_set)
 
     def _set_output_sequence(self, output_sequence: bool) -> None:
@@ -135,12 +133,10 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.loaded_state_dict = wanted
 
     def sharded_weights(self, metadata: dict | None = None) -> dict:
-        """The critic's weights (see the base class)."""
         self._load(StateDictState.CRITIC)
         return super().sharded_weights(metadata=metadata)
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
-        """Load new weights for the critic (see the base class)."""
         self._load(StateDictState.CRITIC)
         self._critic_copy_is_current = False
         super().load_sharded_weights(loaded, strict=strict)
@@ -153,7 +149,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.onload_adam_states()
 
     def prepare_for_training_step(self) -> None:
-        """As the base class; the host copy of the critic is out of date from here on."""
         self._load(StateDictState.CRITIC)
         self._critic_copy_is_current = False
         super().prepare_for_training_step()
@@ -165,12 +160,8 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self, batch: CriticTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless
-        `forward_only`.
-
-        All ranks call it. An empty mask gives loss 0 and gradient 0.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
+        `forward_only`; all ranks call it with their share. An empty mask gives loss 0 and gradient
+        0.
 
         Returns:
             The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all

@@ -39,12 +39,9 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
     def get_loss_and_metrics(
         self, batch: DirectPairBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """Preference loss of a global batch of pairs, and its gradient unless `forward_only`; all
-        ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch, with the log-probs of the
-                reference policy (`get_ref_policy_logprobs`).
+        """Preference loss of a global batch of pairs with the log-probs of the reference policy
+        (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
+        their share.
 
         Returns:
             The loss and, over the pairs that count, the metrics of `dpo_loss`, the statistics of

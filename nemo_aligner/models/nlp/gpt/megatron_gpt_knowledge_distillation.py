@@ -105,12 +105,8 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
 
     @torch.no_grad()
     def respond(self, prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
-        """The student's responses to prompts, without dropout; all ranks call it.
-
-        Args:
-            prompts: int64 `[B, W]`, this data-parallel rank's, padded on the right.
-            lengths: int64 `[B]`.
-            seeds: int64 `[B]`, of the samples' random streams.
+        """The student's responses to this data-parallel rank's prompts, without dropout; all ranks
+        call it, with arguments as of `MegatronGenerator.generate`.
         """
         self.set_eval()
         with self.adapters_for_generation():

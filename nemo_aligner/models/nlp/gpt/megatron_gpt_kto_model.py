@@ -52,17 +52,13 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
 
     def reference_point(self, batch: LabelledResponseBatch, weights: Tensor) -> Tensor:
         """How far the policy is from its reference: the mean of `log_ratios` over the mismatched
-        samples of the global batch, at least 0 (arXiv:2402.01306, section 4.1).
+        samples of the global batch, at least 0 (arXiv:2402.01306, section 4.1); float32, a scalar
+        without a gradient, equal on every rank.
 
         It is over all data-parallel ranks and the whole global batch, so that it does not depend
         on the split; NeMo-Aligner's is the mean over ranks of a micro-batch's, each at least 0.
-        All ranks call it. The policy is in evaluation mode afterwards.
-
-        Args:
-            weights: float32 `[B]`, of the global batch, from `loss_weights`.
-
-        Returns:
-            float32, a scalar without a gradient, equal on every rank.
+        All ranks call it, with the weights float32 `[B]` of the samples. The policy is in
+        evaluation mode afterwards.
         """
         self.set_eval()
         logprobs = self.get_inference_log_probs(
@@ -80,14 +76,10 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     def get_loss_and_metrics(
         self, batch: LabelledResponseBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """KTO loss of a global batch, and its gradient unless `forward_only`.
-
-        All ranks call it. The mismatched samples need no gradient, so they have a forward pass of
-        their own before the others'.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch, with the log-probs of the
-                reference policy (`get_ref_policy_logprobs`).
+        """KTO loss of a global batch with the log-probs of the reference policy
+        (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
+        their share. The mismatched samples need no gradient, so they have a forward pass of their
+        own before the others'.
 
         Returns:
             The loss and, over the samples that count, the metrics of `kto_loss`, `kl` (the

@@ -245,7 +245,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Do nothing: the scripts set up the data."""
 
     def setup_validation_data(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: the scripts set up the data."""
+        """Do nothing."""
 
     def list_available_models(self) -> list:
         """No pretrained models are distributed."""
@@ -487,14 +487,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         hugging_face.check(self.cfg)
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
-        """Write a Hugging Face folder with the weights of a checkpoint; all ranks call it, and
-        rank 0 writes.
-
-        A bias of a reward model's head, for which Hugging Face has no place, is left out with a
-        warning: all rewards shift by it.
-
-        Raises:
-            UserError: on all ranks, if it cannot be written.
+        """Write a Hugging Face folder with the weights of a checkpoint, without the bias of a
+        reward model's head, for which Hugging Face has no place; all ranks call it, and rank 0
+        writes. `UserError` on all ranks, if it cannot be written.
         """
         try:
             with failing_together():
@@ -573,10 +568,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         sharded: dict[str, dict[str, Any]],
         strict: bool = True,
     ) -> None:
-        """Check that a checkpoint has the weights `sharded` in the same shapes, and `strict` all.
-
-        Raises:
-            UserError: a weight is missing or has another shape.
+        """Check that a checkpoint has the weights `sharded` in the same shapes, and `strict` all;
+        else `UserError`.
         """
         wanted = [
             tensor
@@ -605,7 +598,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def check_checkpoint(self, folder: Path) -> None:
         """Check that a training checkpoint belongs to this model, before it is loaded; all ranks
-        call it. Here nothing needs a check: missing weights are an error when they are loaded.
+        call it. Missing weights are an error when they are loaded.
         """
 
     @classmethod
@@ -621,7 +614,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         validate_access_integrity: bool = True,
     ) -> "MegatronGPTModel | DictConfig":
         """Build the model that a `.nemo` describes and load its weights (NeMo's signature); all
-        ranks call it.
+        ranks call it. `UserError`: the path does not exist or does not fit the model.
 
         Args:
             override_config_path: configuration to use instead of the file's own.
@@ -630,9 +623,6 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                 nothing is used, because the format needs none.
             map_location, validate_access_integrity: no effect; weights go to this process's
                 device.
-
-        Raises:
-            UserError: the path does not exist or does not fit the model.
         """
         restore_path = nemo_archive.check_restore_path(restore_path, key="restore_path")
         if return_config:

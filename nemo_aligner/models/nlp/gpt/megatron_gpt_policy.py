@@ -68,7 +68,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         )
 
     def _read_loss_settings(self) -> None:
-        """Take what losses and log-probs need from `settings`."""
         self.loss_reduction: str = self.settings.loss_reduction
         self.forward_micro_batch_size = self.settings.forward_micro_batch_size
 
@@ -102,11 +101,9 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return regrouped(tp, pp, lambda split, chunks: [reshard(split, chunks, self._divided)])
 
     def _undivided(self) -> GPTModel:
-        """A module of all layers without values, for the weights of all pipeline stages."""
         return self._module_for_generation(undivided(self.transformer_config), None)
 
     def _divided(self, split: Split) -> GPTModel:
-        """This rank's module for `split`, without values."""
         config = divided(self.transformer_config, split.tensor_ranks, split.pipeline_ranks)
         return self._module_for_generation(config, split)
 
@@ -138,7 +135,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self.onload_adam_states()
 
     def finish_training(self) -> None:
-        """Do nothing: there is nothing to undo."""
+        """Do nothing."""
 
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
@@ -178,10 +175,9 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
         """`infer` for all batches as one queue: as many samples as the first batch has, or as
-        `generation.kv_cache_gb` has room for, are decoded together, and the next one enters when
-        a response has ended.
-
-        Every rank of a TP x PP x CP group calls it with the same batches and iterates to the end.
+        `generation.kv_cache_gb` has room for, are decoded together, and the next one enters when a
+        response has ended. Every rank of a TP x PP x CP group calls it with the same batches and
+        iterates to the end.
 
         Yields:
             The one-dimensional columns of as many prompts as the first batch has (the last group
@@ -220,13 +216,9 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return size if memory is None else self.generator.slots_within(memory * 1e9)
 
     def _slots(self, size: int, share: int | None) -> int:
-        """How many samples of a rollout are decoded together.
-
-        Args:
-            size: samples of a batch.
-            share: batches of this rank's share of the rollout, if that is known. It bounds the
-                result: of a common queue (`batch_iterator.use_flask`) a rank does not draw at once
-                what others could begin with.
+        """How many samples of a rollout are decoded together, at most this rank's `share` of
+        batches: of a common queue (`batch_iterator.use_flask`) a rank does not draw at once what
+        others could begin with.
         """
         slots = self.responses_together(size)
         return slots if share is None else min(slots, share * size)
@@ -242,8 +234,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return dataclasses.replace(self.generation_params, return_logprobs=wanted)
 
     def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
-        """A seed int64 `[B]` for each prompt, int64 `[B, W]` with lengths int64 `[B]`: a
-        polynomial hash (mod 2^61 - 1) of its tokens mixed with `model.seed`.
+        """A seed int64 `[B]` for each prompt: a polynomial hash (mod 2^61 - 1) of its tokens mixed
+        with `model.seed`.
         """
         hashes = []
         for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
@@ -254,14 +246,9 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
 
     def get_ltor_masks_and_position_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Masks and positions of causal attention over whole samples, by NeMo-Aligner's name.
-
-        Args:
-            tokens: int64 `[B, S]`.
-
-        Returns:
-            attention mask bool `[B, 1, S, S]` (True: must not see), loss mask float32 `[B, S]` of
-            ones, and position ids int64 `[B, S]`.
+        """Masks and positions of causal attention over samples int64 `[B, S]`, by NeMo-Aligner's
+        name: attention mask bool `[B, 1, S, S]` (True: must not see), loss mask float32 `[B, S]`
+        of ones, and position ids int64 `[B, S]`.
         """
         samples, width = tokens.shape
         hidden = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)

@@ -59,14 +59,8 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         self, batch: PPOTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """PPO loss (`nemo_aligner.core.losses.ppo_actor_loss`) of a global batch, and its gradient
-        unless `forward_only`.
-
-        Only samples whose response ended (`is_end`) count, unless `train_on_truncated`. All ranks
-        call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch; `init_logprobs` is needed
-                with `kl_loss_coef`.
+        unless `forward_only`, over the samples whose response ended (`is_end`) unless
+        `train_on_truncated`; all ranks call it with their share.
 
         Returns:
             The loss and its metrics over the global batch, equal on every rank.

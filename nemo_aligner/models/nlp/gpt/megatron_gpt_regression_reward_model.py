@@ -55,7 +55,6 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
 
     @classmethod
     def check_config(cls, cfg: DictConfig) -> None:
-        """Check the loss, the standardization and the attribute weights (see the base class)."""
         super().check_config(cfg)
         training_loss(cfg)
         if cfg.reward_standardization.enable:

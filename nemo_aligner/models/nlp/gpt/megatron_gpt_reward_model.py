@@ -150,7 +150,6 @@ class MegatronGPTRewardModel(
         missing_ok: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
     ) -> None:
-        """Load the weights as the base class does, and set `has_trained_head`."""
         super().load_nemo_weights(restore_path, strict, missing_ok, skip)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
@@ -161,7 +160,6 @@ class MegatronGPTRewardModel(
         self.has_trained_head = has_head and not gives_values
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
-        """Load the weights as the base class does, and set `has_trained_head`."""
         super().load_sharded_weights(loaded, strict=strict)
         has_head = any(
             name.startswith("model.rm_head.") for chunk in loaded.values() for name in chunk
@@ -170,7 +168,6 @@ class MegatronGPTRewardModel(
         self.has_trained_head = has_head or (self.use_peft and self.has_trained_head)
 
     def load_adapters(self, path: Path) -> None:
-        """Load adapters as the base class does; the head of a critic gives no rewards."""
         super().load_adapters(path)
         self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
         if complete_model(nemo_archive.read_stored_config(path, self.cfg)).output_sequence:
@@ -179,7 +176,6 @@ class MegatronGPTRewardModel(
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None
     ) -> GPTRewardModel:
-        """The bare Megatron module of one chunk."""
         cfg = self.cfg
         weights = cfg.regression.attribute_weights
         return GPTRewardModel(
@@ -208,13 +204,8 @@ class MegatronGPTRewardModel(
     def get_loss_and_metrics(
         self, batch: PairBatch | LabelledPairBatch, forward_only: bool = False
     ) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Bradley-Terry loss of a global batch of pairs, and its gradient unless `forward_only`.
-
-        All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch; with margins where
-                `pair_loss` needs them.
+        """Bradley-Terry loss of a global batch of pairs, with margins where `pair_loss` needs
+        them, and its gradient unless `forward_only`; all ranks call it with their share.
 
         Returns:
             The loss and, over the pairs that count: `loss`, `acc` (share in the right order),

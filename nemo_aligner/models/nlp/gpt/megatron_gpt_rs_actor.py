@@ -21,12 +21,7 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
         self, batch: RSTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood (`nemo_aligner.core.losses.sft_loss`) of the responses in a
-        global batch, and its gradient unless `forward_only`.
-
-        All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch.
+        global batch, and its gradient unless `forward_only`; all ranks call it with their share.
 
         Returns:
             The loss and the metric `loss` over the global batch, equal on every rank.

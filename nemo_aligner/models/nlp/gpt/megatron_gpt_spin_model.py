@@ -76,13 +76,8 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         self, batch: Any, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Loss of a global batch of pairs (`core.preference.dpo_loss`, the response of the data
-        being the chosen one), and its gradient unless `forward_only`.
-
-        All ranks call it.
-
-        Args:
-            batch: this data-parallel rank's share of the global batch, a `SelfPlayBatch` with the
-                log-probs of the reference policy (`get_ref_policy_logprobs`).
+        being the chosen one), and its gradient unless `forward_only`; all ranks call it with their
+        share, a `SelfPlayBatch` with the log-probs of the reference policy.
 
         Returns:
             The loss and, over the pairs that count, those metrics of

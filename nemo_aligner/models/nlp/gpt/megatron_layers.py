@@ -144,7 +144,6 @@ class _ZeroCentered:
     weight: torch.nn.Parameter
 
     def reset_parameters(self) -> None:
-        """Start at a scale of 1."""
         super().reset_parameters()  # type: ignore[misc]  # of the norm beside this class
         torch.nn.init.zeros_(self.weight)
 
@@ -153,7 +152,6 @@ class ZeroCenteredLayerNorm(_ZeroCentered, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` with a scale of 1 + weight (NeMo's `layernorm1p`)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalized `input` `[..., h]`, in its dtype."""
         scale, bias = 1 + self.weight.float(), self.bias.float()
         output = F.layer_norm(input.float(), self.normalized_shape, scale, bias, self.eps)
         return output.to(input.dtype)
@@ -163,7 +161,6 @@ class ZeroCenteredRMSNorm(_ZeroCentered, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with a scale of 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalized `x` `[..., h]`, in its dtype."""
         scale = 1 + self.weight.float()
         output = F.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
         return output.to(x.dtype)
@@ -173,7 +170,6 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, with a faster gradient in float32 on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalized `x` `[..., h]`, in its dtype."""
         if x.dtype is torch.float32 is self.weight.dtype and x.device.type == "cpu":
             assert self.eps is not None
             return rms_norm(x, self.weight, self.eps)

@@ -27,13 +27,7 @@ from nemo_aligner.training import optim
 
 
 def retrieve_model_state_dict_in_cpu(model: Any, megatron_amp_O2: bool = True) -> dict[str, Any]:
-    """A copy of the model's weights in host memory.
-
-    Args:
-        model: `MegatronGPTModel` or another module.
-        megatron_amp_O2: names of another module's weights get NeMo's prefix of a precision
-            wrapper (`convert_to_amp_o2_format`).
-    """
+    """A copy of the model's weights in host memory; arguments as of `copy_model_states_to_cpu`."""
     return copy_model_states_to_cpu(model, None, megatron_amp_O2)
 
 
@@ -48,6 +42,9 @@ def copy_model_states_to_cpu(
     """Copy the model's weights to host memory, over an earlier copy `cpu_dict` if there is one.
 
     Args:
+        model: `MegatronGPTModel` or another module.
+        megatron_amp_O2: names of another module's weights get NeMo's prefix of a precision
+            wrapper (`convert_to_amp_o2_format`).
         sync: wait until the copies are complete; a `MegatronGPTModel` always waits.
         alias_non_tensor: do not copy what is not a tensor.
     """
