@@ -37,7 +37,6 @@ class SupervisedInterface(ABC):
         Args:
             batch: this data-parallel rank's samples of the global batch, a dict of
                 `core/types.py`; the model cuts it into micro-batches.
-            forward_only: compute no gradient (validation).
 
         Returns:
             The loss and the metrics over the whole global batch, equal on all ranks: Python
@@ -66,9 +65,7 @@ class SupervisedInterface(ABC):
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
-        by `weights`).
-
-        A model whose metrics hold moments overrides it to compute the final metrics from them.
+        by `weights`); a model whose metrics hold moments computes the final metrics from them.
         """
         return {key: float(value) for key, value in metrics.items()}
 
@@ -134,11 +131,9 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
     def infer_all(
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
-        """One response to each prompt of all batches, in groups as the model finishes them; a
-        model that decodes them all as one queue overrides it.
-
-        Yields:
-            The prompts of a group, at least their one-dimensional columns, and its responses.
+        """One response to each prompt of all batches, in groups as the model finishes them: the
+        prompts of a group, at least their one-dimensional columns, and its responses. A model that
+        decodes them all as one queue overrides it.
         """
         for batch in batches:
             yield batch, self.infer(batch)

@@ -43,14 +43,8 @@ def _wire(tensor: Tensor) -> Tensor:
 
 
 def rebalance_nd_tensor(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Concatenate the tensors of all ranks along dimension 0, in rank order, on every rank.
-
-    Args:
-        tensor: [n, ...]; n may differ between ranks and be 0, the other sizes and the dtype may
-            not.
-
-    Raises:
-        ValueError: the other sizes differ; raised on all ranks.
+    """Concatenate the tensors of all ranks, [n, ...] with n >= 0 of any size, along dimension 0,
+    in rank order, on every rank. `ValueError` on all ranks: the other sizes differ.
     """
     if not _several_ranks(group):
         return tensor
@@ -73,10 +67,8 @@ def rebalance_nd_tensor(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 def broadcast_tensor(
     tensor: Tensor | None, src: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor of rank `src` on every rank; only `src` needs to know its shape.
-
-    Args:
-        tensor: read on `src` only; may be None elsewhere.
+    """Return the tensor of rank `src` on every rank; only `src` needs to know its shape, elsewhere
+    it may be None.
     """
     several = _several_ranks(group)
     if not several or dist.get_rank() == src:
@@ -191,14 +183,9 @@ def sum_over_dp(tensor: Tensor) -> Tensor:
 def masked_global_mean_var(
     values: Tensor, mask: Tensor, group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`.
-
-    Args:
-        values: any shape; slots outside the mask may hold NaN.
-        mask: same shape, non-zero where a slot counts.
-
-    Returns:
-        Two float32 scalars on the process's device; 0 if no slot counts anywhere.
+    """Mean and variance (not Bessel-corrected) over the masked slots of all ranks of `group`: two
+    float32 scalars on the process's device; 0 if no slot counts anywhere. Slots outside the mask
+    may hold NaN.
     """
     on_device = (values.to(get_device()), mask.to(get_device()))
     mean, var = masked_mean_var(*on_device, lambda sums: _all_reduce(sums, group))
@@ -250,15 +237,12 @@ def pad_tensors_to_max_global_seq_len(
     group: ProcessGroup | None,
     sequence_length_to_pad_to: int | None = None,
 ) -> Tensor:
-    """Stack 1-D tensors of different lengths, right-padded to the longest on any rank.
+    """Stack 1-D tensors of different lengths, at least one, right-padded to the longest on any
+    rank: [len(list), width], the same width on every rank.
 
     Args:
-        list_of_tensors: each [length], at least one.
         sequence_length_to_pad_to: pad at least to this width; longer tensors are kept whole, with
             a warning.
-
-    Returns:
-        [len(list), width]; the same width on every rank.
     """
     local = torch.stack(pad_list(list_of_tensors, pad_value))
     longest = torch.tensor([local.shape[-1]], dtype=torch.int64, device=get_device())
@@ -280,10 +264,10 @@ def run_distributed_inference(
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
-            tensors); ignored elsewhere.
+            tensors); ignored elsewhere. N should be a multiple of the data-parallel size, so that
+            no rank gets an empty share.
         infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's samples; returns
-            a tensor, or (rewards, values). N should be a multiple of the data-parallel size, so
-            that no rank gets an empty share.
+            a tensor, or (rewards, values).
 
     Returns:
         An array of N scores, or (rewards [N], values [N, S]), on every rank.

@@ -30,10 +30,8 @@ def width_multiple() -> int:
 
 
 def take_share(x: Tensor, dim: int) -> Tensor:
-    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype.
-
-    Raises:
-        ValueError: S is no multiple of 2*CP.
+    """This rank's positions of `x` `[.., S, ..]` along `dim`: `[.., S/CP, ..]`, any dtype; S must
+    be a multiple of 2*CP (`ValueError`).
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
@@ -49,18 +47,14 @@ def take_share(x: Tensor, dim: int) -> Tensor:
 
 
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
-    """Invert `take_share`: join the shares `[.., S/CP, ..]` of all ranks to `[.., S, ..]`.
+    """Invert `take_share`: join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the
+    backend carries (not bool), to `[.., S, ..]` on every rank.
 
     Args:
-        x: this rank's share; of a dtype that the backend carries (not bool).
-        dim: dimension of the positions.
         sum_gradients: what the backward pass does. False: every rank computes the *same* loss
             from the result, so this rank's part of the gradient is complete. True: the ranks
             compute different things from it (attention of their own queries), so the gradients
             are summed over the ranks, a collective.
-
-    Returns:
-        The whole tensor, on every rank.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x

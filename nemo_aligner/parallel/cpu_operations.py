@@ -58,16 +58,11 @@ _NO_ACTIVATION: tuple = ("none", [], "")
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """`x` -> `x @ weight.T + bias` with a copy of `weight` in the order that is read fastest.
+    """`x` -> `x @ weight.T + bias` with a copy of `weight` `[out, in]` in the order that is read
+    fastest; without gradients, and later changes of `weight` are not seen.
 
     That is oneDNN's own where `onednn_packs` the dtype. MKL is given a float32 weight by its
     columns, which costs less while x has few rows, and no more when it has hundreds.
-
-    Without gradients; later changes of `weight` are not seen.
-
-    Args:
-        weight: `[out, in]` on a CPU.
-        bias: `[out]` or None.
     """
     weight = weight.detach()
     if onednn_packs(weight.dtype):
@@ -214,13 +209,10 @@ def apply_rotary(
     mscale: float = 1.0,
     **latent: Any,
 ) -> Tensor:
-    """`megatron.core...rope_utils._apply_rotary_pos_emb_bshd`.
-
-    Args:
-        original: that function, which computes the forms that have no place here.
-        t: `[s, ..., d]`.
-        freqs: float32 angles `[s, ..., r]`, r <= d: columns beyond stay as they are.
-        latent: of multi-latent attention; each release of Megatron Core has other names.
+    """`megatron.core...rope_utils._apply_rotary_pos_emb_bshd` of `t` `[s, ..., d]` and float32
+    angles `[s, ..., r]`, r <= d: columns beyond stay as they are. `original` is that function,
+    which computes the forms that have no place here, such as those of multi-latent attention
+    (`latent`).
     """
     if rotary_interleaved or any(latent.values()):
         return original(t, freqs, rotary_interleaved, mscale=mscale, **latent)

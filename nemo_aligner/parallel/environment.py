@@ -23,12 +23,8 @@ def is_rank_zero() -> bool:
 
 def adopt_mpi_ranks(env: MutableMapping[str, str]) -> None:
     """In a process that Open MPI's `mpirun` started, set in `env` what torchrun would have set;
-    elsewhere do nothing.
-
-    Processes on several nodes need MASTER_ADDR and MASTER_PORT from the user.
-
-    Raises:
-        ConfigError: several nodes without these two.
+    elsewhere do nothing. `ConfigError`: there are several nodes, whose processes need MASTER_ADDR
+    and MASTER_PORT from the user.
     """
     if "RANK" in env or "OMPI_COMM_WORLD_RANK" not in env:
         return

@@ -11,7 +11,8 @@ to move to the next release.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,6 +56,26 @@ def take_balance_table() -> dict[str, Tensor]:
     return table
 
 
+_OF_CLASS = object()
+
+
+@contextlib.contextmanager
+def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, attributes have other values: (owner, name, value) each."""
+    changes = list(changes)
+    before = [(owner, name, vars(owner).get(name, _OF_CLASS)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is _OF_CLASS:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
     """Put the chunks of a model in evaluation mode, with sequences not split over TP or CP ranks.
@@ -62,95 +83,70 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
     For Megatron Core's own modules and for Transformer Engine's attention.
     """
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
-    modules = [module for chunk in model for module in chunk.modules()]
+    modules: list[Any] = [module for chunk in model for module in chunk.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     owners = [*modules, *configs.values()]
-    changed = [
-        (owner, name) for owner in owners for name in names if getattr(owner, name, None) is True
+    changes: list[tuple[Any, str, Any]] = [
+        (owner, name, False)
+        for owner in owners
+        for name in names
+        if getattr(owner, name, None) is True
     ]
-    restore_context = _leave_context_parallelism(modules, owners)
+    split = [owner for owner in owners if getattr(owner, "context_parallel_size", 1) > 1]
+    attention: list[Any] = []
+    if split:
+        changes += [(config, "context_parallel_size", 1) for config in split]
+        changes += [(m, "cp_group", None) for m in modules if isinstance(m, RotaryEmbedding)]
+        attention = [
+            module
+            for module in modules
+            if hasattr(module, "set_context_parallel_group") and hasattr(module, "cp_comm_type")
+        ]
+    context = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
+    settings = [[getattr(module, name) for name in context] for module in attention]
+
+    def set_context(settings: list[list[Any]]) -> None:
+        for module, setting in zip(attention, settings, strict=True):
+            module.set_context_parallel_group(*setting)
+        for kind in (RotaryEmbedding, YarnRotaryEmbedding) if split else ():
+            kind.forward.cache_clear()  # it remembers embeddings by length alone
+
     training = [chunk for chunk in model if chunk.training]
-    for owner, name in changed:
-        setattr(owner, name, False)
     for chunk in training:
         chunk.eval()
     try:
-        yield
+        with _changed(changes):
+            set_context([[None, None, None, setting[-1]] for setting in settings])
+            yield
     finally:
+        set_context(settings)
         for chunk in training:
             chunk.train()
-        for owner, name in changed:
-            setattr(owner, name, True)
-        restore_context()
 
 
-@contextlib.contextmanager
-def shapes_exchanged(config: TransformerConfig, wanted: bool) -> Iterator[None]:
+def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContextManager[None]:
     """If `wanted`, let pipeline stages tell each other the shape of every tensor that they send:
     micro-batches may then differ in width and in number of samples.
     """
-    before, config.variable_seq_lengths = config.variable_seq_lengths, wanted
-    try:
-        yield
-    finally:
-        config.variable_seq_lengths = before
+    return _changed([(config, "variable_seq_lengths", wanted)])
 
 
-def _leave_context_parallelism(modules: list[Any], owners: list[Any]) -> Callable[[], None]:
-    """Let each of `modules`, and of their `owners`, compute as with one context-parallel rank;
-    returns what undoes it.
-    """
-    configs = [owner for owner in owners if getattr(owner, "context_parallel_size", 1) > 1]
-    if not configs:
-        return lambda: None
-    sizes = [config.context_parallel_size for config in configs]
-    rotary = [module for module in modules if isinstance(module, RotaryEmbedding)]
-    rotary_groups = [module.cp_group for module in rotary]
-    attention = [
-        module
-        for module in modules
-        if hasattr(module, "set_context_parallel_group") and hasattr(module, "cp_comm_type")
-    ]
-    names = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
-    settings = [[getattr(module, name) for name in names] for module in attention]
-
-    def set_all(sizes: list[int], groups: list[Any], settings: list[list[Any]]) -> None:
-        for config, size in zip(configs, sizes, strict=True):
-            config.context_parallel_size = size
-        for module, group in zip(rotary, groups, strict=True):
-            module.cp_group = group
-        for module, setting in zip(attention, settings, strict=True):
-            module.set_context_parallel_group(*setting)
-        for kind in (RotaryEmbedding, YarnRotaryEmbedding):
-            kind.forward.cache_clear()  # it remembers embeddings by length alone
-
-    alone = [[None, None, None, setting[-1]] for setting in settings]
-    set_all([1] * len(configs), [None] * len(rotary), alone)
-    return lambda: set_all(sizes, rotary_groups, settings)
-
-
-@contextlib.contextmanager
-def all_weights_named(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
+def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too.
 
     Megatron Core numbers the bf16 weights alone, and would take the state of one weight for that
     of another.
     """
+
+    def groups(part: Any) -> list[list[Any]]:
+        both = zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)
+        return [mixed + fp32 for mixed, fp32 in both]
+
     mixed = [part for part in optimizers if hasattr(part, "fp32_from_fp32_groups")]
-    numbered = [part.float16_groups for part in mixed]
-    for part in mixed:
-        part.float16_groups = [
-            a + b for a, b in zip(part.float16_groups, part.fp32_from_fp32_groups, strict=True)
-        ]
-    try:
-        yield
-    finally:
-        for part, groups in zip(mixed, numbered, strict=True):
-            part.float16_groups = groups
+    return _changed((part, "float16_groups", groups(part)) for part in mixed)
 
 
-@contextlib.contextmanager
-def places_without_padding(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
+def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let distributed optimizers find the state of each weight where they gather it for a
     checkpoint.
 
@@ -158,36 +154,29 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> Iterator[None
     a weight: behind padding it would save the state of other weights. Buckets are several with
     `overlap_grad_sync`, and in pipelines with tied embeddings.
     """
-    distributed = [part for part in optimizers if isinstance(part, DistributedOptimizer)]
-    buffers = [buffer for part in distributed for buffer in part.buffers]
-    places = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
+
+    def places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
         padding, gathered = [], 0  # before each bucket
         for bucket in buffer.buckets:
             padding.append(bucket.offset - gathered)
             gathered += bucket.numel_unpadded
-        buffer.param_index_map = {
+        return {
             weight: (start - padding[bucket], end - padding[bucket], bucket)
             for weight, (start, end, bucket) in buffer.param_index_map.items()
         }
-    try:
-        yield
-    finally:
-        for buffer, place in zip(buffers, places, strict=True):
-            buffer.param_index_map = place
+
+    distributed = [part for part in optimizers if isinstance(part, DistributedOptimizer)]
+    buffers = [buffer for part in distributed for buffer in part.buffers]
+    return _changed((buffer, "param_index_map", places(buffer)) for buffer in buffers)
 
 
-@contextlib.contextmanager
-def groups_in_order(optimizers: list[MegatronOptimizer]) -> Iterator[None]:
+def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Load parameter groups in the order in which they are given.
 
     Megatron Core matches them by settings, which two groups of different dtype may share.
     """
-    parts = [part for part in optimizers if not isinstance(part, DistributedOptimizer)]
-    for part in parts:
-        part._filter_and_reorder_param_groups = lambda _own, given: given
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._filter_and_reorder_param_groups
+    return _changed(
+        (part, "_filter_and_reorder_param_groups", lambda _own, given: given)
+        for part in optimizers
+        if not isinstance(part, DistributedOptimizer)
+    )

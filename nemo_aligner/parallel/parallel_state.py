@@ -137,11 +137,9 @@ def _new_replica_group(timeout: timedelta) -> ProcessGroup:
 def seed_generators(seed: int, by_context_rank: bool = False) -> None:
     """Seed Megatron's random-number tracker and the generator of the device.
 
-    Args:
-        seed: of the job.
-        by_context_rank: give the context-parallel ranks different numbers, for dropout, since
-            they hold different positions. Otherwise they get the same, for initial weights, since
-            they hold the same weights.
+    `by_context_rank`: give the context-parallel ranks different numbers, for dropout, since they
+    hold different positions. Otherwise they get the same, for initial weights, since they hold the
+    same weights.
     """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
     stream = _mcore.get_pipeline_model_parallel_rank()

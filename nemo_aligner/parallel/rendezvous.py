@@ -17,7 +17,6 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,12 +29,12 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def join_on_loopback(
     backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> bool:
-    """Initialise `torch.distributed` if all ranks are on this machine; every rank calls it.
-
-    Returns:
-        False if the ranks must meet as torch has them.
+    """Initialise `torch.distributed` if all ranks are on this machine; every rank calls it. False:
+    the ranks must meet as torch has them.
     """
-    if world_size > 1 and (address not in _LOOPBACK or _has_agent_store(os.environ)):
+    # torchrun has opened the store already.
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world_size > 1 and (address not in _LOOPBACK or has_agent_store):
         return False
     if sys.platform == "linux":
         # Gloo would listen on the address of this machine's name.
@@ -58,11 +57,6 @@ def join_on_loopback(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     return True
-
-
-def _has_agent_store(env: Mapping[str, str]) -> bool:
-    """Whether torchrun has opened the store already."""
-    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 # By process, since threads do not live on in a fork, and by the interfaces that PyTorch was given.

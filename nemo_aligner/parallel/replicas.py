@@ -95,14 +95,12 @@ def _kind(parameter: torch.nn.Parameter) -> str:
 
 @torch.no_grad()
 def check_replicas(modules: list[torch.nn.Module]) -> None:
-    """Compare every weight with its replicas, bit by bit (by checksums); all ranks call it.
+    """Compare every weight of this rank's chunks with its replicas, bit by bit (by checksums); all
+    ranks call it.
 
     Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same
     tensor-parallel shard and pipeline stage. Shards of the distributed optimizer have no replicas
     and are not checked.
-
-    Args:
-        modules: model chunks of this rank, not wrapped.
 
     Raises:
         ReplicaError: on every rank; names the first weight that differs, and groups the ranks by

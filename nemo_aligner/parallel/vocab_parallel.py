@@ -118,12 +118,11 @@ def distributed_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Entropy of the next-token distribution, differentiable.
+    """Entropy of the next-token distribution, differentiable; the logits must be finite.
 
     Args:
-        logits: [B, W/CP, V/TP], this rank's slice and share; finite.
+        logits, temperature, vocab_size: as in `from_parallel_logits_to_logprobs`.
         mask: [B, S-1]; if given, the result is the masked mean.
-        temperature, vocab_size: as in `from_parallel_logits_to_logprobs`.
 
     Returns:
         float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is W.
@@ -160,7 +159,6 @@ class DistributedLogprob:
         inference_only: bool = False,
         higher_stability: bool = False,
     ) -> Tensor:
-        """float32 [B, S]; see `from_parallel_logits_to_logprobs`, without its shift."""
         return from_parallel_logits_to_logprobs(
             vocab_parallel_logits, target, inference_only, higher_stability, ignore_last=False
         )
@@ -445,11 +443,10 @@ def candidate_logprobs(
         d log r / d logits = (p / r outside c_1 to c_n, else 0, less p) / temperature
 
     Args:
-        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice and share.
         candidates: int64 [B, S, C], S at most W; column t belongs to the logits of column t.
         rest_of: n; 0: without the rest.
-        temperature, vocab_size, inference_only, overwrite_logits: as for
-            `vocab_parallel.from_parallel_logits_to_logprobs`.
+        vocab_parallel_logits, temperature, vocab_size, inference_only, overwrite_logits: as for
+            `from_parallel_logits_to_logprobs`.
 
     Returns:
         float32 [B, S, C], or with `rest_of` [B, S, C+1], the rest last. A candidate outside the
@@ -472,13 +469,9 @@ def candidate_logprobs(
 def top_logits(
     vocab_parallel_logits: Tensor, top_k: int, wanted: int, vocab_size: int | None = None
 ) -> TopLogits:
-    """The `top_k` largest logits of each position. Each rank finds those of its slice, and the
-    largest of all of these are the result.
-
-    Args:
-        vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice and share.
-        top_k: K, at most the size of the vocabulary.
-        vocab_size: number of real tokens; None: all of V is real.
+    """The `top_k` largest logits of each of the first `wanted` positions, from logits as for
+    `from_parallel_logits_to_logprobs`. Each rank finds those of its slice, and the largest of all
+    of these are the result. `top_k` is at most the size of the vocabulary.
     """
     shard, _ = _shard(vocab_parallel_logits, wanted, wanted, 1.0, vocab_size)
     here = min(top_k, shard.width)

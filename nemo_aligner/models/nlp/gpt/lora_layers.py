@@ -17,8 +17,8 @@ Notation: S positions and b samples on this rank; t tensor-parallel ranks.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -105,11 +105,14 @@ class LoRA(torch.nn.Module):
         self.num_blocks = int(blocks.max()) + 1
         self.register_buffer("blocks", blocks.to(linear.weight.device), persistent=False)
         number = 1 if settings.weight_tying else layer_number
-        draw = _Initializer(f"{seed}/{number}/{target}")
+        digest = hashlib.sha256(f"{seed}/{number}/{target}".encode()).digest()
+        stream = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         whole_rows = rows * (self.tp if self.by_rows else 1)
         whole_columns = columns * (1 if self.by_rows else self.tp)
-        a = draw(settings.column_init_method, self.num_blocks, settings.dim, whole_columns)
-        b = draw(settings.row_init_method, 1, whole_rows, settings.dim)
+        a = _drawn(
+            stream, settings.column_init_method, self.num_blocks, settings.dim, whole_columns
+        )
+        b = _drawn(stream, settings.row_init_method, 1, whole_rows, settings.dim)
         if self.tp > 1:
             a, b = (a, self._own_rows(b)) if self.by_rows else (self._own_columns(a), b)
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
@@ -220,26 +223,19 @@ class LoRA(torch.nn.Module):
         return result
 
 
-class _Initializer:
-    """Draws initial values from a generator of its own; `stream` names it."""
-
-    def __init__(self, stream: str):
-        digest = hashlib.sha256(stream.encode()).digest()
-        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-    def __call__(self, method: str, blocks: int, rows: int, columns: int) -> Tensor:
-        """float32 `[blocks * rows, columns]`, each block drawn by itself."""
-        return torch.cat([self._draw(method, rows, columns) for _ in range(blocks)])
-
-    def _draw(self, method: str, rows: int, columns: int) -> Tensor:
-        values = torch.zeros(rows, columns)
+def _drawn(
+    generator: torch.Generator, method: str, blocks: int, rows: int, columns: int
+) -> Tensor:
+    """Initial values float32 `[blocks * rows, columns]`, each block drawn by itself."""
+    whole = torch.zeros(blocks * rows, columns)
+    for values in whole.split(rows):
         if method == "xavier":
-            torch.nn.init.xavier_normal_(values, generator=self.generator)
+            torch.nn.init.xavier_normal_(values, generator=generator)
         elif method == "normal":
-            values.normal_(std=0.2, generator=self.generator)
+            values.normal_(std=0.2, generator=generator)
         elif method == "kaiming":
-            torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=self.generator)
-        return values
+            torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+    return whole
 
 
 class _WithAdapter:
@@ -317,35 +313,22 @@ def add_adapters(
 
 
 @contextmanager
-def _switched(
-    adapters: list[tuple[Any, LoRA]],
-    enter: Callable[[Any, LoRA], None],
-    leave: Callable[[Any, LoRA], None],
-) -> Iterator[None]:
-    done: list[tuple[Any, LoRA]] = []
+def disabled(adapters: list[tuple[Any, LoRA]]) -> Iterator[None]:
+    """Inside, the layers compute without their adapters."""
+    for _linear, adapter in adapters:
+        adapter.enabled = False
     try:
-        for linear, adapter in adapters:
-            enter(linear, adapter)
-            done.append((linear, adapter))
         yield
     finally:
-        for linear, adapter in done:
-            leave(linear, adapter)
+        for _linear, adapter in adapters:
+            adapter.enabled = True
 
 
-def disabled(adapters: list[tuple[Any, LoRA]]) -> Any:
-    """Context in which the layers compute without their adapters."""
-
-    def switch(on: bool) -> Callable[[Any, LoRA], None]:
-        return lambda _linear, adapter: setattr(adapter, "enabled", on)
-
-    return _switched(adapters, switch(False), switch(True))
-
-
-def merged(adapters: list[tuple[Any, LoRA]]) -> Any:
-    """Context in which the weights hold the adapters; afterwards they have their former bits."""
-    return _switched(
-        adapters,
-        lambda linear, adapter: adapter.merge(linear),
-        lambda linear, adapter: adapter.unmerge(linear),
-    )
+@contextmanager
+def merged(adapters: list[tuple[Any, LoRA]]) -> Iterator[None]:
+    """Inside, the weights hold the adapters; afterwards they have their former bits."""
+    with ExitStack() as stack:
+        for linear, adapter in adapters:
+            adapter.merge(linear)
+            stack.callback(adapter.unmerge, linear)
+        yield
