@@ -303,14 +303,14 @@ def _divided_product(weight: Tensor, bias: Tensor | None, group: ProcessGroup) -
     """`_product` of inputs that are divided among the ranks of `group`."""
     if torch.distributed.get_world_size(group) == 1:
         return _product(weight, bias)
-    part = _product(weight, None)
-    return lambda x: _summed(part(x), bias, group)
+    product = _product(weight, None)
 
+    def summed(x: Tensor) -> Tensor:
+        part = product(x)
+        torch.distributed.all_reduce(part, group=group)
+        return _with_bias(part, bias)
 
-def _summed(part: Tensor, bias: Tensor | None, group: ProcessGroup) -> Tensor:
-    """The sum of `part` over the ranks of `group`, and the bias."""
-    torch.distributed.all_reduce(part, group=group)
-    return _with_bias(part, bias)
+    return summed
 
 
 def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:

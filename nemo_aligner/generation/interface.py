@@ -43,33 +43,33 @@ class GenerationParams:
     return_logprobs: bool = False  # also return the log-probs of the generated tokens
 
     def __post_init__(self) -> None:
-        rules = {
-            "length_params.max_length": (self.max_length, self.max_length >= 1, "at least 1"),
-            "length_params.min_length": (
-                self.min_length,
-                0 <= self.min_length <= self.max_length,
-                f"between 0 and max_length={self.max_length}",
+        most, infinity = self.max_length, float("inf")
+        rules = [
+            ("length_params", "max_length", most >= 1, "at least 1"),
+            (
+                "length_params",
+                "min_length",
+                0 <= self.min_length <= most,
+                f"between 0 and max_length={most}",
             ),
-            "sampling_params.temperature": (
-                self.temperature,
-                0 < self.temperature < float("inf"),
+            (
+                "sampling_params",
+                "temperature",
+                0 < self.temperature < infinity,
                 "above 0 (for the likeliest token set sampling_params.use_greedy=True)",
             ),
-            "sampling_params.top_k": (
-                self.top_k,
-                self.top_k >= 0,
-                "at least 0 (0 samples from all ids)",
-            ),
-            "sampling_params.top_p": (self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            "sampling_params.repetition_penalty": (
-                self.repetition_penalty,
-                0 < self.repetition_penalty < float("inf"),
+            ("sampling_params", "top_k", self.top_k >= 0, "at least 0 (0 samples from all ids)"),
+            ("sampling_params", "top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            (
+                "sampling_params",
+                "repetition_penalty",
+                0 < self.repetition_penalty < infinity,
                 "above 0 (1 is without effect)",
             ),
-        }
-        for key, (value, valid, wanted) in rules.items():
+        ]
+        for section, key, valid, wanted in rules:
             if not valid:
-                raise ConfigError(f"{key}={value} must be {wanted}.")
+                raise ConfigError(f"{section}.{key}={getattr(self, key)} must be {wanted}.")
         if not all(isinstance(string, str) and string for string in self.end_strings):
             raise ConfigError(
                 f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts."

@@ -12,7 +12,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from nemo_aligner.core.errors import ReplicaError
 from nemo_aligner.parallel import parallel_state
@@ -75,24 +74,6 @@ def checksum_of_shard(
     return total
 
 
-def _replica_groups() -> dict[str, ProcessGroup]:
-    """Kind of weight -> the process group of several ranks over which it is replicated."""
-    groups = {
-        "weights": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "expert weights": parallel_state.get_expert_data_parallel_group(),
-    }
-    return {
-        kind: group
-        for kind, group in groups.items()
-        if group is not None and dist.get_world_size(group) > 1
-    }
-
-
-def _kind(parameter: torch.nn.Parameter) -> str:
-    """Megatron marks the weights of experts, which have data-parallel ranks of their own."""
-    return "weights" if getattr(parameter, "allreduce", True) else "expert weights"
-
-
 @torch.no_grad()
 def check_replicas(modules: list[torch.nn.Module]) -> None:
     """Compare every weight of this rank's chunks with its replicas, bit by bit (by checksums); all
@@ -110,12 +91,19 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
         return
     sums: dict[_Weight, int] = {}
     differing: dict[_Weight, list[int]] = {}
-    for kind, group in _replica_groups().items():
+    # Megatron marks the weights of experts, which have data-parallel ranks of their own.
+    groups = {
+        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    for mark, group in groups.items():
+        if group is None or dist.get_world_size(group) == 1:
+            continue
         named = {
             (i, name): checksum(parameter)
             for i, module in enumerate(modules)
             for name, parameter in module.named_parameters()
-            if _kind(parameter) == kind
+            if getattr(parameter, "allreduce", True) is mark
         }
         if not named:  # on all ranks of the group alike
             continue

@@ -114,7 +114,12 @@ class LoRA(torch.nn.Module):
         )
         b = _drawn(stream, settings.row_init_method, 1, whole_rows, settings.dim)
         if self.tp > 1:
-            a, b = (a, self._own_rows(b)) if self.by_rows else (self._own_columns(a), b)
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            if self.by_rows:  # of gate and up projection those of each
+                parts = b.chunk(2) if self.gated else (b,)
+                b = torch.cat([part.chunk(self.tp)[rank] for part in parts])
+            else:
+                a = a.chunk(self.tp, dim=1)[rank]
         like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
         self.a = torch.nn.Parameter(a.to(**like))
         self.b = torch.nn.Parameter(b.to(**like))
@@ -126,15 +131,6 @@ class LoRA(torch.nn.Module):
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_split, axis, 1)
         if self.sequence_parallel:
             whole.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron Core reads it
-
-    def _own_rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows; of gate and up projection those of each."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        parts = whole.chunk(2) if self.gated else (whole,)
-        return torch.cat([part.chunk(self.tp)[rank] for part in parts])
-
-    def _own_columns(self, whole: Tensor) -> Tensor:
-        return whole.chunk(self.tp, dim=1)[parallel_state.get_tensor_model_parallel_rank()]
 
     # --- computing ------------------------------------------------------------------------------
 

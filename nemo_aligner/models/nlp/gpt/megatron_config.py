@@ -53,15 +53,6 @@ def layer_pattern(cfg: DictConfig, key: str, least: int, one: str) -> int | list
 
 
 POSITION_EMBEDDINGS = ("rope", "yarn", "learned_absolute", "none")
-YARN_KEYS = (
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
-)
 # Of `rope`, which Megatron Core's YaRN ignores: the value that changes nothing.
 NOT_WITH_YARN = {
     "rotary_percentage": 1.0,
@@ -74,17 +65,20 @@ NOT_WITH_YARN = {
 class YarnTransformerConfig(TransformerConfig):
     """`TransformerConfig` with what Megatron Core reads for YaRN (arXiv 2309.00071) beside it."""
 
-    yarn_rotary_scaling_factor: float = 1.0  # how many times longer sequences become
-    yarn_original_max_position_embeddings: int = 4096  # the longest sequence before
-    # a wave that turns at least so often in that length keeps its frequency
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
     yarn_beta_fast: float = 32.0
-    # of one that turns at most so often the frequency is divided by the factor
     yarn_beta_slow: float = 1.0
-    # queries and keys are multiplied by a function of it, of `yarn_mscale_all_dim` and of the
-    # factor; with None for one of them, of the factor alone
     yarn_mscale: float | None = None
-    yarn_mscale_all_dim: float | None = None  # see there
-    yarn_correction_range_round_to_int: bool = True  # the two bounds are rounded to whole waves
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+
+
+YARN_KEYS = [
+    field.name
+    for field in dataclasses.fields(YarnTransformerConfig)
+    if field.name.startswith("yarn_")
+]
 
 
 def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
