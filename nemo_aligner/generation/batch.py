@@ -134,8 +134,6 @@ class DecodingBatch:
     def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
         return torch.zeros(self.slots, *widths, dtype=dtype, device=self.device)
 
-    # --- slots ----------------------------------------------------------------------------------
-
     def refill(self, done: list[int], admit: bool) -> Refill:
         """Give the slots `done`, and those that were free, to waiting samples if `admit`. Where
         none come, the last samples move into the gaps.
@@ -206,8 +204,6 @@ class DecodingBatch:
             self.seen[rows] = seen_tokens(ids, lengths, self.vocab_size)
         return rows
 
-    # --- several turns --------------------------------------------------------------------------
-
     def pause(self, slot: int) -> tuple[int, ...]:
         """Stop decoding in `slot` until it is extended or finished; returns the response that has
         ended there.
@@ -232,8 +228,6 @@ class DecodingBatch:
         held.limit = min(held.start + self.params.max_length, longest)
         self._set([slot])
         return start - 1, held.start - 1
-
-    # --- a step ---------------------------------------------------------------------------------
 
     def longest(self) -> int:
         """The most tokens of a sample in a slot at the next step, or a few more."""

@@ -53,8 +53,6 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
         """`compute_sft_loss`."""
         return self.compute_sft_loss(batch, forward_only)
 
-    # --- responses ------------------------------------------------------------------------------
-
     def set_inference_params(
         self,
         length_params: Mapping[str, Any] | None = None,

@@ -72,8 +72,6 @@ class LogProbsMixin(NLPAdapterModelMixin):
             "overwrite_logits": True,
         }
 
-    # --- losses ---------------------------------------------------------------------------------
-
     def compute_loss(
         self,
         loss: Callable[..., tuple[Tensor, Batch]],
@@ -152,8 +150,6 @@ class LogProbsMixin(NLPAdapterModelMixin):
         )
         metrics["weights"] = self.count_of_loss(mask, loss_reduction, micro_batch_size)
         return loss, metrics
-
-    # --- inference ------------------------------------------------------------------------------
 
     def get_inference_log_probs(
         self,

@@ -132,8 +132,6 @@ class LoRA(torch.nn.Module):
         if self.sequence_parallel:
             whole.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron Core reads it
 
-    # --- computing ------------------------------------------------------------------------------
-
     def wide_b(self) -> Tensor:
         """B with a column for each row of A."""
         return self.b if self.num_blocks == 1 else expand_blocks(self.b, self.blocks)
@@ -183,8 +181,6 @@ class LoRA(torch.nn.Module):
         """What merging adds to this rank's part of the weight, float32 `[rows, columns]`."""
         return delta(self.a, self.wide_b(), self.scale)
 
-    # --- merging --------------------------------------------------------------------------------
-
     @torch.no_grad()
     def merge(self, linear: Any) -> None:
         """Put `delta` into the weight of `linear` until `unmerge`; needs memory for a copy."""
@@ -196,8 +192,6 @@ class LoRA(torch.nn.Module):
         """Give `linear` the very tensor back that it had before `merge`."""
         assert self._whole_weight is not None
         linear.weight.data, self._whole_weight, self.merged = self._whole_weight, None, False
-
-    # --- checkpoints ----------------------------------------------------------------------------
 
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Entries of a sharded state dict; the linear layer's names begin with `prefix`."""

@@ -60,9 +60,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self._rm_state_dict_cpu: dict[str, Tensor] | None = None
         self.critic_state_dict_cpu: dict[str, Tensor] | None = None
         self._critic_copy_is_current = False
-        self._set_output_sequence(True)
-
-    # --- whose weights --------------------------------------------------------------------------
+        self.set_output_sequence_flag(True)
 
     def set_reward_model(self) -> None:
         """Keep a copy of the present weights as the reward model.
@@ -105,13 +103,9 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
 
     def set_output_sequence_flag(self, value_to_set: bool) -> None:
         """Give one number per position (critic), or one per sample (reward model)."""
-        self._set_output_sequence(value_to_set)
-
-    def _set_output_sequence(self, output_sequence: bool) -> None:
-        """Give one number per position (critic), or one per sample (reward model)."""
         for module in self.unwrapped():
             if module.post_process:
-                module.rm_head.output_sequence = output_sequence
+                module.rm_head.output_sequence = value_to_set
 
     def _load(self, wanted: StateDictState) -> None:
         """Put the weights of `wanted` into the module, unless they are there already."""
@@ -129,7 +123,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         else:
             assert self.critic_state_dict_cpu is not None  # made when the reward model was loaded
             self.load_cpu_weights(self.critic_state_dict_cpu)
-        self._set_output_sequence(wanted is StateDictState.CRITIC)
+        self.set_output_sequence_flag(wanted is StateDictState.CRITIC)
         self.loaded_state_dict = wanted
 
     def sharded_weights(self, metadata: dict | None = None) -> dict:
@@ -140,8 +134,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self._load(StateDictState.CRITIC)
         self._critic_copy_is_current = False
         super().load_sharded_weights(loaded, strict=strict)
-
-    # --- training -------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
         """Put the critic's weights in place and Adam's states on the device."""
@@ -187,8 +179,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         metrics, moments = self.run_loss(loss_fn, columns, forward_only, mask=mask)
         return metrics["loss"], metrics | explained_variance_from_moments(moments[MOMENTS])
 
-    # --- inference ------------------------------------------------------------------------------
-
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         super().prepare_for_inference()
@@ -216,12 +206,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         The model whose weights are in the module computes first, so a call swaps them once.
         """
         outputs = {}
-        other = (
-            StateDictState.REWARD
-            if self.loaded_state_dict is StateDictState.CRITIC
-            else StateDictState.CRITIC
-        )
-        for state in (self.loaded_state_dict, other):
+        for state in sorted(StateDictState, key=lambda state: state is not self.loaded_state_dict):
             self._load(state)
             outputs[state] = super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
         return outputs[StateDictState.REWARD].reshape(-1), outputs[StateDictState.CRITIC]

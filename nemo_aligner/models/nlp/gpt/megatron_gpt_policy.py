@@ -129,8 +129,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
             scale_embeddings(module)
         return module.to(device)
 
-    # --- turns of generation and training -------------------------------------------------------
-
     def prepare_for_training(self) -> None:
         self.onload_adam_states()
 
@@ -141,8 +139,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         self.set_eval()
         self.offload_adam_states()
-
-    # --- generation -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def infer(self, inference_batch: InferenceBatch) -> Rollout:
@@ -197,7 +193,11 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
                 yield self._prompts(batch)
 
         params, size = self._params(first), len(first["length"])
-        slots = self._slots(size, first.get("rank_batches"))
+        slots, share = self.responses_together(size), first.get("rank_batches")
+        if share is not None:
+            # Of a common queue (`batch_iterator.use_flask`) a rank does not draw at once what
+            # others could begin with.
+            slots = min(slots, share * size)
         with self.adapters_for_generation():
             stream = self.generator.stream(prompts(), params, slots, self.environment)
             for places, generated in stream:
@@ -214,14 +214,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         """
         memory = self.settings.generation.kv_cache_gb
         return size if memory is None else self.generator.slots_within(memory * 1e9)
-
-    def _slots(self, size: int, share: int | None) -> int:
-        """How many samples of a rollout are decoded together, at most this rank's `share` of
-        batches: of a common queue (`batch_iterator.use_flask`) a rank does not draw at once what
-        others could begin with.
-        """
-        slots = self.responses_together(size)
-        return slots if share is None else min(slots, share * size)
 
     def _prompts(self, batch: InferenceBatch) -> Prompts:
         seeds = batch.get("sample_seeds")

@@ -53,8 +53,6 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
             )
         self.take_logprobs_as_sampled()
 
-    # --- training -------------------------------------------------------------------------------
-
     def get_loss_and_metrics(
         self, batch: PPOTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:

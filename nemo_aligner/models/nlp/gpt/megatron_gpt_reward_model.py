@@ -195,8 +195,6 @@ class MegatronGPTRewardModel(
             **self.module_args(),
         )
 
-    # --- training -------------------------------------------------------------------------------
-
     def compared_rewards(self, output: Tensor) -> Tensor:
         """[N]: the numbers that pairs are compared by, of the output of N samples."""
         return output
@@ -247,8 +245,6 @@ class MegatronGPTRewardModel(
         reward_statistics(metrics)
         metrics["weights"] = count
         return metrics["loss"], metrics
-
-    # --- inference ------------------------------------------------------------------------------
 
     def infer(
         self,
