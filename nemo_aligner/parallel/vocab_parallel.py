@@ -292,8 +292,10 @@ class _Scores(torch.autograd.Function):
         unused = (grad_scores == 0).all(-1)
         # The gradient is exp(s) (slope s + offset), plus that of the chosen logits.
         scale = -1.0 / (total * shard.temperature)
-        slope, offset = None, scale * grad_scores.sum(-1)
+        slope, offset = None, scale * grad_scores[..., 0]
         grad_scores = grad_scores / shard.temperature
+        if grad_scores.shape[-1] > 1:
+            offset = -grad_scores.sum(-1) / total
         if grad_entropy is not None:
             grad_entropy = shard.cropped(grad_entropy)
             unused &= grad_entropy == 0
