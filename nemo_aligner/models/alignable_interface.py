@@ -86,16 +86,19 @@ class Inferrable(ABC):
         """Leave inference."""
 
 
-class CriticModelInterface(SupervisedInterface, Inferrable):
-    """A critic: training and inference alternate."""
+class _TakesTurns(SupervisedInterface, Inferrable):
+    """A model whose training and inference alternate."""
 
     @abstractmethod
     def prepare_for_training(self) -> None:
         """Called before a series of updates and before a checkpoint is written."""
 
-    @abstractmethod
-    def finish_training(self) -> None:
+    def finish_training(self) -> None:  # noqa: B027  (optional)
         """Called after those updates, or after the checkpoint is written."""
+
+
+class CriticModelInterface(_TakesTurns):
+    """A critic."""
 
     @abstractmethod
     def infer_rm_critic(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +111,8 @@ class CriticModelInterface(SupervisedInterface, Inferrable):
         return self.infer_rm_critic(*args, **kwargs)[0]
 
 
-class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
-    """A policy: generation (`infer`) and training alternate.
+class AlignableGenerativeInterface(_TakesTurns):
+    """A policy, which generates with `infer`.
 
     Attributes:
         tokenizer: of the policy; its `eos_id` ends responses and pads them.
@@ -148,14 +151,6 @@ class AlignableGenerativeInterface(SupervisedInterface, Inferrable):
         """Log-probs float32 `[B, S-1]` of the tokens (int64 `[B, S]`) under the policy, at the
         sampling temperature; beyond the lengths (int64 `[B]`, R) they may be anything.
         """
-
-    @abstractmethod
-    def prepare_for_training(self) -> None:
-        """Called before a series of updates and before a checkpoint is written."""
-
-    @abstractmethod
-    def finish_training(self) -> None:
-        """Called after those updates, or after the checkpoint is written."""
 
 
 class PolicyWithReference(AlignableGenerativeInterface):

@@ -145,9 +145,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self._critic_copy_is_current = False
         super().prepare_for_training_step()
 
-    def finish_training(self) -> None:
-        """Do nothing: the host copy is renewed when it is needed."""
-
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
         self, batch: CriticTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:

@@ -132,9 +132,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
     def prepare_for_training(self) -> None:
         self.onload_adam_states()
 
-    def finish_training(self) -> None:
-        """Do nothing."""
-
     def prepare_for_inference(self) -> None:
         """Enter evaluation mode; with `offload_adam_states` move Adam's states to host memory."""
         self.set_eval()
