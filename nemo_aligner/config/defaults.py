@@ -97,14 +97,9 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     return result
 
 
-def complete(
-    cfg: DictConfig | dict | None,
-    config_name: str | None,
-    section: str,
-    leave_out: tuple[str, ...] = (),
-) -> DictConfig:
+def complete(cfg: DictConfig | dict | None, config_name: str | None, section: str) -> DictConfig:
     """Copy of `cfg`, the section called `section` (`trainer.ppo`, `remote_rm`, ...), in which each
-    missing key but those of `leave_out` has its default in the job; None: its fallback.
+    missing key has its default in the job; None: its fallback.
 
     A default that refers to another key gets that key's value: of the completed section, of the
     configuration that `cfg` is a part of, or of the job, in this order. The copy keeps the
@@ -116,8 +111,9 @@ def complete(
     result = _copy({} if cfg is None else cfg)
     tree = _section_tree(config_name)
     defaults = functools.reduce(lambda node, name: node.get(name) or {}, section.split("."), tree)
-    absent = [key for key in leave_out if key not in result]
-    defaults = {key: value for key, value in defaults.items() if key not in absent}
+    if section == "model":
+        absent = [key for key in JOB_SECTIONS if key not in result]
+        defaults = {key: value for key, value in defaults.items() if key not in absent}
 
     def is_default(key: str, default: object) -> bool:
         return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
@@ -136,7 +132,7 @@ def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> Di
     The sections that belong to a job (`data`, ...) are not added; `optim` is completed where it is
     given.
     """
-    return complete(cfg, config_name, "model", leave_out=JOB_SECTIONS)
+    return complete(cfg, config_name, "model")
 
 
 def model_fallback(key: str) -> Any:
