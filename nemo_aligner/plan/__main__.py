@@ -225,14 +225,18 @@ def read_model(path: Path) -> tuple[dict[str, Any], int]:
     Args:
         path: of a `.nemo`, a folder that loads as one, or a YAML file with a `model` section,
             whose `override_vocab_size` then says the rows.
-
-    Raises:
-        UserError: the path does not exist or holds no model.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; give the path of a model.")
     if path.suffix in (".yaml", ".yml"):
-        model = _yaml_section(path)
+        try:
+            tree = OmegaConf.load(path)
+        except YAMLError as error:
+            raise UserError(f"{path} is not YAML: {error}") from error
+        section = tree.get("model", tree) if isinstance(tree, DictConfig) else None
+        if not isinstance(section, DictConfig):
+            raise UserError(f"{path} has no section model with keys of a model.")
+        model = plain_dict(section)
         rows = model.get("override_vocab_size")
         if not rows:
             raise UserError(
@@ -248,18 +252,6 @@ def read_model(path: Path) -> tuple[dict[str, Any], int]:
     model = plain_dict(cfg)
     rows = model.get("override_vocab_size")
     return model, int(rows) if rows else build_tokenizer(cfg.tokenizer).vocab_size
-
-
-def _yaml_section(path: Path) -> dict[str, Any]:
-    """The section `model` of a YAML file, or all of it."""
-    try:
-        tree = OmegaConf.load(path)
-    except YAMLError as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
-    section = tree.get("model", tree) if isinstance(tree, DictConfig) else None
-    if not isinstance(section, DictConfig):
-        raise UserError(f"{path} has no section model with keys of a model.")
-    return plain_dict(section)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -315,7 +307,14 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
             "--critic and --critic-model are for jobs with a server: --job ppo, rs and reinforce, "
             "and distill with model.knowledge_distillation.on_policy.fraction."
         )
-    _refuse_chosen_keys([*args.overrides, *args.critic])
+    chosen = {f"model.{key}" for key in (*SIZE_KEYS.values(), "sequence_parallel")}
+    chosen |= {"trainer.devices", "trainer.num_nodes"}
+    for text in [*args.overrides, *args.critic]:
+        key = text.partition("=")[0].lstrip("+~")
+        if key in chosen:
+            raise UserError(
+                f"{text}: the plan chooses {key}; see all of its candidates with --all."
+            )
     for number, job in enumerate(jobs):
         path = args.critic_model if number and args.critic_model else args.model
         if path not in models:
@@ -331,18 +330,6 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
         cfg = job_config(job, model, read_overrides(texts), str(path))
         inputs.append(JobInput(job, str(path), cfg, vocab_size, texts))
     return inputs
-
-
-def _refuse_chosen_keys(overrides: list[str]) -> None:
-    """Raise `UserError` if an override gives what the plan is asked for."""
-    chosen = {f"model.{key}" for key in (*SIZE_KEYS.values(), "sequence_parallel")}
-    chosen |= {"trainer.devices", "trainer.num_nodes"}
-    for text in overrides:
-        key = text.partition("=")[0].lstrip("+~")
-        if key in chosen:
-            raise UserError(
-                f"{text}: the plan chooses {key}; see all of its candidates with --all."
-            )
 
 
 def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:

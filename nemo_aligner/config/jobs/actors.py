@@ -94,8 +94,7 @@ class PPOLoop(RolloutLoop):
             [rewards](rewards.md#rewards-of-steps-and-tokens))
         overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that
             come close to `max_length`
-        target_kl: **new**, ppo.md: stop the updates of a rollout early; bound the loss of
-            unlikely tokens (`model.ppo.dual_clip`)
+        target_kl: **new**, ppo.md: stop the updates of a rollout early
         loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of
             the clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
         ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
@@ -137,15 +136,11 @@ class PPOPolicy(Policy):
     Attributes:
         num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
             multiple of `global_batch_size`
-        kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the loss
-            (`model.ppo`); with `initial_policy_kl_penalty` above 0 both apply, which a warning
-            says
-        dual_clip: **new**, ppo.md: stop the updates of a rollout early; bound the loss of
-            unlikely tokens (`model.ppo.dual_clip`)
+        kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the
+            loss; with `initial_policy_kl_penalty` above 0 both apply, which a warning says
+        dual_clip: **new**, ppo.md: bound the loss of unlikely tokens
         train_on_truncated: **new**: truncated responses count in the policy's loss too
-            (`model.ppo`)
-        ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
-            `trainer.ppo.*` or `model.ppo.*`
+        ratio_eps, entropy_bonus: as in `trainer.ppo`
         rollout_logprobs: **new**: where the policy's log-probs of a rollout come from:
             `recompute`, a forward pass like those of training, or `sampler`, generation itself,
             which saves the pass. They differ by rounding: 1e-6 in fp32, in bf16 by 0.008 on
@@ -321,28 +316,25 @@ def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
             f"({combined}=True); leave that unset, and set {PPO}reward_fn, or the address of a "
             "reward server in remote_critic_rm.reward_model (or reward_models)."
         )
-    if v.get(PPO + "critic_warmup_steps"):
-        raise ConfigError(
-            f"{PPO}critic_warmup_steps={v.get(PPO + 'critic_warmup_steps')} would train a critic, "
-            f"but {name} has none; set it to 0."
-        )
-    if v.get(PPO + "critic_gae_lambda") is not None:
-        raise ConfigError(
-            f"{PPO}critic_gae_lambda={v.get(PPO + 'critic_gae_lambda')} is for the returns that a "
-            f"critic learns, but {name} has none; set it to null."
-        )
-    if v.get(PPO + "whiten_rewards"):
-        raise ConfigError(
-            f"{PPO}whiten_rewards=True rescales the rewards of single tokens, whose sum would "
-            f"then depend on the length of a response, and {name} compares sums; set it to False "
-            "(its advantages are scaled anyway)."
-        )
-    discount = v.get(PPO + "discount_factor")
-    if compares_responses and discount != 1.0:
-        raise ConfigError(
-            f"{PPO}discount_factor={discount} has no part in {name}, which compares whole "
-            "responses; set it to 1.0."
-        )
+    accepted: dict[str, tuple[Any, str]] = {
+        "critic_warmup_steps": (0, f"would train a critic, but {name} has none; set it to 0."),
+        "critic_gae_lambda": (
+            None,
+            f"is for the returns that a critic learns, but {name} has none; set it to null.",
+        ),
+        "whiten_rewards": (
+            False,
+            "rescales the rewards of single tokens, whose sum would then depend on the length of "
+            f"a response, and {name} compares sums; set it to False (its advantages are scaled "
+            "anyway).",
+        ),
+    }
+    if compares_responses:
+        why = f"has no part in {name}, which compares whole responses; set it to 1.0."
+        accepted["discount_factor"] = 1.0, why
+    for setting, (value, why) in accepted.items():
+        if v.get(PPO + setting) != value:
+            raise ConfigError(f"{PPO}{setting}={v.get(PPO + setting)} {why}")
 
 
 PPO_JOB = Job(

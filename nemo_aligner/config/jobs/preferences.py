@@ -64,8 +64,8 @@ class Preferences:
     Attributes:
         ref_policy_kl_penalty: beta: how much a difference of log-probs counts, so how far the
             policy goes from the reference before the loss is satisfied
-        preference_average_log_probs: the log-prob of a response is the mean over its tokens, not
-            the sum; in the preference loss, in the likelihood of the chosen responses
+        preference_average_log_probs: in the preference loss the log-prob of a response is the
+            mean over its tokens, not the sum
         log_prob_forward_micro_batch_size: pairs of one forward pass of the reference policy
     """
 
@@ -79,8 +79,7 @@ class WeighedPreferences(Preferences):
     """What DPO and KTO have in common.
 
     Attributes:
-        sft_average_log_probs: the log-prob of a response is the mean over its tokens, not the
-            sum; in the preference loss, in the likelihood of the chosen responses
+        sft_average_log_probs: likewise in the likelihood of the chosen responses
         preference_loss_weight, sft_loss_weight: weights of the preference loss and of the
             negative log-likelihood of the chosen responses
         ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept

@@ -110,8 +110,7 @@ class CriticServer(Listening):
         require_lease: **new**: only the actor that holds the lease may train and save. False: so
             may a client that knows no lease, such as NeMo-Aligner's, while no actor holds it
         combine_rm_and_critic_server: score rewards too, by swapping weights
-        max_steps: whichever comes first; -1: no limit. `max_steps` of the critic (10000) is the
-            horizon of its learning rate, in updates
+        max_steps: horizon of its learning rate, in updates; -1: no limit
         gradient_clip_val: largest norm of the whole gradient; 0: no clipping
     """
 

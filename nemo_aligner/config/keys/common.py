@@ -78,8 +78,7 @@ class Loop:
     """How long a job trains, and what it does on the way.
 
     Attributes:
-        max_epochs, max_steps: whichever comes first; -1: no limit. `max_steps` of the critic
-            (10000) is the horizon of its learning rate, in updates
+        max_epochs, max_steps: whichever comes first; -1: no limit
         val_check_interval, save_interval: steps between validations and checkpoints; 0: never.
             `save_interval` is that of validations by default; a save has a validation too.
             Without validation data nothing is validated, and the newest checkpoints are kept

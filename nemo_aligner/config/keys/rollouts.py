@@ -101,7 +101,7 @@ class Responses:
     Attributes:
         offload_adam_states: keep the optimizer's state in host memory while generating (on GPUs)
         rollout_micro_batch_size: responses generated together (the next one begins as soon as one
-            has ended) and sent to be scored together; sequences of one log-probability pass
+            has ended) and sent to be scored together
     """
 
     offload_adam_states: bool = key(True)
@@ -118,8 +118,7 @@ class Policy(Responses):
     Attributes:
         num_rollout_samples: prompts per PPO step; a multiple of the two below x data parallel
             size
-        forward_micro_batch_size: responses generated together (the next one begins as soon as one
-            has ended) and sent to be scored together; sequences of one log-probability pass
+        forward_micro_batch_size: sequences of one log-probability pass
         num_val_samples, val_rollout_micro_batch_size: of a validation
         loss_reduction: **new**: `token` (mean over response tokens), `sequence` (mean of
             per-sample means), `microbatch` (NeMo-Aligner's mean of micro-batch means)
