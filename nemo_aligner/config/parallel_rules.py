@@ -224,11 +224,11 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         require_multiple(f"model.{name}", value, factors, remedy if fixed else None)
 
     heads, hidden, groups, layers = (
-        v.get(f"model.{key}")
+        v.whole(f"model.{key}", 1)
         for key in ("num_attention_heads", "hidden_size", "num_query_groups", "num_layers")
     )
     tp, pp, vpp = (
-        v.get(f"model.{name}_model_parallel_size", 1)
+        v.whole(f"model.{name}_model_parallel_size", 1) or 1
         for name in ("tensor", "pipeline", "virtual_pipeline")
     )
     if heads and hidden and v.get("model.kv_channels") is None:
@@ -303,7 +303,7 @@ def uneven_stages(v: Values) -> list[int]:
 
 
 def _check_experts(v: Values, fixed: bool) -> None:
-    experts, topk = v.get("model.num_moe_experts"), v.get("model.moe_router_topk")
+    experts, topk = v.whole("model.num_moe_experts", 1), v.whole("model.moe_router_topk", 1)
     if experts and topk and topk > experts:
         raise ConfigError(
             f"model.moe_router_topk={topk} is above model.num_moe_experts={experts}; lower it."
