@@ -390,8 +390,8 @@ MUTANTS = [
     Mutant(
         "a teacher's logits that are not numbers are learned",
         "servers/validation.py",
-        "    bad = np.argwhere(~np.isfinite(array))\n",
-        "    bad = np.argwhere(np.zeros(0))\n",
+        "spec.name, array, ~np.isfinite(array), _NAN",
+        "spec.name, array, np.zeros((0, 1)), _NAN",
         _unit("test_on_policy_distillation.py", "test_replies_that_cannot_be_used"),
     ),
     # --- a student and its teacher
@@ -626,16 +626,16 @@ MUTANTS = [
     ),
     Mutant(
         "what is left of a failed request ends workers that are well",
-        "servers/reward_function.py",
-        "                if request.future.done():  # it",
+        "servers/user_code.py",
+        "                if task.is_over():  # it",
         "                if False:  # it",
         _unit("test_reward_function.py", "test_what_is_left_of_a_failed_request_ends_no_worker"),
     ),
     Mutant(
         "a worker that was ended is replaced when a sample needs it",
-        "servers/reward_function.py",
-        "self._work_off(worker, request, samples) or self._start_ahead()",
-        "self._work_off(worker, request, samples)",
+        "servers/user_code.py",
+        "self._work_off(worker, task) or self._start_ahead()",
+        "self._work_off(worker, task)",
         _unit(
             "test_reward_function.py",
             "test_a_worker_that_was_ended_is_replaced_before_the_next_request",
@@ -923,7 +923,7 @@ MUTANTS = [
     ),
     Mutant(
         "conversations share Python's random numbers",
-        "servers/environment_worker.py",
+        "servers/worker.py",
         "            random.setstate(stream)\n",
         "",
         _unit("test_environment.py", "test_a_conversation_keeps_its_state_and_its_random_stream"),
@@ -1107,9 +1107,9 @@ MUTANTS = [
     ),
     Mutant(
         "a token's reward stands at the transition after it",
-        "servers/reward_client.py",
-        "rewards = token_rewards[:, 1 : self._width]",
-        "rewards = token_rewards[:, : self._width - 1]",
+        "servers/scoring_clients.py",
+        "rewards = _on_device(token_rewards)[:, 1:width]",
+        "rewards = _on_device(token_rewards)[:, : width - 1]",
         _unit(
             "test_process_rewards.py",
             "test_an_ensemble_adds_rewards_of_tokens_and_of_responses",
@@ -1467,7 +1467,7 @@ MUTANTS = [
     ),
     Mutant(
         "small scoring requests stand behind large ones",
-        "servers/direct_replies.py",
+        "servers/admission.py",
         "    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES\n",
         "    return length > SMALL_BYTES\n",
         _unit("test_slices.py", "test_large_requests"),
@@ -1852,8 +1852,8 @@ MUTANTS = [
     Mutant(
         "a client takes any certificate",
         "servers/exchange.py",
-        "timeout=timeout_s, context=tls)",
-        "timeout=timeout_s, context=ssl._create_unverified_context())",
+        "timeout=timeout_s, context=self.tls",
+        "timeout=timeout_s, context=ssl._create_unverified_context()",
         _unit("test_asgi_host.py", "test_another_server_is_refused_in_one_line"),
     ),
     Mutant(

@@ -54,7 +54,7 @@ def train_ppo(cfg: DictConfig) -> None:
         )
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-        from nemo_aligner.servers.reward_client import RewardsInPlaceOfCritic
+        from nemo_aligner.servers.scoring_clients import RewardsInPlaceOfCritic
 
     settings = cfg.trainer.ppo
     own_loss, own_advantages = (

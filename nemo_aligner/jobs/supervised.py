@@ -163,7 +163,7 @@ def train_distill(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             GPTKnowledgeDistillationModel,
         )
-        from nemo_aligner.servers.teacher_client import RemoteTeacherClient
+        from nemo_aligner.servers.scoring_clients import RemoteTeacherClient
 
     job, model = start_with_model(cfg, GPTKnowledgeDistillationModel)
     fraction = cfg.model.knowledge_distillation.on_policy.fraction

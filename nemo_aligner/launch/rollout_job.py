@@ -50,8 +50,8 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.critic_client import CriticStatus
 from nemo_aligner.servers.environment import PythonEnvironment
-from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RewardsInJob, ScoreSource
 from nemo_aligner.servers.reward_function import RewardFunction
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient, RewardsInJob, ScoreSource
 from nemo_aligner.servers.web import TAKEN, RewardServers
 from nemo_aligner.servers.worker import LoadError, load_named
 from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch

@@ -10,9 +10,13 @@ went back to the last checkpoint. A tensor without elements is refused: no endpo
 in PyTriton it would fail every request that Triton hands over with it. Nothing here reads a
 socket: a front hands over method, path and headers, and keeps to the sizes and times below.
 
-Each error goes to its client in one line.
+Threads of rank 0 work on what has entered (`DirectReplies`), behind uvicorn on all that comes,
+behind Triton on what it hands over. Each endpoint has a thread, and a second one for its large
+scoring requests: a small one never stands in a line behind a large one. Each error goes to its
+client in one line.
 """
 
+import concurrent.futures
 import contextlib
 import hmac
 import json
@@ -41,9 +45,22 @@ from nemo_aligner.servers.exchange import (
     LEASE_S,
     token_header,
 )
-from nemo_aligner.servers.schema import Endpoint
+from nemo_aligner.servers.kserve import (
+    Buffer,
+    decode_request,
+    encode_reply,
+    rows_of,
+    wanted_outputs,
+)
+from nemo_aligner.servers.schema import Endpoint, Handler
 
 _ID = re.compile(r"[!-~]{16,64}")
+
+# A request is large above this number of samples, or bytes of its body.
+SMALL_ROWS, SMALL_BYTES = 32, 2**17
+JSON, BINARY = "application/json", "application/octet-stream"
+# Status, headers and body.
+Reply = tuple[int, dict[str, str], bytes]
 
 SMALL_BODY = 2**16  # of a request without samples
 LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
@@ -94,16 +111,19 @@ class Admission:
     """The rules of one server; any thread may call it.
 
     Attributes:
+        endpoints: by name. replies: what works on the requests that have entered.
         leases: who may change the server.
         instance: names this start of the server, in every reply.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], access: Access):
+    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
+        self.endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
+        self.replies = DirectReplies(endpoints)
         self._largest_body = {
-            endpoint.name: SMALL_BODY if endpoint.has_fixed_size else access.largest_body
-            for endpoint in endpoints
+            name: SMALL_BODY if endpoint.has_fixed_size else access.largest_body
+            for name, endpoint in self.endpoints.items()
         }
-        self._exclusive = {endpoint.name for endpoint in endpoints if endpoint.is_exclusive}
+        self._exclusive = {name for name, each in self.endpoints.items() if each.is_exclusive}
         self.leases = LeaseBook(access.lease_required)
         self.instance = uuid.uuid4().hex
         self._credentials = token_header(access.token).get("Authorization")
@@ -196,30 +216,22 @@ def read_head(data: bytes | bytearray) -> dict[str, Any]:
     try:
         head = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise unreadable(error) from error
-    problem = _problem_of(head)
+        why = f"the request is refused: its JSON cannot be read: {error}"
+        raise RefusedError(400, why[:400]) from error
+    problem = None
+    if not isinstance(head, dict) or not isinstance(head.get("parameters", {}), dict):
+        problem = "its JSON is no object, or its parameters are none"
+    elif isinstance(head.get("inputs"), list):
+        for tensor in head["inputs"]:
+            shape = tensor.get("shape") if isinstance(tensor, dict) else None
+            if isinstance(shape, list) and 0 in shape:
+                problem = (
+                    f"its input tensor {tensor.get('name')!r} has shape {shape}; send at least "
+                    "one row and one column"
+                )
     if problem is not None:
         raise RefusedError(400, f"the request is refused: {problem[:400]}")
     return head
-
-
-def unreadable(error: Exception) -> RefusedError:
-    return RefusedError(400, f"the request is refused: its JSON cannot be read: {error}"[:400])
-
-
-def _problem_of(head: Any) -> str | None:
-    """Return why the JSON of a request is refused; None if it may pass."""
-    if not isinstance(head, dict) or not isinstance(head.get("parameters", {}), dict):
-        return "its JSON is no object, or its parameters are none"
-    inputs = head.get("inputs")
-    for tensor in inputs if isinstance(inputs, list) else []:
-        shape = tensor.get("shape") if isinstance(tensor, dict) else None
-        if isinstance(shape, list) and 0 in shape:
-            return (
-                f"its input tensor {tensor.get('name')!r} has shape {shape}; send at least one "
-                "row and one column"
-            )
-    return None
 
 
 def failure_of(name: str, error: Exception) -> tuple[int, str]:
@@ -235,10 +247,6 @@ def failure_of(name: str, error: Exception) -> tuple[int, str]:
     if not isinstance(error, ServerRequestError):
         logging.error(f"{name} failed:\n{''.join(traceback.format_exception(error))}")
     return 500, line
-
-
-def error_body(line: str) -> bytes:
-    return json.dumps({"error": line}).encode()
 
 
 class LeaseBook:
@@ -301,3 +309,67 @@ class LeaseBook:
                 self._working -= mine
                 if mine:
                     self._seen = time.monotonic()
+
+
+# ---- what has entered ----
+
+
+def error_reply(status: int, line: str) -> Reply:
+    return status, {"Content-Type": JSON}, json.dumps({"error": line}).encode()
+
+
+def shutting_down() -> Reply:
+    return error_reply(503, "Server is stopping")
+
+
+class DirectReplies:
+    """The endpoints of a server, each with its function, and the threads that work on requests."""
+
+    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]]):
+        self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
+        self._handlers = {endpoint.name: function for endpoint, function in endpoints}
+        self._lines = {
+            (endpoint.name, large): concurrent.futures.ThreadPoolExecutor(
+                1, thread_name_prefix=f"{endpoint.name}{'-large' if large else ''}"
+            )
+            for endpoint, _function in endpoints
+            for large in (False, True)
+            if endpoint.batching or not large
+        }
+
+    def submit(
+        self, name: str, head: dict[str, Any], tensors: Buffer, length: int
+    ) -> "concurrent.futures.Future[Reply]":
+        """Have a request, whose body has `length` bytes, worked on in its line, unless the server
+        is ending.
+        """
+        large = self._endpoints[name].batching and is_large(head, length)
+        try:
+            return self._lines[name, large].submit(self._reply, name, head, tensors)
+        except RuntimeError:  # after `close`
+            refused: concurrent.futures.Future[Reply] = concurrent.futures.Future()
+            refused.set_result(shutting_down())
+            return refused
+
+    def close(self) -> None:
+        """Drop the requests that no thread has begun to work on."""
+        for line in self._lines.values():
+            line.shutdown(wait=False, cancel_futures=True)
+
+    def _reply(self, name: str, head: dict[str, Any], tensors: Buffer) -> Reply:
+        """Thread of a line: work on one request."""
+        endpoint = self._endpoints[name]
+        try:
+            wanted = wanted_outputs(endpoint, head)
+            arrays = self._handlers[name](**decode_request(endpoint, head, tensors))
+            size, body = encode_reply(endpoint, arrays, head, wanted)
+        except Exception as error:
+            return error_reply(*failure_of(name, error))
+        if size is None:
+            return 200, {"Content-Type": JSON}, body
+        return 200, {"Content-Type": BINARY, HEAD_SIZE_HEADER: str(size)}, body
+
+
+def is_large(head: dict[str, Any], length: int) -> bool:
+    """Whether a scoring request, with a body of `length` bytes, is for the large ones' line."""
+    return rows_of(head) > SMALL_ROWS or length > SMALL_BYTES

@@ -3,7 +3,7 @@
 """A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
 
 The wire is that of Triton (kserve.py), what may enter is the same (admission.py), and requests are
-worked on by the same threads (direct_replies.py): those to one endpoint one after the other, large
+worked on by the same threads (admission.py): those to one endpoint one after the other, large
 scoring requests in a line of their own, those to several endpoints side by side. It needs no
 process beside rank 0, no shared memory and no PyTriton, and it can encrypt.
 
@@ -33,16 +33,17 @@ from nemo_aligner.core.errors import cause_of
 from nemo_aligner.servers.admission import (
     BODY_S,
     FIRST_REQUEST_S,
+    JSON,
     MOST_CONNECTIONS,
     NEXT_REQUEST_S,
     Access,
     Admission,
     Admitted,
     RefusedError,
-    error_body,
+    Reply,
+    error_reply,
     read_head,
 )
-from nemo_aligner.servers.direct_replies import JSON, DirectReplies, Reply, error_reply
 from nemo_aligner.servers.exchange import (
     HEARTBEAT_HEADER,
     HEARTBEAT_S,
@@ -50,7 +51,7 @@ from nemo_aligner.servers.exchange import (
     LEASE_HEADER,
 )
 from nemo_aligner.servers.kserve import model_config, model_metadata
-from nemo_aligner.servers.ports import check_port_is_free, port_error
+from nemo_aligner.servers.ports import port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
 
 # Names of functions of the connection, in the state of an ASGI scope.
@@ -87,13 +88,9 @@ class AsgiHost:
         Raises:
             UserError: the port is taken.
         """
-        check_port_is_free(self.host, self.port)
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind((self.host, self.port))
-        except OSError as error:
-            listening.close()
+            listening = socket.create_server((self.host, self.port), backlog=1024)
+        except (OSError, OverflowError) as error:
             raise port_error(self.host, self.port, error) from error
         self._app = App(endpoints, self._access)
         config = uvicorn.Config(
@@ -172,13 +169,13 @@ class _Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in the form of all errors."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = error_body(msg)
-            headers = [
-                ("Content-Type", JSON),
+            _, headers, body = error_reply(400, msg)
+            all_headers = [
+                *headers.items(),
                 ("Content-Length", str(len(body))),
                 ("Connection", "close"),
             ]
-            events = h11.Response(status_code=400, headers=headers), h11.Data(data=body)
+            events = h11.Response(status_code=400, headers=all_headers), h11.Data(data=body)
             for event in (*events, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -233,12 +230,10 @@ class App:
     """The ASGI application: endpoints of a server job, each with the function that handles it."""
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
-        self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
-        self._replies = DirectReplies(endpoints)
-        self.admission = Admission(list(self._endpoints.values()), access)
+        self.admission = Admission(endpoints, access)
 
     def close(self) -> None:
-        self._replies.close()
+        self.admission.replies.close()
 
     async def __call__(
         self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
@@ -274,9 +269,8 @@ class App:
             head = read_head(await body.read(request.head_size))
             tensors = await body.read(request.length - request.head_size)
             assert request.endpoint is not None
-            large = self._replies.is_large(request.endpoint, head, request.length)
             work = asyncio.wrap_future(
-                self._replies.submit(request.endpoint, head, tensors, large)
+                self.admission.replies.submit(request.endpoint, head, tensors, request.length)
             )
             while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
                 if header(HEARTBEAT_HEADER) is not None:
@@ -294,7 +288,7 @@ class App:
                 "extensions": extensions,
             }
         elif request.what == "config":
-            about = model_config(self._endpoints[request.endpoint])
+            about = model_config(self.admission.endpoints[request.endpoint])
         else:
-            about = model_metadata(self._endpoints[request.endpoint])
+            about = model_metadata(self.admission.endpoints[request.endpoint])
         return json.dumps(about).encode()

@@ -20,10 +20,7 @@ connected to, and a request that another one gets is an error; the remedy is to 
 """
 
 import concurrent.futures
-import contextlib
 import http.client
-import json
-import ssl
 import threading
 import time
 import uuid
@@ -46,10 +43,9 @@ from nemo_aligner.servers.exchange import (
     InferRequest,
     NoReplyInTimeError,
     NotServingError,
+    Peer,
     UntrustedServerError,
-    http_status,
-    make_connection,
-    token_header,
+    error_text,
     type_and_message,
 )
 from nemo_aligner.servers.schema import Arrays, Endpoint
@@ -95,16 +91,8 @@ class ServerConnection:
         setting: section of the configuration that holds `inference_timeout_s`, for messages.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        inference_timeout_s: float,
-        setting: str,
-        token: str | None = None,
-        tls: ssl.SSLContext | None = None,
-    ):
-        self.host, self.port, self._token, self._tls = host, port, token, tls
+    def __init__(self, peer: Peer, inference_timeout_s: float, setting: str):
+        self.peer = peer
         self.inference_timeout_s, self.setting = inference_timeout_s, setting
         self._lease: Lease | None = None
         self._waiting: deque[_Request] = deque()
@@ -112,26 +100,23 @@ class ServerConnection:
         self._lock = threading.Condition()
         self._closed = False
         self._watcher = threading.Thread(
-            target=self._watch, daemon=True, name=f"watcher of {self}"
+            target=self._watch, daemon=True, name=f"watcher of {peer}"
         )
         self._watcher.start()
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
     def take_lease(self) -> None:
         """Become the client that may change the server; `LeaseTakenError` if another one is."""
         if self._lease is None:
-            self._lease = Lease(self.host, self.port, self._token, self._tls)
+            self._lease = Lease(self.peer)
 
     def _exchange(self, instance: str | None) -> Exchange:
         """An exchange with this start of the server; None: a server that does not name it."""
-        headers = token_header(self._token)
+        headers = {}
         if self._lease is not None and self._lease.id is not None:
             headers[LEASE_HEADER] = self._lease.id
         if instance is not None:
             headers[INSTANCE_HEADER] = instance
-        return Exchange(self.host, self.port, headers, instance is not None, self._tls)
+        return Exchange(self.peer, headers, instance is not None)
 
     def submit(
         self,
@@ -171,7 +156,7 @@ class ServerConnection:
         request = _Request(parts, finish, alone, repeatable, self._exchange(instance))
         with self._lock:
             if self._closed:
-                raise ServerRequestError(f"{endpoint} at {self}: this client is closed")
+                raise ServerRequestError(f"{endpoint} at {self.peer}: this client is closed")
             self._waiting.append(request)
             self._dispatch()
         return request.future
@@ -202,7 +187,7 @@ class ServerConnection:
                 return
             self._waiting.popleft()
             thread = threading.Thread(
-                target=self._send, args=(request,), daemon=True, name=f"request to {self}"
+                target=self._send, args=(request,), daemon=True, name=f"request to {self.peer}"
             )
             try:
                 thread.start()
@@ -220,7 +205,7 @@ class ServerConnection:
         kind: type[ServerRequestError] = ServerRequestError,
     ) -> None:
         if not request.future.done():
-            error = kind(f"request to {request.parts[0].endpoint} at {self} {why}")
+            error = kind(f"request to {request.parts[0].endpoint} at {self.peer} {why}")
             error.__cause__ = cause
             request.future.set_exception(error)
 
@@ -251,7 +236,7 @@ class ServerConnection:
                 refused = isinstance(error.__cause__, ConnectionRefusedError)
                 if refused or not request.repeatable or request.future.done():
                     raise
-                logging.warning(f"{part.endpoint} at {self}: {error}. Sending it again.")
+                logging.warning(f"{part.endpoint} at {self.peer}: {error}. Sending it again.")
             time.sleep(pause)
         return request.exchange.run(part, self.inference_timeout_s)
 
@@ -300,14 +285,10 @@ class ServerConnection:
                 request.exchange.abort()
 
     def _is_alive(self) -> bool:
-        path = "/v2/health/live"
         try:
-            status = http_status(
-                self.host, self.port, path, PROBE_TIMEOUT_S, self._token, self._tls
-            )
+            return self.peer.status("/v2/health/live", PROBE_TIMEOUT_S) == 200
         except UntrustedServerError:
             return False
-        return status == 200
 
 
 class LeaseTakenError(UserError):
@@ -324,13 +305,11 @@ class Lease:
         LeaseTakenError: another actor has kept it for longer than it could without renewing it.
     """
 
-    def __init__(self, host: str, port: int, token: str | None, tls: ssl.SSLContext | None = None):
-        self._address, self._token, self._tls = (host, port), token, tls
+    def __init__(self, peer: Peer):
+        self._peer = peer
         self.id: str | None = uuid.uuid4().hex
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._keep, daemon=True, name=f"lease of {host}:{port}"
-        )
+        self._thread = threading.Thread(target=self._keep, daemon=True, name=f"lease of {peer}")
         self._take()
         if self.id is not None:
             self._thread.start()
@@ -351,39 +330,27 @@ class Lease:
                 break
             if not is_said:
                 is_said = True
-                logging.info(f"waiting for the lease of {self._where}: {reply[1]}")
+                logging.info(f"waiting for the lease of {self._peer}: {reply[1]}")
             time.sleep(1.0)
         status, error = reply
         if status == 409:
-            raise LeaseTakenError(f"the critic at {self._where} cannot be used: {error}")
+            raise LeaseTakenError(f"the critic at {self._peer} cannot be used: {error}")
         if status is None:
-            logging.warning(f"{self._where} has not replied to requests for its lease")
+            logging.warning(f"{self._peer} has not replied to requests for its lease")
         if status is not None and status != 200:
             self.id = None  # a server of others
 
-    @property
-    def _where(self) -> str:
-        return "{}:{}".format(*self._address)
-
     def _ask(self, method: str) -> tuple[int | None, str]:
         """Return HTTP status, None without a reply, and the server's error."""
-        connection = make_connection(*self._address, 10.0, self._tls)
-        headers = {**token_header(self._token), LEASE_HEADER: str(self.id)}
-        with contextlib.closing(connection):
-            try:
-                connection.request(method, LEASE_PATH, headers=headers)
-                response = connection.getresponse()
-                body = response.read()
-            except (OSError, http.client.HTTPException):
-                return None, "no reply"
         try:
-            return response.status, str(json.loads(body)["error"])
-        except (ValueError, KeyError, TypeError):
-            return response.status, ""
+            response, body = self._peer.ask(method, LEASE_PATH, 10.0, {LEASE_HEADER: str(self.id)})
+        except (OSError, http.client.HTTPException):
+            return None, "no reply"
+        return response.status, error_text(response.status, body)
 
     def _keep(self) -> None:
         """Thread: renew the lease. A server that is gone is noticed by the requests."""
         while not self._closed.wait(RENEWAL_S):
             status, error = self._ask("POST")
             if status == 409:
-                logging.error(f"this actor has lost the lease of {self._where}: {error}")
+                logging.error(f"this actor has lost the lease of {self._peer}: {error}")

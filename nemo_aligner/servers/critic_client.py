@@ -24,7 +24,6 @@ from torch import Tensor
 from nemo_aligner.checkpoint.folders import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
@@ -38,17 +37,18 @@ from nemo_aligner.servers.futures import (
     try_on_source,
 )
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.servers.payloads import scoring_payload, training_payload, used_values
-from nemo_aligner.servers.reward_client import (
+from nemo_aligner.servers.payloads import training_payload, used_values
+from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.scoring_clients import (
+    RemoteClient,
     RewardModels,
     ScoreSource,
-    complete_section,
-    make_communicator,
 )
-from nemo_aligner.servers.schema import Arrays
 from nemo_aligner.servers.served_model import ADDITIONS, ServerMismatchError
 from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
+# In place of a reply, on rank 0: of a server without `critic_status`, and of a lease.
+_NO_STATUS = PendingReply({}, by_name=True)
 _WITHOUT_STATUS = {a.name: a.without for a in ADDITIONS}[schema.CRITIC_STATUS]
 
 
@@ -117,16 +117,6 @@ class SaveFuture(RankZeroFuture[int]):
         return int(self.reply()["status"].reshape(-1)[0])
 
 
-class _NoStatus:
-    """In place of a reply, on rank 0: of a server without `critic_status`, and of a lease."""
-
-    def done(self, timeout_s: float) -> bool:
-        return True
-
-    def result(self) -> Arrays:
-        return {}
-
-
 class StatusFuture(RankZeroFuture[CriticStatus | None]):
     def result(self) -> CriticStatus | None:
         """Wait for the status and return it; None from a server that cannot say."""
@@ -142,23 +132,19 @@ class StatusFuture(RankZeroFuture[CriticStatus | None]):
         )
 
 
-class RemoteGPTRMCriticClient:
+class RemoteGPTRMCriticClient(RemoteClient):
     """The remote critic, with the reward model on the same server or on its own (a `Critic`).
+    Arguments and errors beside those of `RemoteClient`:
 
     Args:
         cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
             `critic.{name.{train,infer,save,status},ip,port}`, `init_timeout_s`,
             `inference_timeout_s`; with separate servers `reward_model.{name,ip,port}` or
-            `reward_models`. Missing keys have the defaults of the YAML file.
-        tokenizer: of the policy; servers with another one refuse its samples. None disables the
-            comparison.
-        max_length: longest sample of the policy, to which widths of requests may be rounded up;
-            None: they are not rounded.
+            `reward_models`.
         score_source: gives the rewards in place of reward models, which are not connected then;
             only with separate servers.
 
     Raises:
-        ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
         ServerMismatchError: there is no endpoint of a name, it is not one of a critic, or gives no
             rewards although `combine_rm_and_critic_server` is set.
@@ -173,11 +159,9 @@ class RemoteGPTRMCriticClient:
         max_length: int | None = None,
         score_source: ScoreSource | None = None,
     ):
-        cfg = self.cfg = complete_section(cfg, self.SETTING)
-        self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.pad_to_length, self.max_length = cfg.pad_to_length, max_length
+        super().__init__(cfg, self.SETTING, tokenizer, max_length)
+        cfg = self.cfg
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
-        self.communicator = make_communicator(cfg, self.SETTING)
         names = cfg.critic.name
         self.infer_name, self.train_name, self.save_name = names.infer, names.train, names.save
         # Not in the YAML file: NeMo-Aligner's critic has no such endpoint.
@@ -186,7 +170,7 @@ class RemoteGPTRMCriticClient:
         check_source_of_rewards(cfg)
         self.reward_models: ScoreSource | None = score_source
         if score_source is None and not self.combine_rm_and_critic_server:
-            self.reward_models = RewardModels(cfg, self.communicator, self.SETTING)
+            self.reward_models = RewardModels(self, self.SETTING)
         self._connect()
 
     def _connect(self) -> None:
@@ -197,15 +181,15 @@ class RemoteGPTRMCriticClient:
         }
         servers = dict.fromkeys(endpoints, (self.cfg.critic.ip, self.cfg.critic.port))
 
-        def take_lease() -> _NoStatus:
+        def take_lease() -> Awaitable:
             self.communicator.connections[self.train_name].take_lease()
-            return _NoStatus()
+            return _NO_STATUS
 
         try:
             self.communicator.create_http_communicator_from_dict(servers, endpoints)
             StatusFuture(_on_rank_zero(take_lease)).result()
         except (ServerUnreachableError, ServerMismatchError, ServerRequestError):
-            self.communicator.close()
+            self.close()
             raise
         self.communicator.print_server_dict()
 
@@ -218,12 +202,9 @@ class RemoteGPTRMCriticClient:
         `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
         `prompt_lengths` [b].
         """
-        make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
-        )
 
         def send() -> PendingReply:
-            payload = make_payload()
+            payload = self.payload(rollout_batch)
             check = functools.partial(
                 validate_reply,
                 schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
@@ -235,7 +216,7 @@ class RemoteGPTRMCriticClient:
         rm_future = (
             None
             if self.reward_models is None
-            else self.reward_models.score(rollout_batch, make_payload)
+            else self.reward_models.score(rollout_batch, lambda: self.payload(rollout_batch))
         )
         return RMCriticFutureResult(
             try_on_source(send),
@@ -252,34 +233,24 @@ class RemoteGPTRMCriticClient:
         among those of all ranks (else they go in rank order).
         """
         payload = training_payload(rollout_batch)
-
-        def send() -> PendingReply:
-            assert payload is not None  # on rank 0
-            request_id = np.array([uuid.uuid4().hex.encode()])
-            return self.communicator.send_data_to_server(
-                self.train_name,
-                {**payload, "request_id": request_id},
-                batching=False,
-                check=functools.partial(validate_outcome, schema.critic_train_endpoint()),
-            )
-
-        return TrainFuture(_on_rank_zero(send))
+        if payload is not None:  # on rank 0
+            payload["request_id"] = np.array([uuid.uuid4().hex.encode()])
+        check = functools.partial(validate_outcome, schema.critic_train_endpoint())
+        return TrainFuture(_on_rank_zero(lambda: self._send(self.train_name, payload, check)))
 
     def save(self, actor_step: int | None = None) -> SaveFuture:
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
         data = {"dummy_var": np.zeros(1, dtype=np.int64)}
         if actor_step is not None:
             data["actor_step"] = np.array([actor_step], dtype=np.int64)
+        check = functools.partial(validate_outcome, schema.critic_save_endpoint())
+        return SaveFuture(_on_rank_zero(lambda: self._send(self.save_name, data, check)))
 
-        def send() -> PendingReply:
-            return self.communicator.send_data_to_server(
-                self.save_name,
-                data,
-                batching=False,
-                check=functools.partial(validate_outcome, schema.critic_save_endpoint()),
-            )
-
-        return SaveFuture(_on_rank_zero(send))
+    def _send(
+        self, name: str, data: Arrays | None, check: Callable[[Arrays], None] | None = None
+    ) -> PendingReply:
+        assert data is not None  # on rank 0
+        return self.communicator.send_data_to_server(name, data, batching=False, check=check)
 
     def status(self) -> CriticStatus | None:
         """Ask the server where it stands; every rank calls it and gets the reply.
@@ -287,11 +258,11 @@ class RemoteGPTRMCriticClient:
         None from a server whose checkpoints do not hold an actor step, such as NeMo-Aligner's.
         """
 
-        def ask() -> PendingReply | _NoStatus:
+        def ask() -> Awaitable:
             # A server of this package may still be about to bind `critic_status`, its last
             # endpoint: what `critic_save` lists says for certain which kind of server it is.
             if not self.communicator.served[self.save_name].lists("actor_step"):
-                return _NoStatus()
+                return _NO_STATUS
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
             return self._send_to_added(self.status_name, schema.critic_status_endpoint(), data)
 
@@ -301,7 +272,7 @@ class RemoteGPTRMCriticClient:
         if name not in self.communicator.connections:
             address = self.cfg.critic.ip, self.cfg.critic.port
             self.communicator.add_server_by_name(name, *address, endpoint)
-        return self.communicator.send_data_to_server(name, data, batching=False)
+        return self._send(name, data)
 
     def go_to(self, actor_step: int) -> bool:
         """Have the critic load its checkpoint of `actor_step`, unless its weights are those; every
@@ -377,9 +348,6 @@ class RemoteGPTRMCriticClient:
             f"actor and critic do not match: this actor is at step {expected_actor_step}, the "
             f"critic at {where} is{moved}. {remedy}"
         )
-
-    def close(self) -> None:
-        self.communicator.close()
 
 
 def _on_rank_zero(send: Callable[[], Awaitable]) -> Awaitable | Exception | None:

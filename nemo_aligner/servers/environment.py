@@ -6,13 +6,13 @@
         def reset(self, prompt: str) -> state
         def step(self, state, response: str) -> (observation: str, reward: float, done: bool)
 
-The rank that generates starts the workers (`environment_worker.py`). Each is driven by one thread,
-which starts it, asks it, and kills and replaces it when a reply takes too long or the environment
-ends the process. A conversation stays with one worker, which keeps its state.
+The rank that generates starts the workers (`user_code.py`). A conversation stays with one worker,
+which keeps its state.
 """
 
+import functools
 import queue
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,17 +23,10 @@ from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.core.types import Rollout, Scores
 from nemo_aligner.generation.interface import Reply
-from nemo_aligner.servers import environment_worker
 from nemo_aligner.servers.futures import FutureScores
 from nemo_aligner.servers.reward_function import shown
 from nemo_aligner.servers.schema import Arrays
-from nemo_aligner.servers.user_code import (
-    ClosedError,
-    WorkerEndedError,
-    WorkerProcess,
-    Workers,
-    split_spec,
-)
+from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
 
 if TYPE_CHECKING:
     from nemo_aligner.core.tokenizer import Tokenizer
@@ -95,27 +88,19 @@ class PythonEnvironment:
         path, name = split_spec(
             spec, f"{section}.path", "class", "examples/environments/guessing.py:GuessingGame"
         )
-        self._processes = Workers(
-            path, name, environment_worker.__file__, f"{section}.path={spec}"
-        )
         self._replies: queue.SimpleQueue[tuple[_Request, Any]] = queue.SimpleQueue()
-        self._requests: list[queue.SimpleQueue[_Request | None]] = []
+        self._requests: list[queue.SimpleQueue[Task | None]] = []
         self._ended: list[queue.SimpleQueue[int]] = []
-        self._threads: list[threading.Thread] = []
-        ready: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        for number in range(workers if starts_workers else 0):
+        for _ in range(workers if starts_workers else 0):
             self._requests.append(queue.SimpleQueue())
             self._ended.append(queue.SimpleQueue())
-            self._threads.append(
-                threading.Thread(target=self._drive, args=(number, ready.put), daemon=True)
-            )
-        for thread in self._threads:
-            thread.start()
-        errors = [error for _ in self._threads if (error := ready.get()) is not None]
-        if errors:
-            self.close()
-            error = errors[0]
-            raise error if isinstance(error, UserError) else _cannot_start(error) from error
+        make = functools.partial(WorkerProcess, path, "class", name, f"{section}.path={spec}")
+        try:
+            self._pool = Pool(make, self._requests, f"{timeout_s:g} s ({section}.timeout_s)")
+        except UserError:
+            raise
+        except Exception as error:
+            raise _cannot_start(error) from error
         if starts_workers:
             logging.info(f"environment {spec}: {workers} worker(s), {timeout_s:g} s per reply")
 
@@ -127,11 +112,7 @@ class PythonEnvironment:
 
     def close(self) -> None:
         """Kill the workers. Any thread may call it, more than once."""
-        self._processes.close()
-        for requests in self._requests:
-            requests.put(None)
-        for thread in self._threads:
-            thread.join(5.0)
+        self._pool.close()
 
     # --- conversations: one thread calls these --------------------------------------------------
 
@@ -143,8 +124,28 @@ class PythonEnvironment:
         responses: tuple[tuple[int, ...], ...],
     ) -> None:
         texts = [response_text(self.tokenizer, response) for response in responses]
-        request = _Request(number, seed, self.tokenizer.ids_to_text(list(prompt)), texts)
-        self._requests[number % len(self._requests)].put(request)
+        text = self.tokenizer.ids_to_text(list(prompt))
+        request = _Request(number, seed, text, texts)
+        place = number % len(self._requests)
+        ended = self._ended[place]
+
+        def message(worker: WorkerProcess, _left: Any) -> tuple[list[Any], float]:
+            """A conversation that the worker does not know is repeated from its beginning."""
+            over = []
+            while not ended.empty():
+                over.append(ended.get())
+            worker.known.difference_update(over)
+            repeated = 1 if number in worker.known else len(texts)
+            worker.known.add(number)
+            return [[over, *request]], self.timeout_s * repeated
+
+        def note(_item: int, _kind: str, value: Any) -> None:
+            self._replies.put((request, value))
+
+        def fail(error: Exception) -> None:
+            self._replies.put((request, str(error) if isinstance(error, UserError) else error))
+
+        self._requests[place].put(Task(deque([number]), message, note, fail))
 
     def end(self, number: int) -> None:
         self._ended[number % len(self._ended)].put(number)
@@ -200,60 +201,6 @@ class PythonEnvironment:
     ) -> "EnvironmentScores":
         """The rewards that came with the replies, as `RewardModels.score` gives others."""
         return EnvironmentScores(rollout_batch)
-
-    # --- one thread per worker ------------------------------------------------------------------
-
-    def _drive(self, number: int, ready: Callable[[Exception | None], None]) -> None:
-        """Thread of a worker; it outlives the worker, which the kernel kills with this thread."""
-        worker: WorkerProcess | None = None
-        try:
-            worker = self._processes.start()
-        except Exception as error:
-            ready(error)
-            return
-        ready(None)
-        known: set[int] = set()  # conversations of which this worker has the state
-        while (request := self._requests[number].get()) is not None:
-            try:
-                if worker is None or not worker.is_alive():
-                    self._processes.end(worker)
-                    worker, known = None, set()
-                    worker = self._processes.start()
-                outcome = self._ask(worker, number, request, known)
-            except ClosedError:
-                break
-            except (UserError, WorkerEndedError) as error:
-                outcome = str(error)
-                if isinstance(error, WorkerEndedError):
-                    outcome = f"it ended its process ({error})"
-            except TimeoutError:
-                outcome = (
-                    f"it took longer than {self.timeout_s:g} s ({self.section}.timeout_s) and was "
-                    "stopped"
-                )
-                self._processes.end(worker)
-                worker = None
-            except Exception as error:  # no new worker could start: not the fault of a response
-                outcome = error
-            self._replies.put((request, outcome))
-        self._processes.end(worker)
-
-    def _ask(self, worker: WorkerProcess, number: int, request: _Request, known: set[int]) -> Any:
-        """The outcome of a request: [observation, reward, done], or a text that says why there is
-        none. A conversation that the worker does not know is repeated from its beginning.
-
-        Raises:
-            TimeoutError, WorkerEndedError: as `WorkerProcess`.
-        """
-        ended = []
-        while not self._ended[number].empty():
-            ended.append(self._ended[number].get())
-        known.difference_update(ended)
-        limit = self.timeout_s * (1 if request.number in known else len(request.responses))
-        worker.send([ended, *request], limit)
-        _, value = worker.receive(limit)
-        known.add(request.number)
-        return value
 
 
 class EnvironmentScores(FutureScores):

@@ -22,8 +22,8 @@ import re
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from nemo.utils import logging
@@ -48,8 +48,6 @@ HEARTBEAT_S = 10.0
 SILENCE_S = 45.0
 # Names one start of a server. It is in every reply; a request that names another one is refused.
 INSTANCE_HEADER = "NeMo-Aligner-Server"
-# For so long a server of others may be ready without a model that it will serve.
-UNKNOWN_MODEL_S = 20.0
 # Unanswered probes in a row after which a server counts as dead.
 MAX_MISSED_PROBES = 3
 
@@ -86,6 +84,83 @@ class NoReplyInTimeError(Exception):
     """The connection stands, but the reply did not come within the time limit."""
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A server, and what its client needs to speak to it."""
+
+    host: str
+    port: int
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self.tls is None:
+            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        return http.client.HTTPSConnection(
+            self.host, self.port, timeout=timeout_s, context=self.tls
+        )
+
+    def ask(
+        self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """The reply and its body; `OSError`, `HTTPException`: there is none."""
+        with contextlib.closing(self.connection(timeout_s)) as connection:
+            headers = {**token_header(self.token), **(headers or {})}
+            connection.request(method, path, headers=headers)
+            response = connection.getresponse()
+            return response, response.read()
+
+    def get(self, path: str, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes] | None:
+        """The reply to a GET and its body, or None when nothing replies.
+
+        Raises:
+            UntrustedServerError: what replies is not the server that the certificates stand for.
+        """
+        try:
+            return self.ask("GET", path, timeout_s)
+        except ssl.SSLCertVerificationError as error:
+            raise UntrustedServerError(
+                f"its certificate is not one of tls_ca_file: {error.verify_message}"
+            ) from error
+        except (ConnectionRefusedError, TimeoutError):
+            return None
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None)
+            plain = reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
+            if self.tls is not None and (plain or self._speaks_http(timeout_s)):
+                raise UntrustedServerError(
+                    "tls_ca_file is set, but it does not encrypt"
+                ) from error
+            if self.tls is None and self._encrypts(timeout_s):
+                raise UntrustedServerError("it encrypts, but tls_ca_file is not set") from error
+            return None
+
+    def status(self, path: str, timeout_s: float) -> int | None:
+        """The HTTP status of a GET; otherwise as `get`."""
+        reply = self.get(path, timeout_s)
+        return None if reply is None else reply[0].status
+
+    def _encrypts(self, timeout_s: float) -> bool:
+        """Whether a server at this address encrypts, whoever it is; nothing is sent to it."""
+        anyone = ssl.create_default_context()
+        anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+        with contextlib.suppress(OSError):
+            sock = socket.create_connection((self.host, self.port), timeout_s)
+            with sock, anyone.wrap_socket(sock):
+                return True
+        return False
+
+    def _speaks_http(self, timeout_s: float) -> bool:
+        """Whether a server at this address replies without encryption."""
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            Peer(self.host, self.port).ask("GET", "/v2/health/live", timeout_s)
+            return True
+        return False
+
+
 class InferRequest:
     """The bytes of an infer request (KServe v2, tensors as binary data); they can be sent any
     number of times.
@@ -117,23 +192,18 @@ class Exchange:
     """One sending of a request to one server. `run` blocks; any thread may call `abort`.
 
     Args:
-        headers: of this client, beside those of the request.
+        headers: beside those of the request and the token.
         heartbeat: the server is one of this package, which gives signs of life.
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        headers: Mapping[str, str] | None = None,
-        heartbeat: bool = False,
-        tls: ssl.SSLContext | None = None,
+        self, peer: Peer, headers: Mapping[str, str] | None = None, heartbeat: bool = False
     ):
-        self._headers = dict(headers or {})
+        self._headers = {**token_header(peer.token), **(headers or {})}
         if heartbeat:
             self._headers[HEARTBEAT_HEADER] = "1"
         self._heartbeat = heartbeat
-        self._connection = make_connection(host, port, CONNECT_TIMEOUT_S, tls)
+        self._connection = peer.connection(CONNECT_TIMEOUT_S)
         self._aborted = self._timed_out = False
 
     def run(self, request: InferRequest, timeout_s: float) -> Arrays:
@@ -177,7 +247,14 @@ class Exchange:
             self._connection.close()
         if response.status != 200:
             raise _server_error(response.status, body)
-        return _read_reply(response, body)
+        size = response.getheader("Inference-Header-Content-Length")
+        try:
+            return decode_reply(body, None if size is None else int(size))
+        except Exception as error:
+            raise ServerRequestError(
+                f"the reply cannot be read ({type_and_message(error)}): its {len(body)} bytes "
+                f"begin with {body[:100]!r}"
+            ) from error
 
     def abort(self) -> None:
         """Make `run` raise ConnectionLostError, now if it waits for the reply, and from now on."""
@@ -192,20 +269,9 @@ class Exchange:
     def _break(self) -> None:
         sock = self._connection.sock
         if sock is not None:
-            try:
-                socket.socket.shutdown(
-                    sock, socket.SHUT_RDWR
-                )  # an SSLSocket's own is not for threads
-            except OSError:
-                return  # the exchange has just ended by itself
-
-
-def make_connection(
-    host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None
-) -> http.client.HTTPConnection:
-    if tls is None:
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)
-    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
+            with contextlib.suppress(OSError):  # the exchange has just ended by itself
+                # an SSLSocket's own is not for threads
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def token_header(token: str | None) -> dict[str, str]:
@@ -219,141 +285,6 @@ def token_problem(token: str | None, setting: str) -> str:
         f"the server asks for a token, {have}. Set {TOKEN_VARIABLE}, or {setting}.token_file, to "
         "the token that the server was started with."
     )
-
-
-def asks_for_no_token(where: str) -> str:
-    """The warning of a client with a token about the server at the address `where`."""
-    return (
-        f"the server at {where} takes requests without the token of this job: whoever reaches it "
-        "can use it. Start it with the token too, unless it is a server that knows none."
-    )
-
-
-def http_status(
-    host: str,
-    port: int,
-    path: str,
-    timeout_s: float,
-    token: str | None = None,
-    tls: ssl.SSLContext | None = None,
-) -> int | None:
-    """Return the HTTP status of a GET, or None when nothing replies.
-
-    Raises:
-        UntrustedServerError: what replies is not the server that the certificates stand for.
-    """
-    reply = _get(host, port, path, timeout_s, token, tls)
-    return None if reply is None else reply[0].status
-
-
-def _get(
-    host: str,
-    port: int,
-    path: str,
-    timeout_s: float,
-    token: str | None,
-    tls: ssl.SSLContext | None,
-) -> tuple[http.client.HTTPResponse, bytes] | None:
-    """The reply to a GET and its body, or None when nothing replies; raises as `http_status`."""
-    connection = make_connection(host, port, timeout_s, tls)
-    try:
-        connection.request("GET", path, headers=token_header(token))
-        response = connection.getresponse()
-        return response, response.read()
-    except ssl.SSLError as error:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            raise UntrustedServerError(
-                f"its certificate is not one of tls_ca_file: {error.verify_message}"
-            ) from error
-        plain = error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
-        if plain or _speaks_http(host, port, timeout_s):
-            raise UntrustedServerError("tls_ca_file is set, but it does not encrypt") from error
-        return None
-    except (ConnectionRefusedError, TimeoutError):
-        return None
-    except (OSError, http.client.HTTPException) as error:
-        if tls is None and _encrypts(host, port, timeout_s):
-            raise UntrustedServerError("it encrypts, but tls_ca_file is not set") from error
-        if tls is not None and _speaks_http(host, port, timeout_s):
-            raise UntrustedServerError("tls_ca_file is set, but it does not encrypt") from error
-        return None
-    finally:
-        connection.close()
-
-
-def _encrypts(host: str, port: int, timeout_s: float) -> bool:
-    """Whether a server at this address encrypts, whoever it is; nothing is sent to it."""
-    anyone = ssl.create_default_context()
-    anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
-    try:
-        with socket.create_connection((host, port), timeout_s) as sock, anyone.wrap_socket(sock):
-            return True
-    except OSError:
-        return False
-
-
-def _speaks_http(host: str, port: int, timeout_s: float) -> bool:
-    """Whether a server at this address replies without encryption."""
-    with contextlib.closing(make_connection(host, port, timeout_s, None)) as connection:
-        try:
-            connection.request("GET", "/v2/health/live")
-            connection.getresponse()
-        except (OSError, http.client.HTTPException):
-            return False
-        return True
-
-
-class ModelProbe:
-    """Asks a server again and again whether it serves a model, until it does.
-
-    Args:
-        name_key: where the configuration has that name, for the message.
-
-    Attributes:
-        unknown: why this server will never serve a model of this name; None as long as it may.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        name: str,
-        name_key: str,
-        token: str | None,
-        tls: ssl.SSLContext | None = None,
-    ):
-        self.host, self.port, self.name, self._key = host, port, name, name_key
-        self._token, self._tls = token, tls
-        self.unknown: str | None = None
-        self._up_since: float | None = None  # since when the server is ready without the model
-
-    def status(self, timeout_s: float) -> int | None:
-        """HTTP status for the model, 200 once it is served; None: no reply; raises as `_get`."""
-        where = self.host, self.port
-        reply = _get(*where, f"/v2/models/{self.name}/ready", timeout_s, self._token, self._tls)
-        status = None if reply is None else reply[0].status
-        self.unknown = has = None
-        # A server of this package opens its port when it serves all it will ever serve, and says
-        # what that is. Another one may be loading its models.
-        if reply is not None and status == 404 and reply[0].getheader(INSTANCE_HEADER):
-            has = _error_text(404, reply[1]).rpartition("; ")[2]
-        elif (
-            reply is not None
-            and status in (400, 404)
-            and http_status(*where, "/v2/health/ready", timeout_s, self._token, self._tls) == 200
-        ):
-            self._up_since = self._up_since or time.monotonic()
-            waited = time.monotonic() - self._up_since
-            if waited >= UNKNOWN_MODEL_S:
-                has = f"it has been ready without one for {waited:.0f} s"
-        else:
-            self._up_since = None
-        if has is not None:
-            self.unknown = (
-                f"the server at {self.host}:{self.port} serves no model '{self.name}'; {has}. "
-                f"Correct {self._key}, or the server's own setting."
-            )
-        return status
 
 
 def type_and_message(error: Exception) -> str:
@@ -373,7 +304,7 @@ def _watch_peer(sock: socket.socket) -> None:
 
 
 def _server_error(status: int, body: bytes) -> Exception:
-    text = _error_text(status, body)
+    text = error_text(status, body)
     lines = [line.strip() for line in text.splitlines() if _NOT_SERVING.search(line)]
     if lines or status == 503:
         return NotServingError(lines[-1] if lines else text)
@@ -383,21 +314,10 @@ def _server_error(status: int, body: bytes) -> Exception:
     return ServerRequestError(line)
 
 
-def _error_text(status: int, body: bytes) -> str:
+def error_text(status: int, body: bytes) -> str:
     """The error in a reply whose status is not 200, or what came in its place."""
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body[:200].decode("utf-8", errors="replace")
         return f"HTTP {status}: {one_line(text) or 'an empty body'}"
-
-
-def _read_reply(response: http.client.HTTPResponse, body: bytes) -> Arrays:
-    size = response.getheader("Inference-Header-Content-Length")
-    try:
-        return decode_reply(body, None if size is None else int(size))
-    except Exception as error:
-        raise ServerRequestError(
-            f"the reply cannot be read ({type_and_message(error)}): its {len(body)} bytes begin "
-            f"with {body[:100]!r}"
-        ) from error

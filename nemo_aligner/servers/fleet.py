@@ -15,25 +15,17 @@ What happens when a server dies, by moment:
 * Before the client connects: the client waits for it. Once another one replies, START_GRACE_S
   more; then the job starts with those that reply, and a warning names the missing ones, which are
   added when they come up. If none replies within `init_timeout_s`: `ServerUnreachableError`.
-* Between two requests: the next request finds the connection refused, or the monitor notices
-  first. Left out.
-* While the connection is made (refused, no route, no reply in CONNECT_TIMEOUT_S): left out; the
-  request goes back to the head of the queue and to another server.
-* During a request, connection reset or closed (the process or its machine was killed): the same.
-  A request that has been lost MAX_LOST times (twice per server in a large fleet) fails, for the
-  request may be what ends the servers.
+* While the connection is made, or during a request when it breaks or the reply is cut short: left
+  out; the request goes back to the head of the queue and to another server. One that has been lost
+  MAX_LOST times (twice per server in a large fleet) fails, for it may be what ends the servers.
 * During a request, silence: (a) The machine is gone, or Triton holds the connection although the
-  process behind it is dead, which it does for ten seconds and more: after MAX_MISSED_PROBES
-  unanswered probes the requests in flight there are taken back and sent elsewhere. If only this
-  connection is dead, no sign of life comes (exchange.py): the same as reset. (b) Triton
-  answers probes, but the model behind it hangs: only `inference_timeout_s` ends that. The request
-  gets a second chance on another server; the one that hung is asked for the score of one sample
-  that another request had. It is taken back when it gives one (it was stopped and continued), or
-  after it was down (it was restarted). A second time-out is an error.
+  process behind it is dead: after MAX_MISSED_PROBES unanswered probes the requests in flight there
+  are taken back and sent elsewhere. (b) Triton answers probes, but the model behind it hangs: only
+  `inference_timeout_s` ends that. The request gets a second chance on another server; the one that
+  hung is asked for the score of one sample that another request had. It is taken back when it
+  gives one, or after it was down. A second time-out is an error.
 * During an orderly end (SIGTERM): what it still replies counts; "is shutting down" or "not ready"
   means: left out, and that request goes elsewhere.
-* After its reply: the reply is complete (its length is checked) and counts. Cut short, it counts
-  as reset.
 * On its return: it gets requests when Triton says the model is ready, not when the port opens. If
   it dies again before its first reply, it is left out for twice as long as the last time. Its
   description is read again: requests have the form that it lists now (served_model.py). A server
@@ -43,8 +35,8 @@ What happens when a server dies, by moment:
 * An error of the model (it raised; the request does not fit), a wrong shape or NaN is raised at
   once and never sent again: another server of the same model would reply the same.
 
-Only one rank of each model-parallel group holds a fleet; reward_client.py brings scores and errors
-to the others.
+Only one rank of each model-parallel group holds a fleet; scoring_clients.py brings scores and
+errors to the others.
 """
 
 import concurrent.futures
@@ -64,27 +56,20 @@ from nemo_aligner.servers.exchange import (
     MAX_MISSED_PROBES,
     ConnectionLostError,
     Exchange,
-    ModelProbe,
     NoReplyInTimeError,
     NotServingError,
-    UntrustedServerError,
-    asks_for_no_token,
-    http_status,
-    token_header,
-    token_problem,
+    Peer,
     type_and_message,
 )
-from nemo_aligner.servers.http_communicator import ServerUnreachableError
+from nemo_aligner.servers.http_communicator import ServerUnreachableError, unreachable
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import (
     DescriptionError,
+    ModelProbe,
     ServedModel,
     ServerMismatchError,
-    check_served_model,
     fit_requests,
     merge_replies,
-    read_served_model,
-    warnings_about,
 )
 from nemo_aligner.servers.validation import validate_reply, validate_request
 
@@ -111,28 +96,18 @@ class _Request:
     # number of servers that ended while they had it, or refused it because they were about to end
     lost: int = 0
     timed_out: bool = False
+    exchange: Exchange | None = None  # while it is in flight; its other replies are ignored
 
     @property
     def samples(self) -> int:
         return len(next(iter(self.data.values())))
 
 
-@dataclass(eq=False)
-class _Sending:
-    """A request in flight, in the form of `served`. `given_up`: its reply will be ignored."""
-
-    request: _Request
-    server: "_Server"
-    served: ServedModel
-    exchange: Exchange
-    given_up: bool = False
-
-
 class _Server:
     """The state of one server; guarded by the fleet's lock."""
 
-    def __init__(self, host: str, port: int, turn: int):
-        self.host, self.port = host, port
+    def __init__(self, peer: Peer, turn: int):
+        self.peer = peer
         self.turn = turn  # when it was last used, in sendings
         self.available = False
         self.seen = False  # it was available at some time
@@ -144,12 +119,12 @@ class _Server:
         self.trial: Exchange | None = None  # asks one that hung for a score
         self.pause = FIRST_PAUSE_S  # how long it is left out at least, the next time
         self.out_until = 0.0
-        self.in_flight: set[_Sending] = set()
+        self.in_flight: set[_Request] = set()
         self.wake = threading.Event()  # probe now
         self.wake.set()
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(self.peer)
 
 
 class Fleet:
@@ -173,11 +148,11 @@ class Fleet:
     ):
         self.spec, self.endpoint = spec, endpoint
         self.init_timeout_s, self.inference_timeout_s = init_timeout_s, inference_timeout_s
-        self._token, self._tls = token, tls
+        self.section = spec.setting.partition(".")[0]
         self.title = f"reward model '{spec.name}'" if spec.name else spec.endpoint
         count = len(spec.addresses)
         self.servers = [
-            _Server(host, port, turn=(index - first) % count)
+            _Server(Peer(host, port, token, tls), turn=(index - first) % count)
             for index, (host, port) in enumerate(spec.addresses)
         ]
         self._turn = count
@@ -229,7 +204,12 @@ class Fleet:
                             "taken in when they come."
                         )
                 elif late:
-                    raise ServerUnreachableError(self._unreachable(now - self._born))
+                    states = {str(server): server.state for server in self.servers}
+                    raise ServerUnreachableError(
+                        unreachable(
+                            self.spec.endpoint, states, now - self._born, self.spec.setting
+                        )
+                    )
                 else:
                     if now >= self._next_line:
                         self._next_line = now + PROGRESS_INTERVAL_S
@@ -269,8 +249,8 @@ class Fleet:
                 f"{self.title}: this client was closed before the reply came"
             )
             for server in self.servers:
-                for sending in self._take_back(server):
-                    sending.request.future.set_exception(error)
+                for request in self._take_back(server):
+                    request.future.set_exception(error)
                 if server.trial is not None:
                     server.trial.abort()
                 server.wake.set()
@@ -291,24 +271,21 @@ class Fleet:
                 return
             server = min(free, key=lambda s: (len(s.in_flight), s.turn))
             assert server.served is not None  # it is available
-            exchange = self._exchange(server, server.served)
-            sending = _Sending(self._waiting[0], server, server.served, exchange)
+            request = self._waiting[0]
+            request.exchange = self._exchange(server, server.served)
             threading.Thread(
-                target=self._send, args=(sending,), daemon=True, name=f"request to {server}"
+                target=self._send,
+                args=(request, request.exchange, server, server.served),
+                daemon=True,
+                name=f"request to {server}",
             ).start()
             self._waiting.popleft()
-            server.in_flight.add(sending)
+            server.in_flight.add(request)
             server.turn = self._turn
             self._turn += 1
 
     def _exchange(self, server: _Server, served: ServedModel) -> Exchange:
-        return Exchange(
-            server.host,
-            server.port,
-            token_header(self._token),
-            heartbeat=served.instance is not None,
-            tls=self._tls,
-        )
+        return Exchange(server.peer, heartbeat=served.instance is not None)
 
     def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
         """Return the reply, or why there is none."""
@@ -322,28 +299,26 @@ class Fleet:
         except Exception as error:
             return error
 
-    def _send(self, sending: _Sending) -> None:
-        outcome = self._ask(sending.exchange, sending.served, sending.request.data)
+    def _send(
+        self, request: _Request, exchange: Exchange, server: _Server, served: ServedModel
+    ) -> None:
+        outcome = self._ask(exchange, served, request.data)
         with self._lock:
-            sending.server.in_flight.discard(sending)
-            if not sending.given_up:
-                self._settle(sending, outcome)
+            if request.exchange is exchange:  # else it was taken back
+                server.in_flight.discard(request)
+                self._settle(request, server, outcome)
                 self._dispatch()
 
-    def _settle(self, sending: _Sending, outcome: Arrays | Exception) -> None:
+    def _settle(self, request: _Request, server: _Server, outcome: Arrays | Exception) -> None:
         """Finish the request of a sending that has ended, or queue it again."""
-        request, server = sending.request, sending.server
         if not isinstance(outcome, Exception):
             server.pause = FIRST_PAUSE_S
             if self._sample is None:
                 self._sample = {name: array[:1] for name, array in request.data.items()}
             request.future.set_result(outcome)
-        elif isinstance(outcome, ConnectionLostError):
+        elif isinstance(outcome, ConnectionLostError | NotServingError):
             self._leave_out(server, str(outcome))
-            self._send_again(request, lost=outcome.sent)
-        elif isinstance(outcome, NotServingError):
-            self._leave_out(server, str(outcome))
-            self._send_again(request, lost=True)
+            self._send_again(request, lost=getattr(outcome, "sent", True))
         elif isinstance(outcome, NoReplyInTimeError):
             self._settle_timed_out(request, server, outcome)
         else:
@@ -359,27 +334,27 @@ class Fleet:
             self._leave_out(
                 server, f"{error}, although it replies to probes; it hangs, or was stopped"
             )
-        if len(self.servers) > 1 and not request.timed_out:
-            request.timed_out = True
-            self._send_again(request)
-            return
-        section = self.spec.setting.partition(".")[0]
+            if not request.timed_out:
+                request.timed_out = True
+                self._send_again(request)
+                return
         request.future.set_exception(
             LostPeerError(
-                f"{self._name(server)} gave {error} ({section}.inference_timeout_s) to a request "
-                f"of {request.samples} sample(s), although it replies to probes. Raise "
-                f"{section}.inference_timeout_s if the model needs longer, else look into the "
-                "server's log: it hangs, restart it."
+                f"{self._name(server)} gave {error} ({self.section}.inference_timeout_s) to a "
+                f"request of {request.samples} sample(s), although it replies to probes. Raise "
+                f"{self.section}.inference_timeout_s if the model needs longer, else look into "
+                "the server's log: it hangs, restart it."
             )
         )
 
     def _send_again(self, request: _Request, lost: bool = False) -> None:
         request.lost += lost
         if request.lost >= max(MAX_LOST, 2 * len(self.servers)):
+            size = sum(array.nbytes for array in request.data.values())
             request.future.set_exception(
                 ServerRequestError(
                     f"{self.title}: {request.lost} times a server ended while it had the same "
-                    f"request of {request.samples} sample(s) ({_size(request.data)} "
+                    f"request of {request.samples} sample(s) ({size} "
                     f"bytes) or was about to end: {_list(self.servers)}. The request itself may "
                     "be what ends them (memory?): look into the servers' logs, and send smaller "
                     "micro-batches or shorter samples."
@@ -389,14 +364,15 @@ class Fleet:
         request.since = time.monotonic()
         self._waiting.appendleft(request)  # it is older than what waits there
 
-    def _take_back(self, server: _Server) -> list[_Sending]:
-        """Give up and return the sendings in flight at `server`."""
-        sendings = list(server.in_flight)
+    def _take_back(self, server: _Server) -> list[_Request]:
+        """Give up and return the requests in flight at `server`."""
+        requests = list(server.in_flight)
         server.in_flight.clear()
-        for sending in sendings:
-            sending.given_up = True
-            sending.exchange.abort()
-        return sendings
+        for request in requests:
+            assert request.exchange is not None  # it is in flight
+            request.exchange.abort()
+            request.exchange = None
+        return requests
 
     def _leave_out(self, server: _Server, why: str) -> None:
         server.state = why
@@ -418,9 +394,8 @@ class Fleet:
 
     def _monitor(self, server: _Server) -> None:
         """Thread of one server: probe it until the fleet is closed."""
-        setting, endpoint = self.spec.setting, self.spec.endpoint
         probe = ModelProbe(
-            server.host, server.port, endpoint, f"{setting}.name", self._token, self._tls
+            server.peer, self.spec.endpoint, self.section, f"{self.spec.setting}.name"
         )
         while True:
             with self._lock:
@@ -429,57 +404,33 @@ class Fleet:
             server.wake.clear()
             if self._closed:
                 return
-            problem = "no reply"
             try:
                 status = probe.status(PROBE_TIMEOUT_S)
-            except UntrustedServerError as error:
-                status, problem = None, str(error)
-                with self._lock:
-                    server.mismatch = f"{self._name(server)} cannot be used: {problem}"
             except Exception as error:  # e.g. a host name that cannot be encoded
-                status, problem = None, repr(error)
-            if status == 200 and not server.available:
-                self._read_description(server)
+                status, probe.state = None, repr(error)
+            if probe.unusable is not None:
+                with self._lock:
+                    server.mismatch = probe.unusable
+            elif status == 200 and not server.available:
+                self._read_description(server, probe)
                 if server.hung:
                     self._try(server)
-            elif status == 401:
-                problem = token_problem(self._token, setting.partition(".")[0])
-                with self._lock:
-                    server.mismatch = f"{self._name(server)} cannot be used: {problem}"
-            elif probe.unknown is not None:
-                with self._lock:
-                    server.mismatch = probe.unknown
             with self._lock:
-                self._note_probe(server, status, problem)
+                self._note_probe(server, status, probe.state)
                 self._expire()
                 self._dispatch()
                 self._lock.notify_all()
 
-    def _read_description(self, server: _Server) -> None:
+    def _read_description(self, server: _Server, probe: ModelProbe) -> None:
         """Note what a server that is to be taken in says of its model."""
         served = problem = mismatch = None
         warnings: list[str] = []
         try:
-            served = read_served_model(
-                server.host,
-                server.port,
-                self.spec.endpoint,
-                PROBE_TIMEOUT_S,
-                self._token,
-                self._tls,
-            )
-            check_served_model(served, self.endpoint, str(server))
-            warnings = warnings_about(served, self.endpoint, str(server))
-            path = f"/v2/models/{self.spec.endpoint}/ready"
-            if self._token is not None and (
-                http_status(server.host, server.port, path, PROBE_TIMEOUT_S, tls=self._tls) == 200
-            ):
-                warnings.append(asks_for_no_token(str(server)))
+            served, warnings = probe.read(self.endpoint, PROBE_TIMEOUT_S)
         except DescriptionError as error:
             problem = str(error)
         except ServerMismatchError as error:
-            served, problem = None, str(error)
-            mismatch = problem
+            problem = mismatch = str(error)
             warnings = [mismatch] if self._started else []  # else the job ends with it
         with self._lock:
             server.served, server.mismatch = served, mismatch
@@ -525,14 +476,14 @@ class Fleet:
         if status is not None:
             server.missed, server.hung = 0, False  # what hung has ended
             # It may still reply to what it has: only new requests go elsewhere.
-            self._leave_out(server, f"a server replies, but '{self.spec.endpoint}' is not ready")
+            self._leave_out(server, problem)
             return
         server.missed += 1
         if server.missed >= MAX_MISSED_PROBES:
             server.hung = False
             self._leave_out(server, f"{problem} to {server.missed} probes in a row")
-            for sending in self._take_back(server):
-                self._send_again(sending.request, lost=True)
+            for request in self._take_back(server):
+                self._send_again(request, lost=True)
         if not server.available:
             server.state = problem
 
@@ -545,11 +496,10 @@ class Fleet:
         for request, seconds in waited.items():
             if seconds >= self.init_timeout_s:
                 self._waiting.remove(request)
-                section = self.spec.setting.partition(".")[0]
                 request.future.set_exception(
                     LostPeerError(
                         f"{self.title}: no server has replied for {seconds:.0f} s "
-                        f"({section}.init_timeout_s): {_list(self.servers)}. {RESTART_REMEDY}"
+                        f"({self.section}.init_timeout_s): {_list(self.servers)}. {RESTART_REMEDY}"
                     )
                 )
         if self._waiting and now >= self._next_line:
@@ -566,21 +516,6 @@ class Fleet:
             f"waiting for server {self.title} at {_list(servers)} ({waited:.0f} of "
             f"{self.init_timeout_s:.0f} s)"
         )
-
-    def _unreachable(self, waited: float) -> str:
-        section = self.spec.setting.partition(".")[0]
-        addresses = "; ".join(f"ip={s.host}, port={s.port}" for s in self.servers)
-        return (
-            f"server '{self.spec.endpoint}' is not reachable at "
-            f"{', '.join(map(str, self.servers))} after {waited:.0f} s ({_list(self.servers)}). "
-            "Start the server job first and check that host, port and endpoint name are those in "
-            f"{self.spec.setting} ({addresses}; name={self.spec.endpoint}); raise "
-            f"{section}.init_timeout_s if it only needs longer to load."
-        )
-
-
-def _size(data: Arrays) -> int:
-    return sum(array.nbytes for array in data.values())
 
 
 def _list(servers: list[_Server]) -> str:

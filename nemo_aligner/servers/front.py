@@ -9,13 +9,14 @@ models, shared memory, logging, tracing, chunked bodies (one of many chunks ends
 The front and the functions that reply to requests run in the same process. So a request's tensors
 stay here: Triton gets the request under a name (REQUEST_PARAMETER), with zeros in place of the
 tensors, puts it in its queue, and hands it over when its turn has come (`Front.hand_over`); then a
-thread of its endpoint works on it (direct_replies.py). Sent through Triton, the bytes of a request
+thread of its endpoint works on it (admission.py). Sent through Triton, the bytes of a request
 would be copied five times, twice into shared memory, and a small scoring request would wait for
 the large one before it.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import http.client
 import json
 import select
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -45,16 +46,18 @@ from nemo_aligner.servers.admission import (
     Admission,
     Admitted,
     RefusedError,
+    Reply,
+    error_reply,
     read_head,
+    shutting_down,
 )
-from nemo_aligner.servers.direct_replies import DirectReplies, Reply, error_reply, shutting_down
 from nemo_aligner.servers.exchange import (
     HEARTBEAT_HEADER,
     HEARTBEAT_S,
     INSTANCE_HEADER,
     LEASE_HEADER,
 )
-from nemo_aligner.servers.kserve import Buffer, encode_request, rows_of
+from nemo_aligner.servers.kserve import encode_request, rows_of
 from nemo_aligner.servers.ports import check_port_is_free, port_error
 from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
 
@@ -80,11 +83,7 @@ class SocketConnection(http.client.HTTPConnection):
 class Passing:
     """A request from when Triton gets it until it is replied to."""
 
-    endpoint: str  # its name
-    # head, tensors: JSON of the request, and what follows it in the body
-    head: dict[str, Any]
-    tensors: Buffer
-    length: int  # of the body, in bytes
+    submit: "Callable[[], concurrent.futures.Future[Reply]]"  # has it worked on
     # pending; None until Triton has handed the request over
     reply: "concurrent.futures.Future[Reply] | None" = None
 
@@ -115,9 +114,7 @@ class Front(socketserver.ThreadingTCPServer):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.address = host, port
         self.socket_path = socket_path
-        self.endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
-        self.admission = Admission(list(self.endpoints.values()), access)
-        self._direct = DirectReplies(endpoints)
+        self.admission = Admission(endpoints, access)
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._passing: dict[object, Passing] = {}
         self._idle = threading.Condition()
@@ -139,7 +136,7 @@ class Front(socketserver.ThreadingTCPServer):
         if self._serving.is_alive():
             self.shutdown()
         self.server_close()
-        self._direct.close()
+        self.admission.replies.close()
 
     def wait_for_replies(self, timeout_s: float) -> None:
         with self._idle:
@@ -166,9 +163,7 @@ class Front(socketserver.ThreadingTCPServer):
         with self._idle:
             request = self._passing.get(name)
             if request is not None and request.reply is None:  # else nobody waits for it any more
-                direct, part = self._direct, (request.endpoint, request.head)
-                large = direct.is_large(*part, request.length)
-                request.reply = direct.submit(*part, request.tensors, large)
+                request.reply = request.submit()
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Close a connection at once while there are too many."""
@@ -192,15 +187,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = FIRST_REQUEST_S
     disable_nagle_algorithm = True
-
-    def do_GET(self) -> None:
-        self._handle()
-
-    def do_POST(self) -> None:
-        self._handle()
-
-    def do_DELETE(self) -> None:
-        self._handle()
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: clients probe every few seconds."""
@@ -231,6 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.connection.settimeout(NEXT_REQUEST_S)
 
+    do_GET = do_POST = do_DELETE = _handle
+
     def _read(self, size: int) -> memoryview:
         """Return the next bytes of the body; nothing else uses their memory."""
         data = np.empty(size, np.uint8).data
@@ -251,7 +239,10 @@ class _Handler(BaseHTTPRequestHandler):
             except OSError as error:
                 raise RefusedError(503, f"Server is not ready: {error}") from error
             connection.request(method, path, body, headers)
-            self._give_signs_of_life(connection.sock)
+            waiting = select.poll()
+            waiting.register(connection.sock, select.POLLIN)
+            while not waiting.poll(1000 * HEARTBEAT_S):
+                self._give_sign_of_life()
             response = connection.getresponse()
             if response.length is None:
                 raise ConnectionError("Triton's reply was cut short within its headers")
@@ -260,8 +251,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _infer(self, request: Admitted, head: dict[str, Any], tensors: memoryview) -> None:
         """Pass a request on to Triton without its tensors, and reply to it when it is done."""
         assert request.endpoint is not None
-        endpoint, name = self.server.endpoints[request.endpoint], uuid.uuid4().hex
-        passing = Passing(endpoint.name, head, tensors, request.length)
+        endpoint, name = self.server.admission.endpoints[request.endpoint], uuid.uuid4().hex
+        submit = self.server.admission.replies.submit
+        passing = Passing(functools.partial(submit, endpoint.name, head, tensors, request.length))
         # What else it says is refused when its tensors are read.
         rows = min(max(rows_of(head), 1), MOST_ROWS)
         zeros_head, zeros = encode_request(endpoint.empty_request(rows), {REQUEST_PARAMETER: name})
@@ -287,12 +279,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._give_sign_of_life()
             except concurrent.futures.CancelledError:  # nobody had begun to work on it
                 return shutting_down()
-
-    def _give_signs_of_life(self, triton: socket.socket) -> None:
-        waiting = select.poll()
-        waiting.register(triton, select.POLLIN)
-        while not waiting.poll(1000 * HEARTBEAT_S):
-            self._give_sign_of_life()
 
     def _give_sign_of_life(self) -> None:
         """Tell the client that its request is worked on, if it wants to know."""

@@ -39,20 +39,11 @@ class SentRequest(NamedTuple):
     describe: Callable[[], str]
 
 
-def only_reply(replies: Mapping[str, Arrays]) -> Arrays:
-    (reply,) = replies.values()
-    return reply
-
-
 class PendingReply:
-    """The reply to requests that this rank sent; `combine` makes it from those by name."""
+    """The reply to a request that this rank sent; with `by_name` those to any number of them."""
 
-    def __init__(
-        self,
-        sent: Mapping[str, SentRequest],
-        combine: Callable[[Mapping[str, Arrays]], Any] = only_reply,
-    ):
-        self._sent, self._combine = dict(sent), combine
+    def __init__(self, sent: Mapping[str, SentRequest], by_name: bool = False):
+        self._sent, self._by_name = dict(sent), by_name
         self._started = time.monotonic()
 
     def done(self, timeout_s: float) -> bool:
@@ -71,8 +62,8 @@ class PendingReply:
         return False
 
     def result(self, heartbeat_s: float = 30.0) -> Any:
-        """Wait for the reply and return its arrays by name, or what `combine` makes of several; a
-        line is logged every `heartbeat_s`.
+        """Wait for the reply and return its arrays by name, or the replies by the names of their
+        requests; a line is logged every `heartbeat_s`.
 
         Raises:
             ServerRequestError: with the cause, or saying why the reply cannot be used.
@@ -82,7 +73,8 @@ class PendingReply:
         for sent in self._sent.values():
             if sent.future.done() and (error := sent.future.exception()) is not None:
                 raise error
-        return self._combine({name: sent.future.result() for name, sent in self._sent.items()})
+        replies = {name: sent.future.result() for name, sent in self._sent.items()}
+        return replies if self._by_name else next(iter(replies.values()))
 
 
 class FutureResult(ABC, Generic[T]):
@@ -203,15 +195,17 @@ def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
             return
 
 
+def await_on_model_source(pending: Awaitable | Exception | None) -> Any:
+    """`await_on_source` of the source rank of the model-parallel group."""
+    src = parallel_state.get_model_parallel_src_rank()
+    return await_on_source(pending, src, parallel_state.get_model_parallel_group())
+
+
 def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[Tensor]:
     """Arrays `keys` of the reply to `future`, which the source rank of the model-parallel group
     has, on this rank's device; every rank of the group calls it.
     """
-    reply = await_on_source(
-        future,
-        parallel_state.get_model_parallel_src_rank(),
-        parallel_state.get_model_parallel_group(),
-    )
+    reply = await_on_model_source(future)
     return [torch.from_numpy(np.array(reply[key])).to(get_device()) for key in keys]
 
 

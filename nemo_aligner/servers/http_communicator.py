@@ -6,29 +6,20 @@ import functools
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.connection import ServerConnection
-from nemo_aligner.servers.exchange import (
-    ModelProbe,
-    UntrustedServerError,
-    asks_for_no_token,
-    http_status,
-    token_problem,
-)
+from nemo_aligner.servers.exchange import Peer
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import (
     DescriptionError,
+    ModelProbe,
     ServedModel,
     ServerMismatchError,
-    check_served_model,
-    read_served_model,
-    warnings_about,
 )
 from nemo_aligner.servers.validation import validate_request
 
@@ -37,11 +28,15 @@ class ServerUnreachableError(UserError):
     """No server replies at the configured address."""
 
 
-class Closeable(Protocol):
-    """A client with connections of its own, such as a fleet."""
-
-    def close(self) -> None:
-        """End all connections."""
+def unreachable(name: str, states: Mapping[str, str], waited_s: float, setting: str) -> str:
+    """The message when `setting` names servers, here with their states, none of which replies."""
+    where = "; ".join(f"{address}: {state}" for address, state in states.items())
+    return (
+        f"server '{name}' is not reachable at {', '.join(states)} after {waited_s:.0f} s "
+        f"({where}). Start the server job first and check that host, port and endpoint name are "
+        f"those in {setting} (name={name}); raise {setting.partition('.')[0]}.init_timeout_s if "
+        "it only needs longer to load."
+    )
 
 
 class _of_class_or_instance:
@@ -86,7 +81,6 @@ class HTTPCommunicator:
         self.connections: dict[str, ServerConnection] = {}
         self.served: dict[str, ServedModel] = {}
         self._endpoints: dict[str, Endpoint | None] = {}
-        self._attached: list[Closeable] = []
 
     def __enter__(self) -> "HTTPCommunicator":
         return self
@@ -127,89 +121,58 @@ class HTTPCommunicator:
             ServerMismatchError: it does not have the name, cannot be used with the schema, or asks
                 for another token.
         """
-        port = int(port)
-        served = self._wait_until_ready(server_name, ip, port, endpoint is not None)
-        if served is not None and endpoint is not None:
-            check_served_model(served, endpoint, f"{ip}:{port}")
+        peer = Peer(ip, int(port), self.token, self.tls)
+        served = self._wait_until_ready(server_name, peer, endpoint)
+        if served is not None:
             self.served[server_name] = served
-            for warning in warnings_about(served, endpoint, f"{ip}:{port}"):
-                logging.warning(warning)
         for connection in self.connections.values():
-            if (connection.host, connection.port) == (ip, port):
+            if connection.peer == peer:
                 break
         else:
-            connection = ServerConnection(
-                ip, port, self.inference_timeout_s, self.setting, self.token, self.tls
-            )
+            connection = ServerConnection(peer, self.inference_timeout_s, self.setting)
         self.connections[server_name] = connection
         self._endpoints[server_name] = endpoint
 
     def _wait_until_ready(
-        self, server_name: str, host: str, port: int, describe: bool
+        self, server_name: str, peer: Peer, endpoint: Endpoint | None
     ) -> ServedModel | None:
-        """Return the server's description once it is ready; None unless `describe`."""
+        """Return the server's description once it is ready; None without `endpoint`."""
         start = time.monotonic()
         next_line = start + min(2.0, self.progress_interval_s)
         pause = 0.1
-        state = "no reply"
         # Reward models have clients of their own, so this is about the critic.
         name_key = f"{self.setting}.critic.name"
-        probe = ModelProbe(host, port, server_name, name_key, self.token, self.tls)
+        probe = ModelProbe(peer, server_name, self.setting, name_key)
         while (waited := time.monotonic() - start) < self.init_timeout_s:
-            path, limit_s = f"/v2/models/{server_name}/ready", min(5.0, self.init_timeout_s)
-            try:
-                status = probe.status(limit_s)
-            except UntrustedServerError as error:
-                raise ServerMismatchError(
-                    f"'{server_name}' at {host}:{port} cannot be used: {error} ({self.setting})."
-                ) from error
-            if probe.unknown is not None:
-                raise ServerMismatchError(probe.unknown)
-            if status == 401:
-                raise ServerMismatchError(
-                    f"'{server_name}' at {host}:{port} cannot be used: "
-                    + token_problem(self.token, self.setting)
-                )
-            state = (
-                "no reply"
-                if status is None
-                else f"a server replies, but '{server_name}' is not ready"
-            )
+            status = probe.status(min(5.0, self.init_timeout_s))
+            if probe.unusable is not None:
+                raise ServerMismatchError(probe.unusable)
             if status == 200:
                 try:
-                    served = None
-                    if describe:
-                        served = read_served_model(
-                            host, port, server_name, 5.0, self.token, self.tls
-                        )
-                    if (
-                        self.token is not None
-                        and http_status(host, port, path, limit_s, tls=self.tls) == 200
-                    ):
-                        logging.warning(asks_for_no_token(f"{host}:{port}"))
-                    logging.info(f"connected to {server_name} at {host}:{port}")
-                    return served
+                    served, warnings = probe.read(endpoint, min(5.0, self.init_timeout_s))
                 except DescriptionError as error:
-                    state = str(error)
+                    probe.state = str(error)
+                else:
+                    logging.info(f"connected to {server_name} at {peer}")
+                    for warning in warnings:
+                        logging.warning(warning)
+                    return served
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + self.progress_interval_s
                 logging.info(
-                    f"waiting for server {server_name} at {host}:{port}: {state} "
+                    f"waiting for server {server_name} at {peer}: {probe.state} "
                     f"({waited:.0f} of {self.init_timeout_s:.0f} s)"
                 )
             time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
             pause = min(pause * 1.5, 0.5)
+        states = {str(peer): probe.state}
         raise ServerUnreachableError(
-            f"server '{server_name}' is not reachable at {host}:{port} after "
-            f"{self.init_timeout_s:.0f} s ({state}). Start the server job first and check that "
-            f"its host, port and endpoint name are those in {self.setting} (ip={host}, "
-            f"port={port}, name={server_name}); raise {self.setting}.init_timeout_s if it only "
-            "needs longer to load."
+            unreachable(server_name, states, self.init_timeout_s, self.setting)
         )
 
     def print_server_dict(self) -> None:
         for name, connection in self.connections.items():
-            logging.info(f"server {name}: {connection}")
+            logging.info(f"server {name}: {connection.peer}")
 
     def send_data_to_server(
         self,
@@ -237,16 +200,11 @@ class HTTPCommunicator:
         connection = self.connections[server_name]
         forms = None if endpoint is None else (endpoint, self.served[server_name])
         future = connection.submit(server_name, data, alone=not batching, check=check, forms=forms)
-        sent = SentRequest(future, lambda: f"{server_name} at {connection}")
+        sent = SentRequest(future, lambda: f"{server_name} at {connection.peer}")
         return PendingReply({server_name: sent})
-
-    def attach(self, client: Closeable) -> None:
-        self._attached.append(client)
 
     def close(self) -> None:
         """End all connections; requests in flight get a few seconds."""
-        while self._attached:
-            self._attached.pop().close()
         for connection in set(self.connections.values()):
             connection.close()
         self.connections.clear()

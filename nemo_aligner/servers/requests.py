@@ -1,6 +1,21 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A server's view of a request: decoded, tokenized and padded for the model."""
+"""A server's view of a request: decoded, tokenized and padded for the model; a large one cut into
+slices, or put together from pieces.
+
+A *slice* is a part of the samples of a scoring request that is scored in one operation of all
+ranks; between two of them the server works on other requests. How a request is cut depends on that
+request alone, never on who else waits, and a slice has whole micro-batches of it, with the same
+samples in each: so a score has the same bits as if the request had been scored in one go. (With
+context, sequence or virtual pipeline parallelism, or with `dynamic_micro_batch_tokens`,
+micro-batches may be others; see docs/operations.md.)
+
+A *piece* is a part of the rows of a train request that is too large for one body: a request of its
+own with the same `request_id` and with `piece` = [its first row, rows of the whole]. The server
+trains when the last has come; the reply to that one is the reply to the whole.
+
+N is the number of samples of a request, S their padded token length.
+"""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

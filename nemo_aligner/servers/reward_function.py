@@ -4,14 +4,9 @@
 worker processes; or a web server in its place. A score is a number, or a list of them for the
 steps or tokens of a response.
 
-Samples are decoded and shared out to the workers (`worker.py`, or `web.py`); each is
-a call of its own with its own time limit. Each worker is driven by one thread, which starts it,
-feeds it chunks of samples, reads the scores as they come, and kills and replaces it when a sample
-takes too long or ends it. N is the number of samples of a request, S their padded token length, P
-a prompt's length, R that of prompt and response.
-
-Why no library's pool: concurrent.futures has no time limits and breaks when a worker dies; Pebble
-5.2 lost scores beside crashing functions, and its workers start by importing the server's script.
+Samples are decoded and shared out to the workers (`user_code.py`, or `web.py`); each is a call of
+its own with its own time limit. N is the number of samples of a request, S their padded token
+length, P a prompt's length, R that of prompt and response.
 """
 
 import bisect
@@ -19,17 +14,17 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from nemo.utils import logging
 from torch import Tensor
 
-from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.tokenizer import (
     Tokenizer,
@@ -37,18 +32,13 @@ from nemo_aligner.core.tokenizer import (
     response_text,
     special_ids,
 )
-from nemo_aligner.servers import worker as reward_worker
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.servers.user_code import WorkerEndedError, WorkerProcess, Workers, split_spec
-from nemo_aligner.servers.web import RewardServers, UrlWorker
-from nemo_aligner.servers.worker import Sample
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
+from nemo_aligner.servers.web import RewardServers
+from nemo_aligner.servers.worker import ALL_COLUMNS, Sample
 
 T = TypeVar("T")
 U = TypeVar("U")
-_Worker = WorkerProcess | UrlWorker
 # Samples that a worker gets at once: they share the cost of a message, and wait behind a slow one.
 MAX_CHUNK = 32
 # Characters of a prompt or response in a message.
@@ -100,38 +90,25 @@ class RewardFunction:
         self.tokenizer, self.section = tokenizer, section
         key = f"{section}.reward_fn"
         setting = f"{key}={spec}"
-        self._processes: Any  # Workers, or what takes their place
+        self.is_served = isinstance(spec, RewardServers)
+        make: Callable[[], Any]
         if isinstance(spec, RewardServers):
-            self.title, self._processes = str(spec.spec), spec
+            self.title, make = str(spec.spec), spec.worker
         else:
             self.title = f"the reward function {spec}"
-            path, name = split_spec(
-                spec, key, "function", "examples/rewards/arithmetic.py:exact_answer"
-            )
-            self._processes = Workers(path, name, reward_worker.__file__, setting)
+            example = "examples/rewards/arithmetic.py:exact_answer"
+            path, name = split_spec(spec, key, "function", example)
+            make = functools.partial(WorkerProcess, path, "function", name, setting)
         self.per, self.step_end = per, step_end
         self.workers, self.timeout_s, self.fallback = workers, timeout_s, fallback
-        self._chunks: queue.SimpleQueue[tuple[_Request, range] | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._requests: set[_Request] = set()
-        ready: list[concurrent.futures.Future[None]] = [
-            concurrent.futures.Future() for _ in range(self.workers)
-        ]
-        self._threads = [
-            threading.Thread(target=self._drive, args=(future,), daemon=True) for future in ready
-        ]
-        for thread in self._threads:
-            thread.start()
-        try:
-            for future in ready:
-                future.result()
-        except BaseException:
-            self.close()
-            raise
-        self.third, *self.columns = self._processes.described
-        self.is_served = isinstance(spec, RewardServers)
-        asked = [name for name in self.columns if name != reward_worker.ALL_COLUMNS]
+        limit = f"{timeout_s:g} s ({section}.reward_fn_timeout_s)"
+        self._pool = Pool(make, [self._chunks] * workers, limit)
+        self.third, *self.columns = self._pool.told
+        asked = [name for name in self.columns if name != ALL_COLUMNS]
         if asked and not gives_columns:
             self.close()
             raise UserError(
@@ -154,28 +131,24 @@ class RewardFunction:
             requests = list(self._requests)
         for request in requests:
             request.fail(RewardFunctionError(f"{self.title} is shutting down"))
-        self._processes.close()
-        for _ in self._threads:
-            self._chunks.put(None)
-        for thread in self._threads:
-            thread.join(5.0)
+        self._pool.close()
 
     # ---- scoring ----
 
     def infer(
         self,
-        tokens: "np.ndarray | Tensor",
-        sequence_lengths: "np.ndarray | Tensor",
-        prompt_lengths: "np.ndarray | Tensor | None",
+        tokens: np.ndarray | Tensor,
+        sequence_lengths: np.ndarray | Tensor,
+        prompt_lengths: np.ndarray | Tensor | None,
     ) -> np.ndarray:
         """The rewards of samples; as `submit`, but raises their `RewardFunctionError`."""
         return self.submit(tokens, sequence_lengths, prompt_lengths).result()
 
     def submit(
         self,
-        tokens: "np.ndarray | Tensor",
-        sequence_lengths: "np.ndarray | Tensor",
-        prompt_lengths: "np.ndarray | Tensor | None",
+        tokens: np.ndarray | Tensor,
+        sequence_lengths: np.ndarray | Tensor,
+        prompt_lengths: np.ndarray | Tensor | None,
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> "concurrent.futures.Future[np.ndarray]":
         """The future of the rewards of samples: float32 [N, 1], or per step or token [N, S], NaN
@@ -265,91 +238,25 @@ class RewardFunction:
             self._requests.add(request)
         request.future.add_done_callback(lambda _: self._requests.discard(request))
         # A few chunks per process, so that they finish together; a server has more at once.
-        chunks = self.workers * (4 if isinstance(self._processes, Workers) else 1)
+        chunks = self.workers * (1 if self.is_served else 4)
         size = min(max(len(samples) // chunks, 1), MAX_CHUNK)
+
+        def message(_worker: Any, left: Sequence[int]) -> tuple[list[Any], float]:
+            return [samples[index] for index in left], self.timeout_s
+
         for start in range(0, len(samples), size):
-            self._chunks.put((request, range(start, min(start + size, len(samples)))))
-        return request.future
-
-    # ---- one thread per worker ----
-
-    def _drive(self, ready: "concurrent.futures.Future[None]") -> None:
-        """Thread of a worker; it outlives the worker, which the kernel kills with this thread."""
-        worker = None
-        try:
-            worker = self._processes.start()
-            ready.set_result(None)
-            while (chunk := self._chunks.get()) is not None:
-                request, samples = chunk
-                if request.future.done():  # it has failed on another sample
-                    continue
-                worker = self._work_off(worker, request, samples) or self._start_ahead()
-        except BaseException as error:
-            if ready.done():
-                raise
-            ready.set_exception(error)
-        finally:
-            self._processes.end(worker)
-
-    def _start_ahead(self) -> _Worker | None:
-        """Start a worker before there are samples for it, so that they do not wait for its start;
-        None if it does not start: `_work_off` tries again, and its request gets the error.
-        """
-        try:
-            return self._processes.start()
-        except Exception:
-            return None
-
-    def _work_off(
-        self, worker: _Worker | None, request: "_Request", samples: range
-    ) -> _Worker | None:
-        """Score some samples of a request; return the worker, a new one if the given one ended."""
-        left = collections.deque(samples)
-        try:
-            while left and not request.future.done():
-                if worker is None or not worker.is_alive():
-                    self._processes.end(worker)
-                    worker = None
-                    worker = self._processes.start()
-                why = self._feed(worker, request, left)
-                if why is not None:
-                    self._processes.end(worker)
-                    worker = None
-                    request.record(left.popleft(), "error", why)
-        except Exception as error:  # no new worker could start: not the fault of a sample
-            request.fail(error)
-        if left:  # the worker still has samples of a request that failed
-            self._processes.end(worker)
-            return None
-        return worker
-
-    def _feed(
-        self, worker: _Worker, request: "_Request", left: "collections.deque[int]"
-    ) -> str | None:
-        """Have `worker` score the samples in `left`, which are removed as their scores come;
-        returns None, or what the first sample in `left` did to the worker.
-        """
-        try:
-            worker.send([request.samples[index] for index in left], self.timeout_s)
-            while left and not request.future.done():
-                kind, value = worker.receive(self.timeout_s)
-                request.record(left.popleft(), kind, value)
-                progress.made()
-        except TimeoutError:
-            return (
-                f"it took longer than {self.timeout_s:g} s ({self.section}.reward_fn_timeout_s) "
-                "and was stopped"
+            chunk = collections.deque(range(start, min(start + size, len(samples))))
+            self._chunks.put(
+                Task(chunk, message, request.record, request.fail, request.future.done)
             )
-        except WorkerEndedError as error:
-            return f"it ended its process ({error})"
-        return None
+        return request.future
 
 
 def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
     """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
     columns: dict[str, Any] = {}
     for name in asked:
-        if name == reward_worker.ALL_COLUMNS:
+        if name == ALL_COLUMNS:
             columns |= {n: record[n] for n in record if n not in (*asked, *NOT_COLUMNS)}
         elif name in record:
             columns[name] = record[name]
@@ -361,7 +268,7 @@ def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, 
     return columns
 
 
-def _to_numpy(array: "np.ndarray | Tensor") -> np.ndarray:
+def _to_numpy(array: np.ndarray | Tensor) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 

@@ -11,6 +11,7 @@ prediction of token t+1.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,8 +61,8 @@ class TensorSpec:
     name: str  # its name on the wire
     dtype: type  # numpy dtype; `np.bytes_` for strings
     shape: tuple[int, ...]  # without the batch dimension for a batching endpoint; -1 is any size
-    optional: bool = False  # a request may leave it out
     meaning: str = ""  # what it holds, for error messages
+    optional: bool = False  # a request may leave it out
 
     def describe(self, batching: bool) -> str:
         """Name, dtype and shape, for error messages."""
@@ -109,14 +110,7 @@ class Endpoint:
         }
 
 
-def _needed(name: str, dtype: type, shape: tuple[int, ...], meaning: str) -> TensorSpec:
-    return TensorSpec(name, dtype, shape, False, meaning)
-
-
-def _optional(name: str, dtype: type, shape: tuple[int, ...], meaning: str) -> TensorSpec:
-    return TensorSpec(name, dtype, shape, True, meaning)
-
-
+_optional = functools.partial(TensorSpec, optional=True)
 _SCORING_INPUTS = (
     _optional("sentences", np.bytes_, (-1,), "text, UTF-8; wins over `tokens`"),
     _optional("tokens", np.int64, (-1,), "token ids, right-padded [N, S]"),
@@ -129,24 +123,26 @@ _TOKENIZER = _optional("tokenizer", np.bytes_, (1,), _FINGERPRINT)
 # Where the response starts: a reward that is a function gets prompt and response apart.
 _PROMPTS = "number of prompt tokens of each row [N, 1]; models do without"
 _PROMPT_LENGTHS = _optional("prompt_lengths", np.int64, (1,), _PROMPTS)
-_DUMMY = _needed("dummy_var", np.int64, (1,), "any number (Triton needs an input)")
+_DUMMY = TensorSpec("dummy_var", np.int64, (1,), "any number (Triton needs an input)")
 _STATUS = (
-    _needed("actor_step", np.int64, (1,), "actor step of the last checkpoint; -1 unknown"),
-    _needed("critic_step", np.int64, (1,), "optimizer steps of the weights in memory"),
-    _needed("saved_critic_step", np.int64, (1,), "optimizer steps of the last checkpoint"),
-    _needed("checkpoints", np.bytes_, (1,), "JSON: folder of each checkpoint, by its actor step"),
+    TensorSpec("actor_step", np.int64, (1,), "actor step of the last checkpoint; -1 unknown"),
+    TensorSpec("critic_step", np.int64, (1,), "optimizer steps of the weights in memory"),
+    TensorSpec("saved_critic_step", np.int64, (1,), "optimizer steps of the last checkpoint"),
+    TensorSpec(
+        "checkpoints", np.bytes_, (1,), "JSON: folder of each checkpoint, by its actor step"
+    ),
 )
 # Its sum over the tokens is the reward of the sample.
-_TOKEN_REWARDS = _needed(
+_TOKEN_REWARDS = TensorSpec(
     "token_rewards", np.float32, (-1,), "reward of each token, NaN where there is none [N, S]"
 )
-ATTRIBUTES = _needed("rewards", np.float32, (-1,), "attributes of each sample [N, A]")
+ATTRIBUTES = TensorSpec("rewards", np.float32, (-1,), "attributes of each sample [N, A]")
 
 
 def critic_infer_endpoint(combined: bool) -> Endpoint:
     """Values [N, S] of each token; with `combined` also the reward [N, 1] of each sample."""
-    values = _needed("values", np.float32, (-1,), "value at each token position [N, S]")
-    rewards = _needed("rewards", np.float32, (-1,), "reward of each sample [N, 1]")
+    values = TensorSpec("values", np.float32, (-1,), "value at each token position [N, S]")
+    rewards = TensorSpec("rewards", np.float32, (-1,), "reward of each sample [N, 1]")
     outputs = (values, rewards) if combined else (values,)
     return Endpoint(CRITIC_INFER, (*_SCORING_INPUTS, _TOKENIZER), outputs, batching=True)
 
@@ -164,14 +160,16 @@ def critic_train_endpoint() -> Endpoint:
     return Endpoint(
         CRITIC_TRAIN,
         (
-            _needed("tokens", np.int64, (-1, -1), "token ids, right-padded [N, S]"),
-            _needed("returns", np.float32, (-1, -1), "regression target per transition [N, S-1]"),
-            _needed("prev_values", np.float32, (-1, -1), "values at rollout time [N, S-1]"),
-            _needed("mask", np.float32, (-1, -1), "1 on transitions into a response [N, S-1]"),
+            TensorSpec("tokens", np.int64, (-1, -1), "token ids, right-padded [N, S]"),
+            TensorSpec(
+                "returns", np.float32, (-1, -1), "regression target per transition [N, S-1]"
+            ),
+            TensorSpec("prev_values", np.float32, (-1, -1), "values at rollout time [N, S-1]"),
+            TensorSpec("mask", np.float32, (-1, -1), "1 on transitions into a response [N, S-1]"),
             _optional("request_id", np.bytes_, (1,), "the sender's id of this update"),
             _optional("piece", np.int64, (2,), piece),
         ),
-        (_needed("loss_mean", np.float32, (1,), loss),),
+        (TensorSpec("loss_mean", np.float32, (1,), loss),),
         batching=False,
     )
 
@@ -180,13 +178,13 @@ def critic_save_endpoint() -> Endpoint:
     """Write a checkpoint; `actor_step` is stored with it and checked when both jobs resume."""
     meaning = "the actor's step this checkpoint belongs to"
     inputs = (_DUMMY, _optional("actor_step", np.int64, (1,), meaning))
-    outputs = (_needed("status", np.int64, (1,), "0"),)
+    outputs = (TensorSpec("status", np.int64, (1,), "0"),)
     return Endpoint(CRITIC_SAVE, inputs, outputs, batching=False)
 
 
 def critic_resume_endpoint() -> Endpoint:
     """Go back to the checkpoint of an actor step, if need be; the status after it."""
-    inputs = (_needed("actor_step", np.int64, (1,), "where the actor resumes"),)
+    inputs = (TensorSpec("actor_step", np.int64, (1,), "where the actor resumes"),)
     return Endpoint(CRITIC_RESUME, inputs, _STATUS, batching=False)
 
 
@@ -201,7 +199,7 @@ def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpo
 
     Clients take the first two kinds: what a server lists says which it is.
     """
-    rewards = _needed("rewards", np.float32, (1,), "reward of each sample [N, 1]")
+    rewards = TensorSpec("rewards", np.float32, (1,), "reward of each sample [N, 1]")
     if attributes > 1:
         rewards = dataclasses.replace(ATTRIBUTES, shape=(attributes,))
     outputs = (rewards, _TOKEN_REWARDS) if per_token else (rewards,)
@@ -219,9 +217,9 @@ def teacher_endpoint() -> Endpoint:
     largest = "largest logits behind each token, less the largest [N, S, K]"
     total = "log-sum-exp of all logits less the largest [N, S]"
     outputs = (
-        _needed("topk_logits", np.float32, (-1, -1), largest),
-        _needed("topk_token_ids", np.int32, (-1, -1), "their tokens [N, S, K]"),
-        _needed("log_sum_exp_logits", np.float32, (-1,), total),
+        TensorSpec("topk_logits", np.float32, (-1, -1), largest),
+        TensorSpec("topk_token_ids", np.int32, (-1, -1), "their tokens [N, S, K]"),
+        TensorSpec("log_sum_exp_logits", np.float32, (-1,), total),
     )
     return Endpoint(TEACHER_LOGITS, (*_SCORING_INPUTS[1:], _TOKENIZER), outputs, batching=True)
 

@@ -11,7 +11,7 @@ dtypes and shapes that are listed there. N is the number of samples, S the padde
 
 import http.client
 import json
-import ssl
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,8 +21,10 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.exchange import (
     INSTANCE_HEADER,
     InferRequest,
-    make_connection,
-    token_header,
+    Peer,
+    UntrustedServerError,
+    error_text,
+    token_problem,
 )
 from nemo_aligner.servers.kserve import numpy_type
 from nemo_aligner.servers.schema import (
@@ -103,28 +105,20 @@ class ServedModel:
         return f"inputs {inputs or 'none'}, outputs {', '.join(self.outputs) or 'none'}"
 
 
+# For so long a server of others may be ready without a model that it will serve.
+UNKNOWN_MODEL_S = 20.0
+
+
 # ---- the description ----
 
 
-def read_served_model(
-    host: str,
-    port: int,
-    name: str,
-    timeout_s: float,
-    token: str | None = None,
-    tls: ssl.SSLContext | None = None,
-) -> ServedModel:
-    """The description of the model `name` at `host:port`; `DescriptionError` if it gives none."""
+def read_served_model(peer: Peer, name: str, timeout_s: float) -> ServedModel:
+    """The description of the model `name` at `peer`; `DescriptionError` if it gives none."""
     path = f"/v2/models/{name}/config"
-    connection = make_connection(host, port, timeout_s, tls)
     try:
-        connection.request("GET", path, headers=token_header(token))
-        response = connection.getresponse()
-        body = response.read()
+        response, body = peer.ask("GET", path, timeout_s)
     except (OSError, http.client.HTTPException) as error:
         raise DescriptionError(f"no reply to GET {path} ({error!r})") from error
-    finally:
-        connection.close()
     if response.status != 200:
         raise DescriptionError(f"GET {path} gave HTTP {response.status}")
     try:
@@ -133,14 +127,101 @@ def read_served_model(
         raise DescriptionError(f"the reply to GET {path} cannot be read ({error!r})") from error
 
 
+class ModelProbe:
+    """Asks a server again and again whether it serves a model, until it does.
+
+    Args:
+        setting: section of the configuration, for messages; `name_key`: where it has the name.
+
+    Attributes:
+        state: what the last probe found, unless the model is served.
+        unusable: why this server will never serve a model of this name; None as long as it may.
+    """
+
+    def __init__(self, peer: Peer, name: str, setting: str, name_key: str):
+        self.peer, self.name, self._setting, self._key = peer, name, setting, name_key
+        self.state = "no reply"
+        self.unusable: str | None = None
+        self._up_since: float | None = None  # since when the server is ready without the model
+
+    def status(self, timeout_s: float) -> int | None:
+        """HTTP status for the model, 200 once it is served; None: no reply."""
+        self.state, self.unusable, unknown = "no reply", None, None
+        try:
+            reply = self.peer.get(f"/v2/models/{self.name}/ready", timeout_s)
+            status = None if reply is None else reply[0].status
+            unknown = None if reply is None else self._unknown(*reply, timeout_s)
+        except UntrustedServerError as error:
+            status, self.state = None, str(error)
+            self.unusable = (
+                f"'{self.name}' at {self.peer} cannot be used: {error} ({self._setting})."
+            )
+        if status == 401:
+            self.state = token_problem(self.peer.token, self._setting)
+            self.unusable = f"'{self.name}' at {self.peer} cannot be used: {self.state}"
+        elif status not in (None, 200):
+            self.state = f"a server replies, but '{self.name}' is not ready"
+        if unknown is not None:
+            self.unusable = (
+                f"the server at {self.peer} serves no model '{self.name}'; {unknown}. "
+                f"Correct {self._key}, or the server's own setting."
+            )
+        return status
+
+    def _unknown(
+        self, response: http.client.HTTPResponse, body: bytes, timeout_s: float
+    ) -> str | None:
+        """What says that the server will never have the model."""
+        # A server of this package opens its port when it serves all it will ever serve, and says
+        # what that is. Another one may be loading its models.
+        if response.status == 404 and response.getheader(INSTANCE_HEADER):
+            return error_text(404, body).rpartition("; ")[2]
+        if (
+            response.status not in (400, 404)
+            or self.peer.status("/v2/health/ready", timeout_s) != 200
+        ):
+            self._up_since = None
+            return None
+        self._up_since = self._up_since or time.monotonic()
+        waited = time.monotonic() - self._up_since
+        if waited < UNKNOWN_MODEL_S:
+            return None
+        return f"it has been ready without one for {waited:.0f} s"
+
+    def read(
+        self, endpoint: Endpoint | None, timeout_s: float
+    ) -> tuple[ServedModel | None, list[str]]:
+        """The description of the model, which is served, and warnings; no description without an
+        `endpoint`, the schema of what will be sent.
+
+        Raises:
+            DescriptionError: it cannot be read now.
+            ServerMismatchError: it cannot be used with the schema.
+        """
+        served, warnings = None, []
+        if endpoint is not None:
+            served = read_served_model(self.peer, self.name, timeout_s)
+            check_served_model(served, endpoint, str(self.peer))
+            warnings = warnings_about(served, endpoint, str(self.peer))
+        without = replace(self.peer, token=None)
+        path = f"/v2/models/{self.name}/ready"
+        if self.peer.token is not None and without.status(path, timeout_s) == 200:
+            warnings.append(
+                f"the server at {self.peer} takes requests without the token of this job: whoever "
+                "reaches it can use it. Start it with the token too, unless it is a server that "
+                "knows none."
+            )
+        return served, warnings
+
+
 def _parse(config: dict) -> ServedModel:
     """The model of Triton's model configuration, as JSON."""
     inputs = tuple(
         TensorSpec(
             item["name"],
-            numpy_type(_wire_name(item["data_type"])),
+            numpy_type(item["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")),
             tuple(int(size) for size in item["dims"]),
-            bool(item.get("optional", False)),
+            optional=bool(item.get("optional", False)),
         )
         for item in config.get("input", [])
     )
@@ -153,12 +234,6 @@ def _parse(config: dict) -> ServedModel:
         int(config.get("max_batch_size", 0)),
         attributes=max([1, *rewards]),
     )
-
-
-def _wire_name(data_type: str) -> str:
-    """The wire's name of a type in a model configuration, such as "TYPE_INT64"."""
-    name = data_type.removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
 
 
 def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:
@@ -328,19 +403,15 @@ def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
         except ValueError as error:
             shapes = {name: [list(reply[name].shape) for reply in replies] for name in names}
             raise ReplyError(f"the replies have different widths: {shapes}") from error
-    return {**merged, **_standard_form(endpoint, merged)}
-
-
-def _standard_form(endpoint: Endpoint, reply: Arrays) -> Arrays:
-    standard: Arrays = {}
+    merged = dict(merged)
     for spec in endpoint.outputs:
-        array = reply.get(spec.name)
+        array = merged.get(spec.name)
         if array is None or spec.dtype is np.bytes_ or array.dtype.kind not in "fiub":
             continue  # checked by validation.py
         if endpoint.batching and array.ndim == 1:
             array = array[:, None]
-        standard[spec.name] = array.astype(spec.dtype, copy=False)
-    return standard
+        merged[spec.name] = array.astype(spec.dtype, copy=False)
+    return merged
 
 
 def piece_rows(arrays: Arrays, limit: int) -> int:

@@ -2,16 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a server job: its endpoints on rank 0, one loop on every rank, signals and failures.
 
-Who does what:
 * The threads of the host (rank 0) only check requests and put jobs on a queue
-  (`ServerLoop.submit`).
+  (`ServerLoop.submit`); a large scoring request comes in slices, each a job of its own.
 * The main thread of every rank runs `ServerLoop.run`. Rank 0 takes a job, announces it, and all
   ranks compute it together. The main thread alone uses the process groups.
 * Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
   so that an idle rank never waits in a collective of the model's groups, a lost rank is noticed,
   and a stop request on any rank reaches all.
-* A large scoring request comes in slices, each a job of its own (requests.py): other requests, a
-  stop request and the watch over the host have their turns between them.
 * A watcher thread on every rank sees signals even while the main thread is in a collective, passes
   them on through the job's store, and ends the process when the main thread cannot.
 
@@ -21,8 +18,7 @@ ends with an error. Either way the client gets the cause in one line; each rank 
 
 A stop request ends the job with exit code 0. A running save, also one in the background
 (`BackgroundWork`), is waited for up to SAVE_GRACE_S; if it is abandoned then, the code is another
-one. Other operations get `stop_grace_s`: what they
-change is repeated from the last checkpoint.
+one. Other operations get `stop_grace_s`: what they change is repeated from the last checkpoint.
 """
 
 import concurrent.futures

@@ -1,11 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Python code of a user, a function or a class in a file, and the processes that run it."""
+"""Python code of a user, a function or a class in a file, and the processes that run it.
+
+Each process is driven by a thread (`Pool`), which starts it, feeds it tasks, reads what comes
+back, and kills and replaces it when an item takes too long or ends it.
+
+Why no library's pool: concurrent.futures has no time limits and breaks when a worker dies; Pebble
+5.2 lost scores beside crashing functions, and its workers start by importing the server's script.
+"""
 
 import ast
 import contextlib
 import json
 import os
+import queue
 import re
 import select
 import signal
@@ -13,12 +21,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.gpus import users_environment
+from nemo_aligner.servers import worker as worker_program
 from nemo_aligner.servers import worker_keeper
 
 # A worker that has died without closing its pipe (a process that it started may hold it, too) is
@@ -37,29 +50,30 @@ class WorkerProcess:
     """A worker process and the two pipes to it. One thread uses it; any thread may kill it.
 
     Args:
-        path, name, program: the user's file, what is used of it, and the path of the program.
+        path, kind, name: the user's file, and the "function" or "class" that is used of it.
+        setting: "key=value" of the configuration, for messages.
 
     Attributes:
+        known: conversations of which it has the state (`worker.py`).
         process: its keeper (`worker_keeper.py`), which ends as the worker does and takes with it
             what the function has started. A Ctrl-C on the server's terminal does not reach them.
     """
 
-    def __init__(self, path: str, name: str, program: str):
+    def __init__(self, path: str, kind: str, name: str, setting: str):
+        self._where = f"{setting} ({path})"
+        self.known: set[int] = set()
         requests_end, self._requests = os.pipe()
         self._replies, replies_end = os.pipe()
         numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
         keeper = [sys.executable, "-I", "-S", worker_keeper.__file__, *numbers]
-        worker = [sys.executable, "-X", "faulthandler", program, path, name]
-        # A program may import its neighbours, also where the package is not installed.
-        package = str(Path(__file__).parents[2])
-        paths = [path for path in (os.environ.get("PYTHONPATH"), package) if path]
+        program = [sys.executable, "-X", "faulthandler", worker_program.__file__, path, kind, name]
         try:
             self.process = subprocess.Popen(
-                keeper + worker,
+                keeper + program,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,
-                env={**users_environment(), "PYTHONPATH": os.pathsep.join(paths)},
+                env=users_environment(),
             )
         except BaseException:
             self.release()
@@ -72,6 +86,20 @@ class WorkerProcess:
         self._reader.register(self._replies, select.POLLIN)
         self._writer.register(self._requests, select.POLLOUT)
         self._buffer = b""
+
+    def load(self) -> Any:
+        """Wait until it has loaded the code; returns what is told of that. `UserError`: it cannot
+        be loaded.
+        """
+        try:
+            kind, told = self.receive(LOAD_TIMEOUT_S)
+        except TimeoutError:
+            kind, told = "error", f"loading the file took longer than {LOAD_TIMEOUT_S:g} s"
+        except WorkerEndedError as error:
+            kind, told = "error", f"loading the file ended the process ({error})"
+        if kind == "error":
+            raise UserError(f"{self._where}: {told}")
+        return told
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -179,69 +207,150 @@ def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
     return str(absolute), name
 
 
-class ClosedError(UserError):
-    """The workers are shut down, so none can start."""
+@dataclass(eq=False)
+class Task:
+    """Items that one worker works off, in their order."""
+
+    left: deque[Any]  # items without an outcome
+    # from a worker and `left` to the message that the worker gets, and the time limit of an item
+    message: Callable[[Any, Sequence[Any]], tuple[list[Any], float]]
+    # takes the outcome of an item: its value, or with kind "error" why there is none
+    note: Callable[[Any, str, Any], None]
+    fail: Callable[[Exception], None]  # called if no worker could be started
+    is_over: Callable[[], bool] = lambda: False  # whether nobody waits for outcomes any more
 
 
-class Workers:
-    """The worker processes that run one function or class. Any thread may call the methods; a
-    worker ends with the thread that started it.
+class Pool:
+    """Threads, each with a worker of its own and a queue of tasks, which may be shared. Returns
+    when all workers have loaded the code; raises the error of one that has not.
 
     Args:
-        program: path of the program that a worker runs (`worker.py`).
-        setting: "key=value" of the configuration, for messages.
+        make: starts a worker: a `WorkerProcess`, or what takes its place (`web.py`).
+        limit: the time limit of an item and its key, for messages.
 
     Attributes:
-        described: what the program told of the code, once a worker has loaded it.
+        told: what a worker told of the code.
     """
 
-    described: Any = None
+    told: Any = None
 
-    def __init__(self, path: str, name: str, program: str, setting: str):
-        self.path, self.name, self.program, self.setting = path, name, program, setting
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        queues: "Sequence[queue.SimpleQueue[Task | None]]",
+        limit: str,
+    ):
+        self._make, self._queues, self._limit = make, queues, limit
         self._lock = threading.Lock()
         self._closed = False
-        self._running: set[WorkerProcess] = set()
+        self._running: set[Any] = set()
+        ready: list[Future[None]] = [Future() for _ in queues]
+        self.threads = [
+            threading.Thread(target=self._drive, args=each, daemon=True)
+            for each in zip(queues, ready)
+        ]
+        for thread in self.threads:
+            thread.start()
+        try:
+            for future in ready:
+                future.result()
+        except BaseException:
+            self.close()
+            raise
 
-    def start(self) -> WorkerProcess:
-        """Start a worker and wait until it has loaded the code.
+    def close(self) -> None:
+        """Kill the workers. Any thread may call it, more than once."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._running)
+        for worker in workers:
+            worker.kill()
+        for tasks in self._queues:
+            tasks.put(None)
+        for thread in self.threads:
+            thread.join(5.0)
 
-        Raises:
-            UserError: it cannot be loaded.
-            ClosedError: after `close`.
-        """
-        worker = WorkerProcess(self.path, self.name, self.program)
+    # ---- the thread of a worker, which the kernel kills with it ----
+
+    def start(self) -> Any:
+        """Start a worker and wait until it has loaded the code; `UserError`: it cannot."""
+        worker = self._make()
         with self._lock:
             self._running.add(worker)
             closed = self._closed
         try:
             if closed:
-                raise ClosedError(f"{self.setting} is shut down")
-            kind, text = worker.receive(LOAD_TIMEOUT_S)
-        except TimeoutError:
-            kind, text = "error", f"loading the file took longer than {LOAD_TIMEOUT_S:g} s"
-        except WorkerEndedError as error:
-            kind, text = "error", f"loading the file ended the process ({error})"
+                raise UserError("the workers are shut down")
+            self.told = worker.load()
         except BaseException:
-            self.end(worker)
+            self._end(worker)
             raise
-        if kind == "error":
-            self.end(worker)
-            raise UserError(f"{self.setting} ({self.path}): {text}")
-        self.described = text
         return worker
 
-    def end(self, worker: WorkerProcess | None) -> None:
-        """Kill a worker; only the thread that started it calls it. None is nothing to do."""
+    def _end(self, worker: Any) -> None:
+        """Kill a worker; None is nothing to do."""
         if worker is not None:
             worker.kill()
             worker.release()
             with self._lock:
                 self._running.discard(worker)
 
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            workers = list(self._running)
-        for worker in workers:
-            worker.kill()
+    def _drive(self, tasks: "queue.SimpleQueue[Task | None]", ready: "Future[None]") -> None:
+        worker = None
+        try:
+            worker = self.start()
+            ready.set_result(None)
+            while (task := tasks.get()) is not None:
+                if task.is_over():  # it has failed on another sample
+                    continue
+                worker = self._work_off(worker, task) or self._start_ahead()
+        except BaseException as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+        finally:
+            self._end(worker)
+
+    def _start_ahead(self) -> Any:
+        """Start a worker before there is a task for it, so that this does not wait for its start;
+        None if it does not start: `_work_off` tries again, and its task gets the error.
+        """
+        with contextlib.suppress(Exception):
+            return self.start()
+
+    def _work_off(self, worker: Any, task: Task) -> Any:
+        """Work off a task; return the worker, a new one if the given one ended."""
+        try:
+            while task.left and not task.is_over():
+                if worker is None or not worker.is_alive():
+                    self._end(worker)
+                    worker = None
+                    worker = self.start()
+                why = self._feed(worker, task)
+                if why is not None:
+                    self._end(worker)
+                    worker = None
+                    task.note(task.left.popleft(), "error", why)
+        except Exception as error:  # no new worker could start: not the fault of an item
+            task.fail(error)
+        if task.left:  # the worker still has items of a request that failed
+            self._end(worker)
+            return None
+        return worker
+
+    def _feed(self, worker: Any, task: Task) -> str | None:
+        """Have `worker` work on the items that are left; returns None, or what the first one that
+        is left did to the worker.
+        """
+        message, limit_s = task.message(worker, task.left)
+        try:
+            worker.send(message, limit_s)
+            while task.left and not task.is_over():
+                kind, value = worker.receive(limit_s)
+                task.note(task.left.popleft(), kind, value)
+                progress.made()
+        except TimeoutError:
+            return f"it took longer than {self._limit} and was stopped"
+        except WorkerEndedError as error:
+            return f"it ended its process ({error})"
+        return None

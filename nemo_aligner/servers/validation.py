@@ -14,7 +14,6 @@ import numpy as np
 from nemo_aligner.servers.schema import (
     ATTRIBUTES,
     CRITIC_INFER,
-    TEACHER_LOGITS,
     Arrays,
     Endpoint,
     ReplyError,
@@ -31,6 +30,12 @@ _NOT_COMBINED = (
     "trainer.ppo.combine_rm_and_critic_server=False, this one "
     "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with False the reward "
     "model has its own server."
+)
+
+
+_NAN = (
+    "Training on it would destroy the model: look for NaN or infinity in the weights of the "
+    "served one (a diverged training, a damaged checkpoint), or in what the function returns."
 )
 
 
@@ -235,129 +240,83 @@ def validate_reply(
     Raises:
         ReplyError: naming the tensor, the row, what came, and the remedy.
     """
+    other = (
+        "Is another kind of server running at this address? The client expects "
+        f"'{endpoint.name}' there."
+    )
     for spec in endpoint.outputs:
         array = reply.get(spec.name)
         if array is None:
             raise ReplyError(
                 f"the reply has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
-                + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else _other_server(endpoint))
+                + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else other)
             )
         if array.dtype.kind != np.dtype(spec.dtype).kind:
             raise ReplyError(
-                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. "
-                + _other_server(endpoint)
+                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. {other}"
             )
-        if spec == ATTRIBUTES:
-            _validate_attributes(endpoint, array, samples)
-        elif spec.name == "rewards":
-            _validate_rewards(endpoint, array, samples)
-        elif endpoint.name == TEACHER_LOGITS:
-            _validate_logits(endpoint, spec, array, samples)
-        else:
-            _validate_values(endpoint, array, samples, used)
-    if "token_rewards" in reply and endpoint.name != CRITIC_INFER:
-        _validate_token_rewards(reply["token_rewards"], samples)
-
-
-def _validate_logits(
-    endpoint: Endpoint, spec: TensorSpec, array: np.ndarray, samples: int
-) -> None:
-    if array.ndim != 1 + len(spec.shape) or array.shape[0] != samples:
-        raise ReplyError(
-            f"'{spec.name}' has shape {list(array.shape)} for {samples} sample(s) sent; "
-            f"{spec.meaning} is needed. {_other_server(endpoint)}"
-        )
-    bad = np.argwhere(~np.isfinite(array))
-    if len(bad):
-        raise ReplyError(
-            f"'{spec.name}' is {array[tuple(bad[0])]} in sample {bad[0][0]}, token {bad[0][1]}. "
-            "Training on it would destroy the student: look for NaN in the weights of the "
-            "teacher (a diverged training, a damaged checkpoint) and restart its server."
-        )
-
-
-def _other_server(endpoint: Endpoint) -> str:
-    return (
-        "Is another kind of server running at this address? The client expects "
-        f"'{endpoint.name}' there."
-    )
-
-
-def _validate_attributes(endpoint: Endpoint, values: np.ndarray, samples: int) -> None:
-    if values.ndim != 2 or len(values) != samples or not values.size:
-        raise ReplyError(
-            f"'rewards' has shape {list(values.shape)} for {samples} sample(s) sent; "
-            f"[{samples}, A] is needed, the attributes of each sample. {_other_server(endpoint)}"
-        )
-    bad = np.argwhere(~np.isfinite(values))
-    if bad.size:
-        row, column = (int(i) for i in bad[0])
-        raise ReplyError(
-            f"attribute {column} is {values[row, column]} in sample {row}: look for NaN in the "
-            "weights of the served model and serve a good one."
-        )
-
-
-def _validate_rewards(endpoint: Endpoint, rewards: np.ndarray, samples: int) -> None:
-    if rewards.shape != (samples, 1):
-        remedy = _other_server(endpoint)
-        if rewards.ndim == 2 and rewards.shape[0] == samples:
+        if spec.name == "values":
+            _validate_values(array, samples, used, other)
+            continue
+        remedy, single = other, spec.name == "rewards" and spec != ATTRIBUTES
+        fits = array.ndim == 1 + len(spec.shape) and len(array) == samples and array.size
+        if fits and single and array.shape[1] != 1:
+            fits = False
             remedy = (
                 "A reward model with several attributes must merge them into one number per "
                 "sample (model.regression.merge_attributes=True with "
                 "model.regression.attribute_weights)."
             )
-        raise ReplyError(
-            f"'rewards' has shape {list(rewards.shape)} for {samples} sample(s) sent; "
-            f"[{samples}, 1] is needed, one reward per sample. {remedy}"
-        )
-    bad = np.flatnonzero(~np.isfinite(rewards))
-    if bad.size:
-        raise ReplyError(
-            f"'rewards' is {rewards[bad[0], 0]} in sample {bad[0]} ({bad.size} of {samples} "
-            "sample(s) are not finite). Training on it would destroy the policy: look for NaN in "
-            "the weights of the served model (a diverged training, a damaged checkpoint) and "
-            "serve a good one."
-        )
+        if not fits:
+            needed = spec.meaning.replace("[N", f"[{samples}")
+            raise _wrong_shape(spec.name, array, samples, needed, remedy)
+        _check_numbers(spec.name, array, ~np.isfinite(array), _NAN)
+    if "token_rewards" in reply and endpoint.name != CRITIC_INFER:
+        rewards = reply["token_rewards"]
+        if rewards.dtype.kind != "f" or rewards.ndim != 2 or rewards.shape[0] != samples:
+            needed = "float32 [N, S], NaN at tokens without a reward"
+            raise _wrong_shape("token_rewards", rewards, samples, needed, other)
+        _check_numbers("token_rewards", rewards, np.isinf(rewards), _NAN)
 
 
-def _validate_token_rewards(rewards: np.ndarray, samples: int) -> None:
-    """NaN is no reward; infinity is an error."""
-    if rewards.dtype.kind != "f" or rewards.ndim != 2 or rewards.shape[0] != samples:
+def _wrong_shape(
+    name: str, array: np.ndarray, samples: int, needed: str, remedy: str
+) -> ReplyError:
+    return ReplyError(
+        f"'{name}' came as {array.dtype} of shape {list(array.shape)} for {samples} sample(s) "
+        f"sent; {needed} is needed. {remedy}"
+    )
+
+
+def _check_numbers(name: str, array: np.ndarray, bad: np.ndarray, remedy: str) -> None:
+    """Raise if there are `bad` numbers, of the shape of `array` or its first columns."""
+    places = np.argwhere(bad)
+    if len(places):
+        row, *rest = places[0]
+        column = f", column {rest[0]}" if array.shape[1:] != (1,) and rest else ""
         raise ReplyError(
-            f"'token_rewards' came as {rewards.dtype} {list(rewards.shape)} for {samples} "
-            f"sample(s) sent; float32 [{samples}, S] is needed, NaN at tokens without a reward."
-        )
-    bad = np.argwhere(np.isinf(rewards))
-    if bad.size:
-        row, column = (int(i) for i in bad[0])
-        raise ReplyError(
-            f"'token_rewards' is {rewards[row, column]} in sample {row}, column {column}. Look "
-            "for infinity in the weights of the served model or in what the function returns."
+            f"'{name}' is {array[tuple(places[0])]} in sample {row}{column} "
+            f"({len(set(places[:, 0]))} of {len(array)} have such numbers). {remedy}"
         )
 
 
 def _validate_values(
-    endpoint: Endpoint, values: np.ndarray, samples: int, used: np.ndarray | None
+    values: np.ndarray, samples: int, used: np.ndarray | None, other: str
 ) -> None:
     columns = 0
     if used is not None and used.any():
         columns = int(np.flatnonzero(used.any(axis=0))[-1]) + 1
     if values.ndim != 2 or values.shape[0] != samples or values.shape[1] < columns:
-        raise ReplyError(
-            f"'values' has shape {list(values.shape)} for {samples} sample(s) sent; "
-            f"[{samples}, at least {columns}] is needed, one value per token. "
-            f"{_other_server(endpoint)}"
-        )
-    if used is None or not columns:
-        return
-    bad = np.argwhere(used[:, :columns] & ~np.isfinite(values[:, :columns]))
-    if bad.size:
-        row, column = (int(i) for i in bad[0])
-        raise ReplyError(
-            f"'values' is {values[row, column]} in sample {row}, column {column}, inside the "
-            "response. Look for NaN in the critic's weights (a diverged training: lower "
-            "model.optim.lr) and restart it from a good checkpoint."
+        needed = f"[{samples}, at least {columns}], one value per token,"
+        raise _wrong_shape("values", values, samples, needed, other)
+    if used is not None:
+        bad = used[:, :columns] & ~np.isfinite(values[:, :columns])
+        _check_numbers(
+            "values",
+            values,
+            bad,
+            "Look for NaN in the critic's weights (a diverged training: lower model.optim.lr) and "
+            "restart it from a good checkpoint.",
         )
 
 
@@ -372,7 +331,8 @@ def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
         if array is None or array.size == 0 or array.dtype.kind not in "fiub":
             raise ReplyError(
                 f"the reply has no number '{spec.name}' ({spec.meaning}), only {sorted(reply)}: "
-                f"whether '{endpoint.name}' was carried out is unknown. {_other_server(endpoint)}"
+                f"whether '{endpoint.name}' was carried out is unknown. Is another kind of server "
+                "running at this address?"
             )
         if not np.isfinite(array).all():
             raise ReplyError(

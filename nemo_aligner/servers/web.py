@@ -21,7 +21,7 @@ from nemo_aligner.config.server_rules import RewardServersSpec
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import LostPeerError, ServerRequestError, one_line
 from nemo_aligner.servers.exchange import token_header
-from nemo_aligner.servers.worker import ALL_COLUMNS, BadScoreError, Outcome, Sample, read_score
+from nemo_aligner.servers.worker import ALL_COLUMNS, BadValueError, Outcome, Sample, read_score
 
 MAX_LOST = 3  # servers that end or fall silent with the same samples, which may be the reason
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
@@ -126,23 +126,14 @@ def error_text(content: bytes) -> str:
 
 
 class RewardServers:
-    """Web servers in place of `Workers`; samples wait for them up to `init_timeout_s`."""
-
-    described = ("lengths", ALL_COLUMNS)
+    """Web servers in place of a function; samples wait for them up to `init_timeout_s`."""
 
     def __init__(self, spec: RewardServersSpec, init_timeout_s: float):
         self.spec, self.init_timeout_s = spec, init_timeout_s
-        self.closed = threading.Event()
         self._firsts = itertools.cycle(range(len(spec.urls)))
 
-    def start(self) -> "UrlWorker":
+    def worker(self) -> "UrlWorker":
         return UrlWorker(self, next(self._firsts))
-
-    def end(self, worker: Any) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        self.closed.set()
 
 
 class UrlWorker:
@@ -150,7 +141,17 @@ class UrlWorker:
 
     def __init__(self, servers: RewardServers, first: int):
         self._servers, self._place = servers, first
+        self._closed = threading.Event()
         self._outcomes: deque[Outcome] = deque()
+
+    def load(self) -> tuple[str, str]:
+        return "lengths", ALL_COLUMNS
+
+    def kill(self) -> None:
+        self._closed.set()
+
+    def release(self) -> None:
+        """Nothing to do."""
 
     def is_alive(self) -> bool:
         return True
@@ -160,8 +161,8 @@ class UrlWorker:
         try:
             scores = _scores_in(self._reply(samples, timeout_s * len(samples)))
             if len(scores) != len(samples):
-                raise BadScoreError(f"it gave {len(scores)} scores for {len(samples)} samples")
-        except (NoReplyError, BadScoreError) as error:
+                raise BadValueError(f"it gave {len(scores)} scores for {len(samples)} samples")
+        except (NoReplyError, BadValueError) as error:
             self._outcomes.extend([("error", str(error).rstrip("."))] * len(samples))
         else:
             self._outcomes.extend(map(_outcome, scores, samples))
@@ -181,7 +182,7 @@ class UrlWorker:
                 if not error.may_pass or lost == MAX_LOST:
                     raise
                 waited = time.monotonic() - begin
-                if waited > servers.init_timeout_s or servers.closed.is_set():
+                if waited > servers.init_timeout_s or self._closed.is_set():
                     raise LostPeerError(
                         f"{spec} did not reply for {waited:.0f} s: {error} Check "
                         f"{spec.setting}, or start it again, and then this job."
@@ -191,7 +192,7 @@ class UrlWorker:
             progress.made()
             self._place = (self._place + 1) % len(spec.urls)
             if tries % len(spec.urls) == 0:
-                servers.closed.wait(pause)
+                self._closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise AssertionError("the loop does not end")
 
@@ -211,7 +212,7 @@ def _fields(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _scores_in(content: bytes) -> list[Any]:
-    """The scores in a reply, a list or an object with one; `BadScoreError` if there are none."""
+    """The scores in a reply, a list or an object with one; `BadValueError` if there are none."""
     try:
         reply = json.loads(content)
     except ValueError:
@@ -222,7 +223,7 @@ def _scores_in(content: bytes) -> list[Any]:
         reply = [reply]
     if not isinstance(reply, list):
         said = one_line(error_text(content)) or "nothing"
-        raise BadScoreError(f"it gave no list of scores ({' or '.join(SCORES)}), but {said}")
+        raise BadValueError(f"it gave no list of scores ({' or '.join(SCORES)}), but {said}")
     return reply
 
 
@@ -231,6 +232,6 @@ def _outcome(score: Any, sample: Sample) -> Outcome:
     if count is None and isinstance(score, list) and len(score) == 1:
         (score,) = score
     try:
-        return "score", read_score([score], count)
-    except BadScoreError as error:
+        return "value", read_score([score], count)
+    except BadValueError as error:
         return "error", str(error)

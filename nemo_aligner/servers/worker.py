@@ -1,22 +1,30 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The program that runs a user's reward function, one process per worker of `reward_function.py`.
+"""The program that runs code of a user, one process per worker of `user_code.py`: a reward
+function, or the class of an environment.
 
-    python worker.py FILE FUNCTION REQUESTS_FD REPLIES_FD PARENT_PID
+    python worker.py FILE KIND NAME REQUESTS_FD REPLIES_FD PARENT_PID
 
 It is started as a script and needs only the standard library, so that a worker starts in a moment,
 also after its predecessor was killed. Lines of JSON go through the two pipes:
 
-    worker -> server    ["ready", columns] or ["error", text] once, after loading
-    server -> worker    [[prompt, response, length, count, values of the columns], ...]
-    worker -> server    ["score", value] or ["error", text] for each sample, in order, at once
+    worker -> job    ["ready", what is told of the code] or ["error", text] once, after loading
+    job -> worker    [item, ...]
+    worker -> job    ["value", value] or ["error", text] for each item, in order, at once
 
-`columns` are those of a prompt's record that the function asks for by its parameters
-(`columns_of`), after the name of the parameter that gets the lengths. The value is a number; with
-a `count`, which is null for one reward per response, a list of so many numbers, for the steps or
-tokens of the response.
+The item of a function is a `Sample`. Its value is a number; with a `count`, which is null for one
+reward per response, a list of so many numbers, for the steps or tokens of the response. What is
+told of a function is the name of the parameter that gets the lengths, and the columns of a
+prompt's record that it asks for by its parameters (`columns_of`).
 
-The server sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
+The item of a class is [ended, conversation, seed, prompt, responses], with all responses of the
+conversation so far, and asks for the reply to the last one, [observation, reward, done]. The state
+of a conversation is kept from one item to the next; a worker that does not have it, since its
+predecessor was killed, plays the conversation again. `ended` lists conversations whose state may
+be dropped. Python's `random` has a stream of its own in each conversation, so that a run can be
+repeated.
+
+The job sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
 (`worker_keeper.py`), which bounds what it prints and kills what it has started.
 """
 
@@ -28,11 +36,12 @@ import io
 import json
 import math
 import os
+import random
 import reprlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -40,6 +49,14 @@ from typing import Any, TextIO
 ERROR_CHARACTERS = 4000
 LARGEST_FLOAT32 = 3.4028234663852886e38
 ALL_COLUMNS = "**"
+METHODS = {"reset": ("prompt",), "step": ("state", "response")}  # of an environment
+
+# Prompt, response, its length, how many rewards it needs (None: one for the whole), and columns.
+Sample = tuple[str, str, int, int | None, Mapping[str, Any]]
+# What goes back for an item: "value" or "error", and a JSON value.
+Outcome = tuple[str, Any]
+# What replies to an item with its value.
+Call = Callable[[Any], Any]
 
 
 class LoadError(Exception):
@@ -47,31 +64,10 @@ class LoadError(Exception):
 
 
 def main() -> None:
-    """Load the function, then score samples until the server closes the pipe."""
-    run(load_function, score_samples, lambda loaded: [_third(loaded), *columns_of(loaded)])
-
-
-# Prompt, response, its length, how many rewards it needs (None: one for the whole), and columns.
-Sample = tuple[str, str, int, int | None, Mapping[str, Any]]
-# What goes back for a message: its kind and a JSON value.
-Outcome = tuple[str, Any]
-
-
-def run(
-    load: Callable[[str, str], Any],
-    respond: Callable[[Any, str, Any], Iterable[Outcome]],
-    describe: Callable[[Any], Any] = lambda loaded: None,
-) -> None:
-    """Load the user's code, then respond to messages until the other side closes the pipe.
-
-    Args:
-        load: (path, name) to what is used of the file; may raise `LoadError`.
-        respond: (what was loaded, path, message) to the replies.
-        describe: what was loaded, to what the other side is told of it.
-    """
+    """Load the user's code, then respond to items until the other side closes the pipe."""
     del sys.path[0]  # where Python put this script's folder
-    path, name = sys.argv[1:3]
-    requests_fd, replies_fd, parent = map(int, sys.argv[3:6])
+    path, kind, name = sys.argv[1:4]
+    requests_fd, replies_fd, parent = map(int, sys.argv[4:7])
     _end_with(parent)
     _prefer_for_out_of_memory_kill()
     for number in (requests_fd, replies_fd):
@@ -82,17 +78,27 @@ def run(
     requests = os.fdopen(requests_fd, "r", encoding="ascii")
     replies = os.fdopen(replies_fd, "w", encoding="ascii")
     try:
-        loaded = load(path, name)
+        call, told = (load_function if kind == "function" else load_environment)(path, name)
     except LoadError as error:
         _send(replies, "error", str(error))
         return
-    _send(replies, "ready", describe(loaded))
+    _send(replies, "ready", told)
     own_pid = os.getpid()
     for line in requests:
-        for outcome in respond(loaded, path, json.loads(line)):
+        for item in json.loads(line):
+            outcome = _respond(call, item, path)
             if os.getpid() != own_pid:
                 os._exit(1)  # the function forked, and its child came back here
             _send(replies, *outcome)
+
+
+def _respond(call: Call, item: Any, path: str) -> Outcome:
+    try:
+        return "value", call(item)
+    except BadValueError as error:
+        return "error", str(error)
+    except BaseException as error:  # sys.exit() in a function fails its sample
+        return "error", f"it raised:\n{format_error(error, path)}"
 
 
 def _send(replies: TextIO, kind: str, value: Any) -> None:
@@ -142,18 +148,20 @@ def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) 
     return found
 
 
-def load_function(path: str, name: str) -> Callable[..., Any]:
-    """The callable `name` of the file at `path`; `LoadError` if it cannot be called as it must."""
+def load_function(path: str, name: str) -> tuple[Call, Any]:
+    """What scores a `Sample` by the function `name` of the file at `path`, and what is told of it;
+    `LoadError` if it cannot be called as it must.
+    """
     function = load_named(path, name, "function", inspect.isfunction)
     if not callable(function):
         raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
         raise LoadError(f"'{name}' is an async function; write it as a plain one")
+    columns = columns_of(function)
     try:
-        columns: dict[str, Any] = {
-            name: [] for name in columns_of(function) if name != ALL_COLUMNS
-        }
-        inspect.signature(function).bind([], [], [], **columns)
+        inspect.signature(function).bind(
+            [], [], [], **{column: [] for column in columns if column != ALL_COLUMNS}
+        )
     except TypeError as error:
         raise LoadError(
             f"'{name}{inspect.signature(function)}' cannot be called as {name}(prompts, "
@@ -161,7 +169,13 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
         ) from None
     except ValueError:
         pass  # some functions written in C have no signature: the first sample shows
-    return function
+
+    def score(sample: Sample) -> float | list[float]:
+        prompt, response, length, count, record = sample
+        others = {name: [value] for name, value in record.items()}
+        return read_score(function([prompt], [response], [length], **others), count)
+
+    return score, ["".join(_positional(function)[2:3]), *columns]
 
 
 def columns_of(function: Callable[..., Any]) -> list[str]:
@@ -172,27 +186,21 @@ def columns_of(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         return []
-    kinds = inspect.Parameter
-    given = _positional(function)[:3]
-    asked = [p for p in parameters if p not in given and p.kind != kinds.VAR_POSITIONAL]
+    kinds, given = inspect.Parameter, _positional(function)[:3]
     return [
         ALL_COLUMNS if p.kind == kinds.VAR_KEYWORD else p.name
-        for p in asked
-        if p.default is p.empty
+        for p in parameters
+        if p.default is p.empty and p.kind != kinds.VAR_POSITIONAL and p.name not in given
     ]
 
 
-def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    return [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
-
-
-def _third(function: Callable[..., Any]) -> str:
-    """The name of the parameter that gets the lengths; "" if it has none of its own."""
+def _positional(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that may be given by place; none without a signature."""
     try:
-        return "".join(p.name for p in _positional(function)[2:3])
+        parameters = inspect.signature(function).parameters.values()
     except ValueError:
-        return ""
+        return []
+    return [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
 
 
 def format_error(error: BaseException, path: str) -> str:
@@ -209,21 +217,8 @@ def format_error(error: BaseException, path: str) -> str:
 # ---- scoring ----
 
 
-class BadScoreError(Exception):
-    """The function did not return the numbers of a sample; the message shows what it returned."""
-
-
-def score_samples(function: Callable[..., Any], path: str, samples: Any) -> Iterable[Outcome]:
-    """Yield ("score", value) or ("error", why there is none) of each `Sample`."""
-    for prompt, response, length, count, columns in samples:
-        others = {name: [value] for name, value in columns.items()}
-        try:
-            returned = function([prompt], [response], [length], **others)
-            yield "score", read_score(returned, count)
-        except BadScoreError as error:
-            yield "error", str(error)
-        except BaseException as error:  # sys.exit() in a function fails its sample
-            yield "error", f"it raised:\n{format_error(error, path)}"
+class BadValueError(Exception):
+    """The code did not return what it should; the message shows what it returned."""
 
 
 def read_score(returned: Any, count: int | None) -> float | list[float]:
@@ -231,25 +226,25 @@ def read_score(returned: Any, count: int | None) -> float | list[float]:
     a `count`, for steps or tokens, of one sequence of so many.
 
     Raises:
-        BadScoreError: it is something else, or not finite in float32.
+        BadValueError: it is something else, or not finite in float32.
     """
     wanted = "one number" if count is None else f"a list of {count} numbers"
     if not _is_sequence(returned):
-        raise BadScoreError(f"it returned {brief(returned)}, not a list with {wanted} per sample")
+        raise BadValueError(f"it returned {brief(returned)}, not a list with {wanted} per sample")
     values = list(returned)
     if len(values) != 1:
-        raise BadScoreError(f"it returned {len(values)} scores for 1 sample: {brief(returned)}")
+        raise BadValueError(f"it returned {len(values)} scores for 1 sample: {brief(returned)}")
     (score,) = values
     if count is None:
         return finite_number(score, returned)
     if not _is_sequence(score):
-        raise BadScoreError(
+        raise BadValueError(
             f"it returned {brief(returned)}, whose item is a {type(score).__name__}, not {wanted} "
             "(rewards_per)"
         )
     numbers = [finite_number(value, returned) for value in score]
     if len(numbers) != count:
-        raise BadScoreError(
+        raise BadValueError(
             f"it returned {len(numbers)} rewards for a response of {count} "
             f"(rewards_per): {brief(returned)}"
         )
@@ -262,12 +257,12 @@ def _is_sequence(value: Any) -> bool:
 
 def finite_number(value: Any, scores: Any) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise BadScoreError(
+        raise BadValueError(
             f"it returned {brief(scores)}, whose score is a {type(value).__name__}, not a number"
         )
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_FLOAT32:
-        raise BadScoreError(
+        raise BadValueError(
             f"it returned {brief(scores)}, which is not a finite number in float32"
         )
     return number
@@ -277,6 +272,98 @@ def brief(value: Any) -> str:
     short = reprlib.Repr()
     short.maxother = short.maxstring = 100
     return short.repr(value)
+
+
+# ---- environments ----
+
+
+def load_environment(path: str, name: str) -> tuple[Call, None]:
+    """What replies in conversations by the class `name` of the file at `path`.
+
+    Raises:
+        LoadError: the file cannot be run, holds no such class, or the class lacks a method or
+            cannot be constructed without arguments.
+    """
+    cls = load_named(path, name, "class", inspect.isclass)
+    if not inspect.isclass(cls):
+        raise LoadError(f"'{name}' is a {type(cls).__name__}, not a class")
+    for method, arguments in METHODS.items():
+        wanted = f"{method}(self, {', '.join(arguments)})"
+        function = getattr(cls, method, None)
+        if not callable(function):
+            raise LoadError(f"the class '{name}' has no method {wanted}")
+        if inspect.iscoroutinefunction(function):
+            raise LoadError(f"{name}.{method} is an async method; write it as a plain one")
+        try:
+            inspect.signature(function).bind(None, *arguments)
+        except TypeError as error:
+            raise LoadError(f"{name}.{method} cannot be called as {wanted}: {error}") from None
+    try:
+        return Conversations(cls()).reply, None
+    except BaseException as error:
+        raise LoadError(f"{name}() raised:\n{format_error(error, path)}") from None
+
+
+class Conversations:
+    """The conversations with `environment`, an object with the methods of `METHODS`."""
+
+    def __init__(self, environment: Any):
+        self._environment = environment
+        # By conversation: its state, that of `random`, and how many responses it has seen.
+        self._open: dict[int, tuple[Any, Any, int]] = {}
+
+    def reply(self, item: list[Any]) -> tuple[str, float, bool]:
+        ended, conversation, seed, prompt, responses = item
+        for number in ended:
+            self._open.pop(number, None)
+        known = self._open.pop(conversation, None)
+        if known is None or known[2] != len(responses) - 1:
+            random.seed(seed % 2**64)
+            state, seen = self._environment.reset(prompt), 0
+        else:
+            state, stream, seen = known
+            random.setstate(stream)
+        for number, response in enumerate(responses[seen:], seen + 1):
+            observation, reward, done = checked_reply(self._environment.step(state, response))
+            if done and number < len(responses):
+                raise BadValueError(
+                    f"it ended a conversation after {number} responses that it had continued when "
+                    "it was played first: its replies must depend on prompt, responses and "
+                    "Python's random alone"
+                )
+        if not done:
+            self._open[conversation] = state, random.getstate(), len(responses)
+        return observation, reward, done
+
+
+def checked_reply(returned: Any) -> tuple[str, float, bool]:
+    """What `step` returned: an observation, a reward and whether the conversation is over.
+
+    Raises:
+        BadValueError: it is something else, or the reward is not finite in float32.
+    """
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        raise BadValueError(
+            f"step returned {brief(returned)}, not (observation, reward, done): a text, a number, "
+            "True or False"
+        )
+    observation, reward, done = returned
+    if not hasattr(done, "__bool__") or str(done) not in ("True", "False"):
+        raise BadValueError(f"step returned {brief(returned)}, whose done is not True or False")
+    done = bool(done)
+    if observation is None and done:
+        observation = ""
+    if not isinstance(observation, str):
+        raise BadValueError(
+            f"step returned {brief(returned)}, whose observation is a "
+            f"{type(observation).__name__}, not a text"
+        )
+    if not observation and not done:
+        raise BadValueError(
+            f"step returned {brief(returned)}: an empty observation, though the conversation goes "
+            "on; the policy would have nothing to read"
+        )
+    return observation, finite_number(reward, returned), done
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def code_reward_server(
 
 
 def reward_client(port, tokenizer=None, init_timeout_s=20):
-    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+    from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 
     address = {"name": "reward_model", "ip": "127.0.0.1", "port": port}
     cfg = {

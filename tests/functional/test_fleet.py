@@ -21,7 +21,7 @@ from nemo_aligner.servers import exchange
 from nemo_aligner.servers import fleet as fleet_module
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
 from tests.functional.toy_reward_server import (

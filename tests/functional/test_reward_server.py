@@ -121,7 +121,7 @@ def through_client(
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as
     `infer` pads with eos.
     """
-    from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+    from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 
     client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
     try:

@@ -27,7 +27,7 @@ from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import connection
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
+from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
 from tests.functional.critic_job import NAP, CriticJob
 from tests.patience import patience
 
@@ -267,7 +267,7 @@ def infer_request(rows, token=1):
 
 
 def send(job, request, limit_s=60):
-    return Exchange("127.0.0.1", job.port, token_header(TOKEN)).run(request, patience(limit_s))
+    return Exchange(Peer("127.0.0.1", job.port, TOKEN)).run(request, patience(limit_s))
 
 
 @pytest.mark.parametrize("token", [TOKEN, None])
@@ -360,7 +360,7 @@ def test_strangers_neither_train_nor_save(job, monkeypatch):
     client = actor(job)  # the next one need not wait
     assert client.status()["actor_step"] == 7
     mine = {"NeMo-Aligner-Lease": client.communicator.connections["critic_train"]._lease.id}
-    holder = Exchange("127.0.0.1", job.port, {**token_header(TOKEN), **mine})
+    holder = Exchange(Peer("127.0.0.1", job.port, TOKEN), mine)
     for request, words in (
         (train_request(b"x" * 10**6), "65536|64 ASCII"),
         (train_request(returns=1e18), "'returns' is 9.99.*e\\+17"),

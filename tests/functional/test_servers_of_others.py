@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import critic_client, fleet, http_communicator
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.reward_client import RemoteGPTRMClient
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional import test_ppo_job, test_rs_job
 from tests.functional.critic_job import TinyTokenizer
 from tests.functional.jobs import assert_ended_well, read_metrics

@@ -59,9 +59,9 @@ class TritonProcess:
             )
 
     def is_ready(self) -> bool:
-        from nemo_aligner.servers.exchange import http_status
+        from nemo_aligner.servers.exchange import Peer
 
-        return http_status("127.0.0.1", self.port, f"/v2/models/{self.model}/ready", 2.0) == 200
+        return Peer("127.0.0.1", self.port).status(f"/v2/models/{self.model}/ready", 2.0) == 200
 
     def wait_until_ready(self, limit_s: float = 60.0) -> None:
         """Return once the last endpoint is served."""

@@ -18,7 +18,7 @@ from nemo_aligner.config.server_rules import RewardModelSpec, read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
 from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access
-from nemo_aligner.servers.exchange import Exchange, InferRequest, token_header
+from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
@@ -224,8 +224,8 @@ def test_a_handler_that_fails_says_so_and_the_next_request_is_served():
     request = InferRequest("reward_model", SCORING)
     with contextlib.closing(AsgiFront([(REWARD, fail_once)], Access())) as front:
         with pytest.raises(Exception, match="ArithmeticError: no such sum"):
-            Exchange(*front.address).run(request, patience(20))
-        assert Exchange(*front.address).run(request, patience(20))["rewards"].shape == (2, 1)
+            Exchange(Peer(*front.address)).run(request, patience(20))
+        assert Exchange(Peer(*front.address)).run(request, patience(20))["rewards"].shape == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
 def test_a_front_that_has_ended_is_a_failure():
     front = AsgiFront([(REWARD, score)], Access(TOKEN))
     assert front.host.failure() is None
-    assert Exchange(*front.address, token_header(TOKEN)).run(
+    assert Exchange(Peer(*front.address, TOKEN)).run(
         InferRequest("reward_model", SCORING), patience(20)
     )
     front.close()

@@ -152,7 +152,7 @@ def test_a_machine_that_starts_no_more_processes_is_an_error(tmp_path, monkeypat
         raise BlockingIOError("no more processes")
 
     with environment(tmp_path, workers=1, fallback=-1.0) as played:
-        monkeypatch.setattr(user_code.Workers, "start", start)
+        monkeypatch.setattr(user_code.Pool, "start", start)
         assert ask(played, 0, "die") == ("", -1.0, True)
         played.submit(1, 1, ids("start"), (ids("a"),))
         with pytest.raises(UserError, match="cannot be started .BlockingIOError"):

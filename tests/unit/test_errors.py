@@ -16,8 +16,9 @@ from nemo_aligner.core.errors import (
     cause_of,
     one_line,
 )
-from nemo_aligner.servers import exchange
-from nemo_aligner.servers.exchange import INSTANCE_HEADER, ModelProbe
+from nemo_aligner.servers import served_model
+from nemo_aligner.servers.exchange import INSTANCE_HEADER, Peer
+from nemo_aligner.servers.served_model import ModelProbe
 from tests.patience import patience, wait_until
 from tests.scripted_server import ScriptedServer
 
@@ -76,27 +77,27 @@ def reply(status, text="", own=False):
 
 def test_a_server_of_this_package_says_at_once_what_it_has():
     with ScriptedServer(ready=200) as server:
-        probe = ModelProbe("127.0.0.1", server.port, "x", "cfg.name", None)
-        assert probe.status(patience(5)) == 200 and probe.unknown is None
+        probe = ModelProbe(Peer("127.0.0.1", server.port), "x", "cfg", "cfg.name")
+        assert probe.status(patience(5)) == 200 and probe.unusable is None
         text = "Request for unknown model: nothing at '/v2/models/x/ready'; it serves a, b"
         server.replies = {b"/v2/models/x/ready": reply(404, text, own=True)}
         assert probe.status(patience(5)) == 404
-        assert probe.unknown == (
+        assert probe.unusable == (
             f"the server at 127.0.0.1:{server.port} serves no model 'x'; it serves a, b. Correct "
             "cfg.name, or the server's own setting."
         )
-    assert probe.status(patience(5)) is None and probe.unknown is None
+    assert probe.status(patience(5)) is None and probe.unusable is None
 
 
 def test_a_server_of_others_gets_time_to_load(monkeypatch):
     grace = patience(1.0)  # once: it changes with the load
-    monkeypatch.setattr(exchange, "UNKNOWN_MODEL_S", grace)
+    monkeypatch.setattr(served_model, "UNKNOWN_MODEL_S", grace)
     with ScriptedServer(ready=200) as server:
         server.replies = {b"/v2/models/x/ready": reply(400, "unknown")}
-        probe = ModelProbe("127.0.0.1", server.port, "x", "cfg.name", None)
+        probe = ModelProbe(Peer("127.0.0.1", server.port), "x", "cfg", "cfg.name")
         start = time.monotonic()
-        wait_until(lambda: probe.status(patience(5)) == 400 and probe.unknown, 20)
+        wait_until(lambda: probe.status(patience(5)) == 400 and probe.unusable, 20)
         assert time.monotonic() - start >= grace
-        assert "has been ready without one for" in probe.unknown and "cfg.name" in probe.unknown
+        assert "has been ready without one for" in probe.unusable and "cfg.name" in probe.unusable
         server.ready = 503  # it is not ready itself
-        assert probe.status(patience(5)) == 400 and probe.unknown is None
+        assert probe.status(patience(5)) == 400 and probe.unusable is None

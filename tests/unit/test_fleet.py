@@ -19,7 +19,7 @@ from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
-from nemo_aligner.servers.reward_client import send_to_fleets
+from nemo_aligner.servers.scoring_clients import send_to_fleets
 from tests.cases import some_of
 from tests.patience import patience, wait_until
 from tests.scripted_server import ScriptedServer, answer, closed_port, failure, http, slowly
@@ -440,7 +440,7 @@ def test_a_request_that_does_not_fit_is_not_sent():
 def test_the_kernel_noticing_a_lost_peer_is_no_time_out(monkeypatch):
     """ETIMEDOUT of a keep-alive is a TimeoutError in Python, as is our own time limit."""
     with ScriptedServer() as server:
-        sending = exchange.Exchange("127.0.0.1", server.port)
+        sending = exchange.Exchange(exchange.Peer("127.0.0.1", server.port))
         request = exchange.InferRequest("reward_model", {"tokens": np.ones((1, 3), np.int64)})
 
         def lost(*_):

@@ -21,7 +21,7 @@ from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import front as front_module
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import LeaseTakenError, ServerConnection
-from nemo_aligner.servers.exchange import Exchange, InferRequest, http_status
+from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer
 from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
@@ -156,7 +156,7 @@ def test_triton_gets_a_request_without_its_tensors(triton_front, triton):
         request = InferRequest(
             "critic_infer", {"tokens": tokens, "sequence_lengths": tokens[:, :1]}
         )
-        reply = Exchange(*triton_front.address).run(request, patience(20))
+        reply = Exchange(Peer(*triton_front.address)).run(request, patience(20))
         assert sorted(reply) == ["rewards", "values"]
         assert np.array_equal(reply["values"], tokens.astype(np.float32))
         method, path, body = triton.seen.pop()
@@ -221,7 +221,7 @@ def test_requests_in_line_are_told_that_the_server_stops(triton, monkeypatch):
         assert not first.done()
         release.set()
         assert first.result(patience(20))[0] == 200
-    late = front._direct.submit("critic_infer", {}, b"", large=False)
+    late = front.admission.replies.submit("critic_infer", {}, b"", 0)
     assert late.result(0)[0] == 503
     front.wait_for_replies(patience(20))
     assert not front._passing
@@ -362,11 +362,11 @@ def test_clients_send_the_token_and_say_which_one_is_asked_for(make_front, trito
     """A request, a communicator and a fleet, with the right token and with others."""
     with contextlib.closing(make_front(triton, TOKEN)) as front:
         address = front.address
-        assert http_status(*address, "/v2", patience(20), TOKEN) == 200
-        assert http_status(*address, "/v2", patience(20)) == 401
+        assert Peer(*address, TOKEN).status("/v2", patience(20)) == 200
+        assert Peer(*address).status("/v2", patience(20)) == 401
         request = InferRequest("critic_infer", {"x": np.zeros(1)})
         with pytest.raises(ServerRequestError, match="asks for a token"):
-            Exchange(*address).run(request, patience(20))
+            Exchange(Peer(*address)).run(request, patience(20))
         for token, words in ((None, "this job has none"), ("x" * 16, "another one")):
             expected = f"{words}.*NEMO_ALIGNER_TOKEN, or remote_critic_rm.token_file"
             with HTTPCommunicator(token=token) as communicator:
@@ -454,16 +454,16 @@ def test_clients_without_a_lease_where_they_are_welcome(make_front, triton):
 
 
 def test_a_lease_whose_first_request_is_lost_is_asked_for_again(front, monkeypatch):
-    lost, connect = [], connection_module.make_connection
+    lost, ask_for_it = [], Peer.ask
 
-    def flaky(host, port, *rest):
-        if not lost:
-            lost.append(port)
-            port = find_free_port()  # nobody listens
-        return connect(host, port, *rest)
+    def flaky(peer, *rest):
+        if lost:
+            return ask_for_it(peer, *rest)
+        lost.append(peer)
+        raise ConnectionRefusedError
 
-    monkeypatch.setattr(connection_module, "make_connection", flaky)
-    connection = ServerConnection(*front.address, patience(20), "x")
+    monkeypatch.setattr(Peer, "ask", flaky)
+    connection = ServerConnection(Peer(*front.address), patience(20), "x")
     connection.take_lease()
     assert lost and save(front, connection._lease.id)[0] == 200
     connection.close()
@@ -474,7 +474,7 @@ def test_a_client_takes_renews_and_gives_back_its_lease(front, monkeypatch):
     monkeypatch.setattr(connection_module, "RENEWAL_S", 0.05)
     monkeypatch.setattr(connection_module, "LEASE_S", 3.0)
     monkeypatch.setattr(admission, "LEASE_S", 3.0)
-    connections = [ServerConnection(*front.address, patience(20), "x") for _ in range(2)]
+    connections = [ServerConnection(Peer(*front.address), patience(20), "x") for _ in range(2)]
     first, second = connections
     first.take_lease()
     time.sleep(3.5)

@@ -16,6 +16,7 @@ from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers import http_communicator, schema
 from nemo_aligner.servers.connection import RESTART_REMEDY, ServerConnection
+from nemo_aligner.servers.exchange import Peer
 from nemo_aligner.servers.futures import PendingReply, SentRequest
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.validation import validate_reply
@@ -38,7 +39,7 @@ class Client:
 
     def __init__(self, server, inference_timeout_s=2 * HANG_S):
         self.connection = ServerConnection(
-            "127.0.0.1", server.port, inference_timeout_s, "remote_critic_rm"
+            Peer("127.0.0.1", server.port), inference_timeout_s, "remote_critic_rm"
         )
 
     def __enter__(self):

@@ -31,7 +31,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
 )
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.schema import ReplyError, RequestError
-from nemo_aligner.servers.teacher_client import TeacherLogits
+from nemo_aligner.servers.scoring_clients import TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
 from nemo_aligner.training.timers import ScopedTimer
 from tests.oracles import trl_jsd
@@ -294,7 +294,7 @@ def test_what_a_teacher_refuses(models):
     [
         (lambda r: r.pop("topk_token_ids"), "has no tensor 'topk_token_ids'"),
         (lambda r: r.update(topk_logits=r["topk_logits"][:1]), r"shape \[1, 3, 5\] for 2 sample"),
-        (lambda r: r["topk_logits"].__setitem__((1, 2, 0), np.nan), "nan in sample 1, token 2"),
+        (lambda r: r["topk_logits"].__setitem__((1, 2, 0), np.nan), "nan in sample 1, column 2"),
         (lambda r: r.update(topk_token_ids=r["topk_logits"]), "came as float32, not"),
     ],
 )

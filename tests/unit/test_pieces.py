@@ -159,7 +159,7 @@ def test_pieces_of_a_client_that_is_gone_are_dropped():
 
 
 def test_after_a_request_was_given_up_its_next_piece_is_not_sent():
-    given_up = exchange.Exchange("127.0.0.1", 1)
+    given_up = exchange.Exchange(exchange.Peer("127.0.0.1", 1))
     given_up.abort()
     (sent,) = fit_requests(SERVED, TRAIN, request())
     with pytest.raises(exchange.ConnectionLostError, match="the request was given up") as caught:

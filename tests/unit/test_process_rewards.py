@@ -17,7 +17,6 @@ from nemo_aligner.config.server_rules import check_kind_of_rewards
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token, sums_of_steps
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.servers.reward_client import RMFutureResult
 from nemo_aligner.servers.reward_function import (
     RewardFunction,
     RewardFunctionError,
@@ -26,6 +25,7 @@ from nemo_aligner.servers.reward_function import (
     steps_of,
 )
 from nemo_aligner.servers.schema import ReplyError, reward_model_endpoint
+from nemo_aligner.servers.scoring_clients import RMFutureResult
 from nemo_aligner.servers.validation import validate_reply
 from tests.ppo_fakes import make_trainer
 from tests.unit.test_ppo_data import ROWS, STAND_IN, WIDTH, scored_rollout

@@ -308,8 +308,8 @@ def test_a_worker_that_was_ended_is_replaced_before_the_next_request(naughty):
 
 
 def test_what_is_left_of_a_failed_request_ends_no_worker(naughty, monkeypatch):
-    starts, start = [], naughty._processes.start
-    monkeypatch.setattr(naughty._processes, "start", lambda: starts.append(1) or start())
+    starts, start = [], naughty._pool.start
+    monkeypatch.setattr(naughty._pool, "start", lambda: starts.append(1) or start())
     with pytest.raises(RewardFunctionError, match="no such key"):
         score_words(naughty, ["raise"] + ["1"] * 2000)
     assert score_words(naughty, ["2"] * 8) == [2] * 8

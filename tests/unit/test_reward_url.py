@@ -202,7 +202,7 @@ def test_closing_ends_a_wait():
     source.close()
     assert isinstance(future.exception(), RewardFunctionError)
     assert time.monotonic() - begin < patience(5) and not any(
-        t.is_alive() for t in source._threads
+        t.is_alive() for t in source._pool.threads
     )
 
 

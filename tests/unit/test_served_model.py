@@ -17,7 +17,7 @@ from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
 from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import exchange, fleet, schema
-from nemo_aligner.servers.exchange import InferRequest
+from nemo_aligner.servers.exchange import InferRequest, Peer
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
 from nemo_aligner.servers.served_model import (
@@ -70,7 +70,7 @@ def described(endpoint: Endpoint, max_batch_size: int | None = None) -> ServedMo
     """`endpoint` as a server of this package lists it, read over HTTP."""
     with ScriptedServer() as server:
         server.config = triton_config(endpoint, max_batch_size)
-        return read_served_model("127.0.0.1", server.port, endpoint.name, patience(5))
+        return read_served_model(Peer("127.0.0.1", server.port), endpoint.name, patience(5))
 
 
 def others(endpoint: Endpoint, *names: str, batched: bool | None = None, **forms) -> ServedModel:
@@ -313,14 +313,14 @@ def test_a_description_that_cannot_be_read_is_named(config, words):
     with ScriptedServer() as server:
         server.config = config
         with pytest.raises(DescriptionError, match=f"/v2/models/x/config.*{words}"):
-            read_served_model("127.0.0.1", server.port, "x", patience(5))
+            read_served_model(Peer("127.0.0.1", server.port), "x", patience(5))
         communicator = HTTPCommunicator(init_timeout_s=0.5)
         with communicator, pytest.raises(ServerUnreachableError, match=words):
             communicator.add_server_by_name("critic_save", "127.0.0.1", server.port, SAVE)
     with pytest.raises(DescriptionError, match="no reply"):
         with socket.create_server(("127.0.0.1", 0)) as unused:
             port = unused.getsockname()[1]
-        read_served_model("127.0.0.1", port, "x", patience(5))
+        read_served_model(Peer("127.0.0.1", port), "x", patience(5))
 
 
 # ---- requests that change a server's state ----

@@ -9,4 +9,4 @@ from nemo_aligner.servers.critic_client import (
     TrainFuture,
 )
 from nemo_aligner.servers.futures import result_of_future as get_future_result
-from nemo_aligner.servers.reward_client import RemoteGPTRMClient, RMFutureResult
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient, RMFutureResult

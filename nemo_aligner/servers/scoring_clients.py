@@ -1,16 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The remote reward models as an object of the actor job.
+"""The served reward models, and a student's served teacher, as objects of the job that trains.
 
-A reward model may be served by several servers (fleet.py), and several reward models may be
-combined: reward = sum of weight * reward of each. Every rank of the actor constructs a client and
-calls the same methods; only the source rank of each model-parallel group talks to the servers.
+A model may be served by several servers (fleet.py), and several reward models may be combined:
+reward = sum of weight * reward of each. Every rank of the job constructs a client and calls the
+same methods; only the source rank of each model-parallel group talks to the servers.
+
+b is the number of samples of a data-parallel rank, S their padded length, K a number of logits.
 """
 
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.server_rules import RewardModelSpec, read_reward_models
+from nemo_aligner.config.server_rules import RewardModelSpec, read_reward_models, read_teacher
 from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
@@ -33,7 +35,7 @@ from nemo_aligner.servers.futures import (
     FutureScores,
     PendingReply,
     SentRequest,
-    await_on_source,
+    await_on_model_source,
     try_on_source,
     wait_for_all,
 )
@@ -78,46 +80,36 @@ class RMFutureResult(FutureScores):
         Raises:
             ServerRequestError: on every rank: of the model, of its reply, or no server is left.
         """
-        reply = await_on_source(
-            self.rm_future,
-            parallel_state.get_model_parallel_src_rank(),
-            parallel_state.get_model_parallel_group(),
-        )
+        reply = await_on_model_source(self.rm_future)
         parts = {name: _on_device(arrays["rewards"]).flatten() for name, arrays in reply.items()}
-        of_tokens = {
-            name: self._of_transitions(_on_device(arrays["token_rewards"]))
-            for name, arrays in reply.items()
-            if "token_rewards" in arrays
-        }
+        of_tokens = {n: a["token_rewards"] for n, a in reply.items() if "token_rewards" in a}
+        token_rewards = {name: self._of_transitions(a) for name, a in of_tokens.items()}
         if self.weights is None:
             (name,) = parts
-            return Scores(parts[name], token_rewards=of_tokens.get(name))
+            return Scores(parts[name], token_rewards=token_rewards.get(name))
         # Summed in float64, so that the order of the names makes no difference.
         weighted = [weight * parts[name].double() for name, weight in self.weights.items()]
-        token_rewards = None
-        if of_tokens:
-            lengths = self._scored()["response_lengths"]
-            for name in parts.keys() - of_tokens.keys():
-                of_tokens[name] = reward_at_last_token(parts[name], lengths, self._width)
-            token_rewards = add_token_rewards(of_tokens, self.weights)
+        total = functools.reduce(torch.add, weighted).float()
+        if not token_rewards:
+            return Scores(total, parts=parts)
+        assert self._rollout is not None  # as there are rewards of tokens
+        lengths, width = self._rollout["response_lengths"], self._width()
+        for name in parts.keys() - token_rewards.keys():
+            token_rewards[name] = reward_at_last_token(parts[name], lengths, width)
         return Scores(
-            functools.reduce(torch.add, weighted).float(), parts=parts, token_rewards=token_rewards
+            total, parts=parts, token_rewards=add_token_rewards(token_rewards, self.weights)
         )
 
-    def _scored(self) -> Rollout:
+    def _width(self) -> int:
         if self._rollout is None:
             raise ValueError("rewards of tokens need rollout, the micro-batch that was scored")
-        return self._rollout
+        return self._rollout["response_tokens"].shape[1]
 
-    @property
-    def _width(self) -> int:
-        return self._scored()["response_tokens"].shape[1]
-
-    def _of_transitions(self, token_rewards: Tensor) -> Tensor:
+    def _of_transitions(self, token_rewards: Array) -> Tensor:
         """[b, S-1], the reward of token t+1 in column t; NaN in columns that were not sent."""
-        rewards = token_rewards[:, 1 : self._width]
-        more = self._width - 1 - rewards.shape[1]
-        return torch.nn.functional.pad(rewards, (0, more), value=float("nan"))
+        width = self._width()
+        rewards = _on_device(token_rewards)[:, 1:width]
+        return torch.nn.functional.pad(rewards, (0, width - 1 - rewards.shape[1]), value=np.nan)
 
 
 def _on_device(array: Array) -> Tensor:
@@ -142,55 +134,19 @@ class _Connecting:
         return None
 
 
-def connect(
-    specs: Sequence[RewardModelSpec], endpoint: schema.Endpoint, communicator: HTTPCommunicator
-) -> dict[str, Fleet]:
-    """The fleets of served models, by name, on the source rank of each model-parallel group; {}
-    elsewhere. Every rank calls it, together.
-
-    Raises:
-        ServerUnreachableError: on every rank of the job: no server of a model replies.
-    """
-    fleets: dict[str, Fleet] = {}
-    if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
-        fleets = {
-            spec.name or spec.endpoint: Fleet(
-                spec,
-                endpoint,
-                communicator.init_timeout_s,
-                communicator.inference_timeout_s,
-                first=parallel_state.get_data_parallel_rank(),
-                token=communicator.token,
-                tls=communicator.tls,
-            )
-            for spec in specs
-        }
-    for fleet in fleets.values():
-        communicator.attach(fleet)
-    try:
-        wait_for_all([_Connecting(list(fleets.values()))] if fleets else [])
-    except ServerRequestError as error:
-        communicator.close()
-        raise ServerUnreachableError(str(error)) from None
-    return fleets
-
-
 class RewardModels:
-    """The reward models that `cfg` names. Every rank constructs one, together; source ranks hold
-    the connections.
-
-    Args:
-        cfg: section `setting`, `remote_rm` or `remote_critic_rm` (config/server_rules.py).
+    """The reward models that the section `setting` of `client` names (config/server_rules.py).
+    Every rank constructs one, together; source ranks hold the connections.
 
     Raises:
         ConfigError: the section cannot work.
         ServerUnreachableError: on every rank of the job: no server of a reward model replies.
     """
 
-    def __init__(self, cfg: DictConfig, communicator: HTTPCommunicator, setting: str):
-        specs = read_reward_models(cfg, setting)
+    def __init__(self, client: "RemoteClient", setting: str):
+        specs = read_reward_models(client.cfg, setting)
         self.weights = {spec.name: spec.weight for spec in specs if spec.name is not None} or None
-        self.fleets = connect(specs, schema.reward_model_endpoint(), communicator)
+        self.fleets = client.connect(specs, schema.reward_model_endpoint())
 
     def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> RMFutureResult:
         """Send `make_payload()` (see `scoring_payload`) to every reward model; returns at once.
@@ -214,7 +170,7 @@ def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply
     sent = {
         name: SentRequest(fleet.submit(payload), fleet.describe) for name, fleet in fleets.items()
     }
-    return PendingReply(sent, lambda replies: dict(replies))
+    return PendingReply(sent, by_name=True)
 
 
 class ScoreSource(Protocol):
@@ -255,7 +211,7 @@ class RewardsInJob:
             )
             title = self._function.title
             sent = SentRequest(then(rewards, _as_reply), lambda: title)
-            return PendingReply({title: sent}, lambda replies: dict(replies))
+            return PendingReply({title: sent}, by_name=True)
 
         return RMFutureResult(try_on_source(send), rollout_batch)
 
@@ -268,23 +224,90 @@ def _as_reply(rewards: np.ndarray) -> Arrays:
     return {"rewards": total, "token_rewards": rewards}
 
 
-class RemoteGPTRMClient:
+class RemoteClient:
+    """What the clients of all servers share. Every rank constructs one, together.
+
+    Args:
+        cfg: the section `setting`. Missing keys have the defaults of the YAML file.
+        tokenizer: of the policy; servers with another one refuse its samples. None disables the
+            comparison.
+        max_length: longest sample of the policy, to which widths of requests may be rounded up;
+            None: they are not rounded.
+
+    Raises:
+        ConfigError: the section cannot work.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, setting: str, tokenizer: object | None, max_length: int | None
+    ):
+        known = setting if setting in _JOB_OF_SECTION else "remote_rm"
+        cfg = self.cfg = complete(cfg, _JOB_OF_SECTION[known], known)
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.pad_to_length, self.max_length = cfg.get("pad_to_length"), max_length
+        self._fleets: dict[str, Fleet] = {}
+        self.communicator = HTTPCommunicator(
+            cfg.init_timeout_s,
+            cfg.inference_timeout_s,
+            setting=setting,
+            token=read_token(cfg.token_file, setting),
+            tls=client_tls(cfg.tls_ca_file, setting),
+        )
+
+    def connect(
+        self, specs: Sequence[RewardModelSpec], endpoint: schema.Endpoint
+    ) -> dict[str, Fleet]:
+        """The fleets of served models, by name, on the source rank of each model-parallel group;
+        {} elsewhere. Every rank calls it, together.
+
+        Raises:
+            ServerUnreachableError: on every rank of the job: no server of a model replies.
+        """
+        if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            self._fleets = {
+                spec.name or spec.endpoint: Fleet(
+                    spec,
+                    endpoint,
+                    self.cfg.init_timeout_s,
+                    self.cfg.inference_timeout_s,
+                    first=parallel_state.get_data_parallel_rank(),
+                    token=self.communicator.token,
+                    tls=self.communicator.tls,
+                )
+                for spec in specs
+            }
+        fleets = list(self._fleets.values())
+        try:
+            wait_for_all([_Connecting(fleets)] if fleets else [])
+        except ServerRequestError as error:
+            self.close()
+            raise ServerUnreachableError(str(error)) from None
+        return self._fleets
+
+    def payload(self, rollout_batch: Rollout) -> Arrays:
+        """The arrays of the request for the scores of a micro-batch."""
+        return scoring_payload(
+            rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
+        )
+
+    def close(self) -> None:
+        for fleet in self._fleets.values():
+            fleet.close()
+        self.communicator.close()
+
+
+class RemoteGPTRMClient(RemoteClient):
     """Remote reward models alone: one or several, each on one or several servers (a
-    `RewardSource`). Every rank constructs it, together.
+    `RewardSource`). Arguments and errors beside those of `RemoteClient`:
 
     Args:
         cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`,
             `init_timeout_s`, `inference_timeout_s`; `host` and `port` win over those of
-            `reward_model`. Missing keys have the defaults of the YAML file.
-        tokenizer: of the policy; servers with another one refuse its samples. None disables the
-            comparison.
+            `reward_model`.
         setting: name of the section, `remote_rm` or `remote_critic_rm`.
-        max_length: longest sample of the policy, to which widths of requests may be rounded up;
-            None: they are not rounded.
         score_source: gives the rewards in place of reward models; nothing is connected then.
 
     Raises:
-        ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
     """
 
@@ -296,14 +319,8 @@ class RemoteGPTRMClient:
         max_length: int | None = None,
         score_source: ScoreSource | None = None,
     ):
-        self.cfg = complete_section(cfg, setting)
-        self.setting = setting
-        self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.pad_to_length, self.max_length = self.cfg.pad_to_length, max_length
-        self.communicator = make_communicator(self.cfg, setting)
-        self.reward_models: ScoreSource = score_source or RewardModels(
-            self.cfg, self.communicator, setting
-        )
+        super().__init__(cfg, setting, tokenizer, max_length)
+        self.reward_models: ScoreSource = score_source or RewardModels(self, setting)
 
     def infer_rm(self, rollout_batch: Rollout) -> FutureScores:
         """Send a micro-batch to be scored; returns at once.
@@ -314,29 +331,7 @@ class RemoteGPTRMClient:
         `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
         `prompt_lengths` [b].
         """
-        make_payload = functools.partial(
-            scoring_payload, rollout_batch, self.pad_to_length, self.fingerprint, self.max_length
-        )
-        return self.reward_models.score(rollout_batch, make_payload)
-
-    def close(self) -> None:
-        self.communicator.close()
-
-
-def complete_section(cfg: DictConfig, setting: str) -> DictConfig:
-    known = setting if setting in _JOB_OF_SECTION else "remote_rm"
-    return complete(cfg, _JOB_OF_SECTION[known], known)
-
-
-def make_communicator(cfg: DictConfig, setting: str) -> HTTPCommunicator:
-    """A communicator for section `setting`; `ConfigError`: no such token or certificates."""
-    return HTTPCommunicator(
-        cfg.init_timeout_s,
-        cfg.inference_timeout_s,
-        setting=setting,
-        token=read_token(cfg.token_file, setting),
-        tls=client_tls(cfg.tls_ca_file, setting),
-    )
+        return self.reward_models.score(rollout_batch, lambda: self.payload(rollout_batch))
 
 
 class NoCriticFuture(FutureResult[None]):
@@ -382,3 +377,65 @@ class RewardsInPlaceOfCritic(RemoteGPTRMClient):
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Do nothing: there is no critic that could be at another step."""
+
+
+# ---- a teacher ----
+
+
+class TeacherLogits(NamedTuple):
+    """What a teacher says of samples."""
+
+    # float32 [b, S, K], the largest logits behind each token, less the largest
+    topk_logits: Tensor
+    topk_token_ids: Tensor  # int64 [b, S, K]
+    log_sum_exp_logits: Tensor  # float32 [b, S], of all logits less the largest
+
+
+class RemoteTeacherClient(RemoteClient):
+    """A served teacher (`serve_teacher.py`), on one server or several. Every rank constructs it,
+    together.
+
+    Args:
+        cfg: `remote_teacher`: `host`, `port`, `name`, `init_timeout_s`, `inference_timeout_s`,
+            `token_file`, `tls_ca_file`. Missing keys have the defaults of the YAML file.
+        tokenizer: of the student; a server with another one refuses its samples.
+        max_length: longest sample of the student, to which widths of requests may be rounded up.
+
+    Raises:
+        ConfigError: the section cannot work.
+        ServerUnreachableError: no server within `init_timeout_s`.
+        ServerRequestError: the teacher has another tokenizer, or gives no logits.
+    """
+
+    def __init__(self, cfg: DictConfig, tokenizer: object, max_length: int | None = None):
+        super().__init__(cfg, "remote_teacher", tokenizer, max_length)
+        self.connect([read_teacher(self.cfg)], schema.teacher_endpoint())
+        try:
+            # Before a student has generated anything: as long as its longest response, for which
+            # the teacher's context may be too short.
+            longest = max_length or 1
+            self.logits(torch.zeros(1, longest, dtype=torch.int64), torch.tensor([longest]))
+        except Exception:
+            self.close()
+            raise
+
+    def logits(self, tokens: Tensor, lengths: Tensor) -> TeacherLogits:
+        """The teacher's logits behind each token; every rank of the job calls it.
+
+        Args:
+            tokens: int64 [b, S], this data-parallel rank's samples, padded on the right.
+            lengths: int64 [b], at least 1; some sample has S tokens.
+
+        Raises:
+            ServerRequestError: on every rank, with the cause.
+        """
+        samples: Any = {"response_tokens": tokens, "response_lengths": lengths}
+        sent = try_on_source(lambda: send_to_fleets(self._fleets, self.payload(samples)))
+        wait_for_all([] if sent is None else [sent])
+        (reply,) = await_on_model_source(sent).values()
+        # Requests are wider than their samples.
+        found = {
+            name: torch.from_numpy(np.array(reply[name][:, : tokens.size(1)]))
+            for name in TeacherLogits._fields
+        }
+        return TeacherLogits(**{**found, "topk_token_ids": found["topk_token_ids"].long()})
