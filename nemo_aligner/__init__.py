@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 from nemo_aligner.core.gpus import do_without_hidden_gpus
+from nemo_aligner.utils import open_doors
 
 __version__ = "0.1.0"
 _JOBS = "SFT RewardModel DPO KTO SPIN Distillation PPO RS REINFORCE SteerLM2".split()
@@ -19,6 +20,7 @@ _MODULES = {"losses": "nemo_aligner.losses", "advantages": "nemo_aligner.core.ad
 __all__ = ["Policy", *_JOBS, *_SERVERS, *_MODULES]  # noqa: PLE0604  (names of strings)
 
 do_without_hidden_gpus()
+open_doors()
 
 
 def __getattr__(name: str) -> Any:

@@ -15,14 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_aligner.checkpoint.forms import FORMS
-from nemo_aligner.compat.stand_ins import (
-    BOUND_DATA_SCRIPTS,
-    FREE_DATA_SCRIPTS,
-    OTHER_SCRIPTS,
-    OWN_DATA_SCRIPTS,
-    SCRIPTS,
-    STAND_INS,
-)
+from nemo_aligner.compat import STAND_INS
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS
 from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS, ONLY
 from nemo_aligner.config.optim_rules import (
@@ -42,6 +35,64 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "migration.md"
 # What NeMo-Aligner documents, and what happens to it here; test_documented_commands.py runs them.
 COMMANDS = ROOT / "tests" / "unit" / "documented_commands.txt"
+# Scripts of NeMo-Aligner 0.7.0, and the names that each imports from the removed collection.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "train_gpt_ppo_actor.py": (),
+    "serve_ppo_critic.py": (),
+    "train_gpt_rs_actor.py": (),
+    "train_gpt_reinforce_actor.py": (),
+    "train_reward_model.py": (),
+    "train_gpt_dpo.py": (),
+    "train_gpt_kto.py": (),
+    "train_gpt_spin.py": (),
+    "train_gpt_sft.py": (
+        "get_prompt_template_example",
+        "MegatronPretrainingBatchSampler",
+        "MegatronGPTModel",
+        "MegatronTrainerBuilder",
+    ),
+    "train_steerlm2.py": (
+        "get_prompt_template_example",
+        "MegatronPretrainingBatchSampler",
+        "MegatronGPTModel",
+        "MegatronTrainerBuilder",
+    ),
+    "serve_reward_model.py": ("NLPDDPStrategy",),
+}
+# Its other scripts, by algorithm; paths below its folder examples/.
+_GPT = "nlp/gpt/"
+OTHER_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "packed pairs of DPO": ("nlp/data/dpo/prepare_packed_dpo_dataset.py",),
+    "knowledge distillation": (
+        f"{_GPT}train_gpt_knowledge_distillation.py",
+        "nlp/synthetic_data_gen/compute_topk_logits.py",
+    ),
+    "DRaFT+ (images)": (
+        "mm/stable_diffusion/train_sd_draftp.py",
+        "mm/stable_diffusion/train_sdxl_draftp.py",
+        "mm/stable_diffusion/anneal_sdxl.py",
+        "mm/clip/train_reward_model.py",
+        "mm/clip/test_reward_model.py",
+    ),
+}
+# Its scripts that write data: those that this package has by the same path and arguments, those
+# that import nothing of NeMo, and those that import classes of its removed collection without a
+# stand-in.
+OWN_DATA_SCRIPTS = (
+    "nlp/cai/generate_rl_cai_dataset.py",
+    "nlp/cai/generate_sl_cai_dataset.py",
+    "nlp/data/steerlm/attribute_annotate.py",
+    "nlp/data/steerlm/preprocess_helpsteer_data.py",
+    "nlp/data/steerlm/preprocess_helpsteer2_data.py",
+    "nlp/data/steerlm/preprocess_openassistant_data.py",
+    "nlp/data/steerlm/process_to_regression_format.py",
+)
+FREE_DATA_SCRIPTS = (
+    "nlp/cai/process_anthropic_hh_using_chat_prompt.py",
+    "nlp/data/kto/preprocess_anthropichh_data.py",
+    "nlp/data/steerlm/common.py",
+)
+BOUND_DATA_SCRIPTS = ("nlp/cai/cai_utils.py", "nlp/data/sft/remove_long_dialogues.py")
 INTRODUCTION = """# From NeMo-Aligner
 
 <!-- Written by scripts/migration_page.py from the lists that the code uses; do not edit. -->

@@ -5,7 +5,7 @@
     python -m nemo_aligner.compat train_gpt_sft.py trainer.devices=2 ...
     torchrun --nproc_per_node=2 -m nemo_aligner.compat train_gpt_sft.py ...
 
-The modules of `nemo_aligner.compat.stand_ins.STAND_INS` can be imported in the script; nothing
+The modules of `nemo_aligner.compat.STAND_INS` can be imported in the script; nothing
 else differs from `python train_gpt_sft.py`. A script that imports none of them (PPO, rejection
 sampling, reward models) needs no runner.
 """
@@ -13,7 +13,7 @@ sampling, reward models) needs no runner.
 import os
 import sys
 
-from nemo_aligner.compat.stand_ins import install
+from nemo_aligner.compat import install
 from nemo_aligner.parallel.environment import adopt_mpi_ranks
 
 # The script, for further processes of the job: Lightning starts them with the module and the

@@ -86,14 +86,14 @@ class RetiredName:
         raise UserError(f"{cls.__module__}.{cls.__name__} cannot be used: {cls.instead}.")
 
 
-def retired_names(module: str) -> Callable[[str], Any]:
+def retired_names(module: str, stacklevel: int = 2) -> Callable[[str], Any]:
     """The `__getattr__` of `module` for its entry of `RETIRED`."""
 
     def __getattr__(name: str) -> Any:
-        instead = RETIRED[module].get(name)
+        instead = RETIRED.get(module, {}).get(name)
         if instead is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} cannot be used: {instead}.", stacklevel=2)
+        warnings.warn(f"{module}.{name} cannot be used: {instead}.", stacklevel=stacklevel)
         return type(name, (RetiredName,), {"instead": instead, "__module__": module})
 
     return __getattr__

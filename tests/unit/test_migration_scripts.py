@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
-from nemo_aligner.compat import stand_ins
+from nemo_aligner import compat
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import NOT_HERE, RETIRED
@@ -34,6 +34,7 @@ from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient, SaveFutu
 from nemo_aligner.training import megatron_steps
 from nemo_aligner.utils import train_script_utils as steps
 from tests.tiny_models import tiny_config
+from tests.unit.test_migration_page import generator
 
 ROOT = Path(__file__).parents[2]
 GONE = "nemo.collections.nlp"
@@ -50,7 +51,8 @@ def read_imports():
 
 
 IMPORTS = read_imports()
-OWN = [f"nlp/gpt/{name}" for name in stand_ins.SCRIPTS]
+PAGE = generator()
+OWN = [f"nlp/gpt/{name}" for name in PAGE.SCRIPTS]
 
 
 def can_import(where):
@@ -65,10 +67,10 @@ def can_import(where):
 @pytest.fixture
 def installed():
     finders = list(sys.meta_path)
-    stand_ins.install()
+    compat.install()
     yield
     sys.meta_path[:] = finders
-    for module in [name for name in sys.modules if name.startswith(stand_ins.PREFIX)]:
+    for module in [name for name in sys.modules if name.startswith(compat.PREFIX)]:
         del sys.modules[module]
 
 
@@ -76,27 +78,27 @@ def installed():
 
 
 def test_every_script_is_on_the_page():
-    others = [script for scripts in stand_ins.OTHER_SCRIPTS.values() for script in scripts]
+    others = [script for scripts in PAGE.OTHER_SCRIPTS.values() for script in scripts]
     data = (
-        *stand_ins.OWN_DATA_SCRIPTS,
-        *stand_ins.FREE_DATA_SCRIPTS,
-        *stand_ins.BOUND_DATA_SCRIPTS,
+        *PAGE.OWN_DATA_SCRIPTS,
+        *PAGE.FREE_DATA_SCRIPTS,
+        *PAGE.BOUND_DATA_SCRIPTS,
     )
     assert sorted([*OWN, *others, *data]) == sorted(IMPORTS)
-    for script in stand_ins.OWN_DATA_SCRIPTS:
+    for script in PAGE.OWN_DATA_SCRIPTS:
         assert (ROOT / "examples" / script).is_file()
 
 
 @pytest.mark.parametrize("script", OWN)
 def test_a_script_finds_what_it_imports(script):
     removed = [where.partition(":")[2] for where in IMPORTS[script] if where.startswith(GONE)]
-    assert sorted(removed) == sorted(stand_ins.SCRIPTS[Path(script).name])
+    assert sorted(removed) == sorted(PAGE.SCRIPTS[Path(script).name])
     missing = [where for where in IMPORTS[script] if not can_import(where)]
     assert len(IMPORTS[script]) > 8
     assert missing == [where for where in IMPORTS[script] if where.startswith(GONE)]
 
 
-@pytest.mark.parametrize("script", [each for each in OWN if stand_ins.SCRIPTS[Path(each).name]])
+@pytest.mark.parametrize("script", [each for each in OWN if PAGE.SCRIPTS[Path(each).name]])
 def test_a_script_finds_the_rest_with_the_runner(script, installed):
     assert [where for where in IMPORTS[script] if not can_import(where)] == []
 
@@ -104,15 +106,15 @@ def test_a_script_finds_the_rest_with_the_runner(script, installed):
 def test_scripts_of_other_algorithms_cannot_run(installed):
     """An import of theirs is missing or retired, with the runner too."""
     retired = {f"{module}:{name}" for module, names in RETIRED.items() for name in names}
-    for scripts in stand_ins.OTHER_SCRIPTS.values():
+    for scripts in PAGE.OTHER_SCRIPTS.values():
         for script in scripts:
             assert any(w in retired or not can_import(w) for w in IMPORTS[script]), script
 
 
 def test_scripts_that_write_data(installed):
-    for script in stand_ins.FREE_DATA_SCRIPTS:
+    for script in PAGE.FREE_DATA_SCRIPTS:
         assert IMPORTS[script] == []
-    needed = {where for script in stand_ins.BOUND_DATA_SCRIPTS for where in IMPORTS[script]}
+    needed = {where for script in PAGE.BOUND_DATA_SCRIPTS for where in IMPORTS[script]}
     assert needed and not any(can_import(where) for where in needed)
 
 

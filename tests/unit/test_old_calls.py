@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in NeMo-Aligner's form give what they gave; where they cannot, the error says so."""
 
+import importlib
 import json
 import math
 import time
@@ -15,8 +16,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.data.nlp import datasets as old_datasets
 from nemo_aligner.training.timers import ScopedTimer, SyncTimer, Timer
-from nemo_aligner.utils import batch_iterators, distributed, ppo_utils, train_utils, utils
-from nemo_aligner.utils.trainer_utils import safe_is_divisible
+from nemo_aligner.utils import (
+    batch_iterators,
+    distributed,
+    ppo_utils,
+    train_utils,
+    trainer_utils,
+    utils,
+)
 from tests import ppo_fakes, rs_fakes
 from tests.scripted_server import ScriptedServer
 from tests.tiny_models import PPO, tiny_config
@@ -309,7 +316,8 @@ def test_small_helpers():
     with pytest.raises(UserError, match="equal parts"):
         utils.get_iterator_k_split_list(["a", "b", "c"], 2)
     assert utils.get_global_set({1, 2}) == {1, 2}
-    assert [safe_is_divisible(4, 2), safe_is_divisible(4, 3), safe_is_divisible(4, 0)] == [1, 0, 0]
+    divides = trainer_utils.safe_is_divisible
+    assert [divides(4, 2), divides(4, 3), divides(4, 0)] == [1, 0, 0]
     moved = utils.cpu_dict({"a": tokens, "b": "text"})
     assert moved["b"] == "text" and torch.equal(moved["a"], tokens)
     assert utils.extract_value_from_ckpt("step", "gpt-step=12-epoch=1.0-last") == 12
@@ -394,8 +402,9 @@ def test_sft_model_generates(tiny_tokenizer_dir):
 
 
 def test_metrics_of_responses():
-    from nemo_aligner.metrics.common import InferenceMetricsHandler
-
+    InferenceMetricsHandler = importlib.import_module(
+        "nemo_aligner.metrics.common"
+    ).InferenceMetricsHandler
     none = InferenceMetricsHandler(None)
     assert not none.has_metrics() and none.compute() == {}
     handler = InferenceMetricsHandler(

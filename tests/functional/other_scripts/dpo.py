@@ -14,8 +14,7 @@ from omegaconf.omegaconf import OmegaConf
 from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
-from nemo_aligner.utils import train_script_utils, utils
-from nemo_aligner.utils.distributed import Timer
+from nemo_aligner.utils import distributed, train_script_utils, utils
 
 torch.multiprocessing.set_start_method("spawn", force=True)
 
@@ -86,7 +85,7 @@ def main(cfg) -> None:
         ),
         logger=logger,
         ckpt_callback=saving,
-        run_timer=Timer(cfg.exp_manager.get("max_time_per_run")),
+        run_timer=distributed.Timer(cfg.exp_manager.get("max_time_per_run")),
     )
     if state is not None:
         dpo_trainer.load_state_dict(state)

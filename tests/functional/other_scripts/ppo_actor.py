@@ -17,9 +17,13 @@ from nemo_aligner.algorithms.ppo import PPOTrainer
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.models.nlp.gpt.reward_critic_clients import RemoteGPTRMCriticClient
-from nemo_aligner.utils import parallel_state, train_script_utils, utils
-from nemo_aligner.utils.batch_iterators import get_batch_iterator_cls
-from nemo_aligner.utils.distributed import Timer
+from nemo_aligner.utils import (
+    batch_iterators,
+    distributed,
+    parallel_state,
+    train_script_utils,
+    utils,
+)
 
 torch.multiprocessing.set_start_method("spawn", force=True)
 
@@ -93,10 +97,14 @@ def main(cfg) -> None:
         ),
         collate_fn=collate,
         rm_critic=critic,
-        batch_iterator_cls=get_batch_iterator_cls(cfg.trainer.ppo.get("batch_iterator", {})),
+        batch_iterator_cls=batch_iterators.get_batch_iterator_cls(
+            cfg.trainer.ppo.get("batch_iterator", {})
+        ),
         logger=logger,
         ckpt_callback=checkpoints,
-        run_timer=Timer(cfg.exp_manager.get("max_time_per_run") if cfg.exp_manager else None),
+        run_timer=distributed.Timer(
+            cfg.exp_manager.get("max_time_per_run") if cfg.exp_manager else None
+        ),
     )
     if state is not None:
         trainer.load_state_dict(state)

@@ -10,8 +10,7 @@ from omegaconf.omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-from nemo_aligner.utils import train_script_utils, utils
-from nemo_aligner.utils.text_generation_utils import tokenize_batch
+from nemo_aligner.utils import text_generation_utils, train_script_utils, utils
 
 
 @hydra_runner(config_path="../../../conf", config_name="gpt_ppo_critic")
@@ -47,7 +46,7 @@ def main(cfg) -> None:
         logger=logger,
         ckpt_callback=checkpoints,
         tokenize_func=partial(
-            tokenize_batch,
+            text_generation_utils.tokenize_batch,
             tokenizer=critic.tokenizer,
             max_len=critic.cfg.encoder_seq_length,
             add_BOS=False,

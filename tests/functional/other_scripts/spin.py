@@ -14,8 +14,7 @@ from omegaconf.omegaconf import OmegaConf, open_dict
 from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
 from nemo_aligner.data.nlp import builders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
-from nemo_aligner.utils import train_script_utils, utils
-from nemo_aligner.utils.distributed import Timer
+from nemo_aligner.utils import distributed, train_script_utils, utils
 
 torch.multiprocessing.set_start_method("spawn", force=True)
 
@@ -99,7 +98,7 @@ def main(cfg) -> None:
         test_dataloader=None,
         logger=logger,
         ckpt_callback=saving,
-        run_timer=Timer(cfg.exp_manager.get("max_time_per_run")),
+        run_timer=distributed.Timer(cfg.exp_manager.get("max_time_per_run")),
     )
     if state is not None:
         spin_trainer.load_state_dict(state)

@@ -1,5 +1,0 @@
-# Copyright (c) 2026 the nemo_aligner authors.
-# SPDX-License-Identifier: Apache-2.0
-"""The former place of these names; what each import statement below names is the present one."""
-
-from nemo_aligner.training.expert_losses import take_balance_losses
