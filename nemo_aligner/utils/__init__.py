@@ -20,9 +20,9 @@ DOORS = {
     "metrics": "nemo_aligner.core.metrics nemo_aligner.launch.script_steps",
     "metrics.common": "nemo_aligner.launch.script_steps",
     "models.nlp.gpt.rewards_in_place_of_critic": (
-        "NothingToDo=nemo_aligner.servers.reward_client:NoCriticFuture "
-        "nemo_aligner.servers.reward_client "
-        "RewardsWithoutValues=nemo_aligner.servers.reward_client:RMFutureResult"
+        "NothingToDo=nemo_aligner.servers.scoring_clients:NoCriticFuture "
+        "nemo_aligner.servers.scoring_clients "
+        "RewardsWithoutValues=nemo_aligner.servers.scoring_clients:RMFutureResult"
     ),
     "types": "nemo_aligner.core.types",
     "utils.advantages": "nemo_aligner.core.advantages",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from nemo_aligner.utils import DOORS
 from tests.cases import in_one_test
 from tests.mutants import MUTANTS
 
@@ -95,6 +96,8 @@ def problem(span, page):
 
 def missing_module(dotted):
     """What is wrong with `nemo_aligner.room.module[.name]`; None: nothing."""
+    if dotted.removeprefix("nemo_aligner.") in DOORS:
+        return None
     parts, place = dotted.split(".")[1:], PACKAGE
     while parts and (place / parts[0]).is_dir():
         place /= parts.pop(0)
