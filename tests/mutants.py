@@ -944,7 +944,7 @@ MUTANTS = [
     ),
     Mutant(
         "a save is ranked by the validation of earlier weights",
-        "algorithms/supervised.py",
+        "algorithms/training_loop.py",
         'candidates if run_val else _prefixed("train_", train_metrics)',
         "candidates",
         _unit("test_supervised.py", "test_a_save_without_a_validation_has_no_metric_of_one"),
@@ -1339,8 +1339,8 @@ MUTANTS = [
     Mutant(
         "rollouts are validated on data that are not there",
         "algorithms/rollout_trainer.py",
-        "limit_val_batches=float(self.has_validation)",
-        "limit_val_batches=1.0",
+        "return float(self.has_validation)",
+        "return 1.0",
         _unit("test_rs_trainer.py", "test_without_validation_data_nothing_is_validated"),
     ),
     # --- machines with GPUs

@@ -31,7 +31,6 @@ class DPOTrainer(SupervisedTrainer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.collate_fn = collate_fn
-        self.model: Any  # of MegatronGPTDPOModel's interface
         if not getattr(self.model, "starts_as_reference", True):
             self.alarms.thresholds.pop("first_rewards", None)
 

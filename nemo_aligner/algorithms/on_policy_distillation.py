@@ -41,7 +41,6 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         self, *args: Any, teacher: RemoteTeacherClient, fraction: float, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.model: Any  # of GPTKnowledgeDistillationModel's interface
         self.teacher, self.fraction = teacher, fraction
         self.seed = int(self.model.cfg.seed)
 

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference
 from nemo_aligner.algorithms.parts import log_probs
-from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
@@ -40,6 +39,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
+from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,

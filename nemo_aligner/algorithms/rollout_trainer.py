@@ -11,7 +11,7 @@ global batch of one optimizer update.
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, cast
 
@@ -19,9 +19,9 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms import rollout_log
-from nemo_aligner.algorithms.alarms import Alarms, check_rewards
-from nemo_aligner.algorithms.parts import complete_outputs, scores_of
+from nemo_aligner.algorithms import training_loop
+from nemo_aligner.algorithms.alarms import check_rewards
+from nemo_aligner.algorithms.parts import scores_of
 from nemo_aligner.algorithms.rollouts import (
     CollectedRollout,
     PPORolloutBatch,
@@ -34,8 +34,8 @@ from nemo_aligner.algorithms.rollouts import (
     with_indices,
     with_prompt_columns,
 )
+from nemo_aligner.algorithms.training_loop import TrainingLoop
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -54,18 +54,13 @@ from nemo_aligner.servers.futures import wait_for_all
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (
-    check_progress,
     compute_max_steps,
     compute_num_steps_per_epoch,
-    say_complete,
-    warn_of_unreachable_steps,
 )
-from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timers import ScopedTimer, log_phase
 from nemo_aligner.training.token_counts import (
     FORWARD,
     TRAIN,
-    forget_token_counts,
     in_short,
     log_token_counts,
 )
@@ -90,7 +85,7 @@ def compute_num_optimizer_steps(
     return steps * epochs * (samples_per_step // global_batch_size)
 
 
-class RolloutTrainer(ABC):
+class RolloutTrainer(TrainingLoop):
     """Runs the steps of an algorithm that learns from its own rollouts; see `fit`.
 
     Attributes:
@@ -129,29 +124,25 @@ class RolloutTrainer(ABC):
             logger, ckpt_callback, run_timer: see `core/interfaces.py`.
             responses_per_prompt: responses generated for each training prompt.
             score: sends a micro-batch off to be scored.
-
-        Parts with NeMo-Aligner's interface are completed (`parts.py`).
         """
-        self.cfg = cfg = complete(cfg, f"gpt_{self.SECTION}_actor", f"trainer.{self.SECTION}")
-        self.model = model
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
-        self.run_timer = run_timer
+        section = f"trainer.{self.SECTION}"
+        cfg = complete(cfg, f"gpt_{self.SECTION}_actor", section)
+        outputs = logger, ckpt_callback, run_timer
+        super().__init__(cfg, section, model, optimizer, scheduler, *outputs)
+        self.bar = f"{self.NAME} Global Step"
         self.score = scores_of(score)
 
-        self.consumed_samples = 0
-        self.step = 0
         self.optimization_step = 0
-
         self.seed = int(model.cfg.seed)
         self.num_rollouts_per_prompt = int(responses_per_prompt)
         self.num_rollout_samples = sampler.global_batch_size
         self.num_steps_per_epoch = compute_num_steps_per_epoch(sampler)
         self.set_max_steps()
-        self.alarms = Alarms(f"trainer.{self.SECTION}.alarms", cfg.alarms)
+        self.val_check_interval, self.save_interval = cfg.val_check_interval, cfg.save_interval
+        self.run_init_validation = cfg.run_init_validation
 
-        self.train_df = rollout_log.empty_table()
-        self.val_df = rollout_log.empty_table()
+        self.train_df = training_loop.empty_table()
+        self.val_df = training_loop.empty_table()
         self.timer = ScopedTimer(
             reduction="mean",
             sync_cuda=True,
@@ -198,74 +189,16 @@ class RolloutTrainer(ABC):
     def sampler_start(self) -> int:
         return self.consumed_samples
 
+    @property
+    def limit_val_batches(self) -> float:
+        return float(self.has_validation)
+
     def set_max_steps(self) -> None:
         self.max_steps = compute_max_steps(
             self.num_steps_per_epoch, self.cfg.max_epochs, self.cfg.max_steps
         )
 
-    # ----------------------------------------------------------------------------------- the loop
-
-    def fit(self) -> None:
-        """Train until the last step, or until the job is asked to end; all ranks call it.
-
-        After each step: validate and save if their intervals say so, at the end, and when the time
-        is over; save also if a signal asks the job to end.
-
-        Raises:
-            JobStopped: after the save, at the time limit or a signal.
-        """
-        self.run_timer.start_time()
-        forget_token_counts()
-        section = f"trainer.{self.SECTION}"
-        is_complete = self.step >= self.max_steps
-        if is_complete:
-            with self.ready_to_save():
-                self.ckpt_callback.finish_export()
-        else:
-            steps_per_epoch = self.num_steps_per_epoch
-            warn_of_unreachable_steps(section, self.cfg, self.max_steps, steps_per_epoch)
-        if self.step == 0:
-            self.before_first_step()
-
-        stop: JobStopped | None = None
-        with (
-            rollout_log.progress_bar(
-                f"{self.NAME} Global Step", self.step, self.max_steps
-            ) as progress,
-            stop_requests.in_loop(self.step, self.max_steps, self.cfg.save_interval > 0),
-        ):
-            while self.step < self.max_steps and stop is None:
-                train_metrics = self.run_step()
-                self.step += 1
-                self.ckpt_callback.check_save()
-
-                stop = stop_requests.after_step(self.step, self.run_timer)
-                run_val, save_model, is_train_end = check_progress(
-                    self.step,
-                    self.max_steps,
-                    self.cfg.val_check_interval,
-                    self.cfg.save_interval,
-                    limit_val_batches=float(self.has_validation),
-                    run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
-                    must_save=stop is not None,
-                )
-                val_metrics = self.validate() if run_val else {}
-                candidates = rollout_log.show_progress(progress, train_metrics, val_metrics)
-                if save_model:
-                    self.save(candidates, is_train_end=is_train_end)
-                    stop = stop or stop_requests.signalled()
-            self.finish_saves()
-
-        self.logger.finalize()
-        if is_complete:
-            say_complete(self.step, self.max_steps, section)
-        if stop is not None:
-            stop_requests.leave(stop)
-
-    def before_first_step(self) -> None:
-        """What a fresh run does before its first step."""
-        if self.cfg.run_init_validation and self.has_validation:
-            self.validate()
+    # ------------------------------------------------------------------------------------- a step
 
     def run_step(self) -> dict[str, Any]:
         """One step: a rollout, and what is learned from it; returns its metrics."""
@@ -428,8 +361,8 @@ class RolloutTrainer(ABC):
             naming_step(f"validation after {self.step} {self.NAME} steps"),
         ):
             metrics = self.run_validation()
-        timings = rollout_log.consume_timings(self.timer)
-        self.val_df = rollout_log.log_validation(
+        timings = training_loop.consume_timings(self.timer)
+        self.val_df = training_loop.log_validation(
             self.logger, self.val_df, metrics, timings, self.step
         )
         return metrics
@@ -483,7 +416,7 @@ class RolloutTrainer(ABC):
         without the table.
         """
         metrics = metrics | self.alarms.watch(metrics, self.step)
-        self.train_df = rollout_log.log_rollouts(
+        self.train_df = training_loop.log_rollouts(
             self.logger, self.train_df, metrics, self.step, epoch=self.epoch + 1
         )
         return metrics
@@ -492,7 +425,7 @@ class RolloutTrainer(ABC):
         """Seconds of the phases since the last call, and tokens and samples that one rank has
         generated per second.
         """
-        timings = rollout_log.consume_timings(self.timer)
+        timings = training_loop.consume_timings(self.timer)
         generated = generated_tokens(rollout).double()
         rank_seconds = max(timings["generate"], 1e-9) * parallel_state.get_world_size()
         timings["generate_tokens_per_s"] = float(generated.sum()) / rank_seconds
@@ -503,7 +436,7 @@ class RolloutTrainer(ABC):
         """Log the seconds of this step's phases, `timings` and those measured since, and how many
         tokens they computed; returns the speeds for the progress bar.
         """
-        timings = timings | rollout_log.consume_timings(self.timer, self.update_timer)
+        timings = timings | training_loop.consume_timings(self.timer, self.update_timer)
         speeds = {key: timings.pop(key) for key in list(timings) if key.endswith("_per_s")}
         self.logger.log_metrics(timings, step=self.step, prefix="timers/")
         seconds = {
@@ -514,21 +447,6 @@ class RolloutTrainer(ABC):
         return in_short(log_token_counts(self.logger, self.step, names, seconds, speeds))
 
     # ---------------------------------------------------------------------- checkpoint and resume
-
-    def save(
-        self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
-    ) -> None:
-        """Save a checkpoint; all ranks call it.
-
-        Args:
-            extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
-        """
-        with self.ready_to_save():
-            self.write_checkpoint(extra_candidates, is_train_end)
-
-    def finish_saves(self) -> None:
-        """Wait for what is being saved in the background; all ranks call it."""
-        self.ckpt_callback.finish_save()
 
     @contextlib.contextmanager
     def ready_to_save(self) -> Iterator[None]:
@@ -542,17 +460,6 @@ class RolloutTrainer(ABC):
             torch.distributed.barrier()
         yield
         self.model.finish_training()
-
-    def write_checkpoint(
-        self, extra_candidates: dict[str, Any] | None, is_train_end: bool
-    ) -> None:
-        """Write model, optimizer and counters; inside `ready_to_save`."""
-        state = self.state_dict()
-        self.ckpt_callback.custom_save(
-            monitor_candidates=state | (extra_candidates or {}),
-            is_train_end=is_train_end,
-            trainer_state=state,
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """The counters, which `load_state_dict` takes."""

@@ -28,7 +28,6 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.rollout_log import TRAIN_TABLE_ROWS
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
     PPORolloutBatch,
@@ -40,6 +39,7 @@ from nemo_aligner.algorithms.rollouts import (
     sample_table,
     shares_of_global_batches,
 )
+from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
 from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.core.advantages import select_topk
 from nemo_aligner.core.interfaces import (

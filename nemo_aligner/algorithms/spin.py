@@ -47,7 +47,6 @@ class SPINTrainer(SupervisedTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model: Any  # of MegatronGPTSPINModel's interface
         self.rollout_micro_batch_size = int(self.model.cfg.spin.rollout_micro_batch_size)
 
     # --- iterations -----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on labelled data: supervised fine-tuning and reward models.
 
-`SupervisedTrainer.fit` is the loop; the model knows the loss (`SupervisedInterface`). One step is
+`TrainingLoop.fit` is the loop; the model knows the loss (`SupervisedInterface`). One step is
 one optimizer update on one global batch. Metrics at step k describe the weights after k updates,
 so the training loss at k and a validation at k belong to the same weights.
 """
@@ -16,11 +16,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from nemo_aligner.algorithms.alarms import Alarms
-from nemo_aligner.algorithms.parts import complete_outputs
-from nemo_aligner.algorithms.rollout_log import progress_bar, show_progress
+from nemo_aligner.algorithms.training_loop import TrainingLoop
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.core.endings import ExitCode, JobStopped
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import CheckpointWriter, Logger, Optimizer, RunTimer, Scheduler
 from nemo_aligner.data.nlp.samplers import BatchSampler, MegatronPretrainingRandomBatchSampler
@@ -28,26 +25,21 @@ from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.training.finite import naming_step
 from nemo_aligner.training.optim import train_on_batch
 from nemo_aligner.training.schedule import (
-    check_progress,
     compute_limit_batches,
     compute_num_steps_per_epoch,
     endless_batches,
     interval_in_steps,
-    say_complete,
     supervised_max_steps,
-    warn_of_unreachable_steps,
 )
-from nemo_aligner.training.stop_requests import stop_requests
 from nemo_aligner.training.timers import ScopedTimer
 from nemo_aligner.training.token_counts import (
     TRAIN,
-    forget_token_counts,
     in_short,
     log_token_counts,
 )
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(TrainingLoop):
     """Runs the steps, validates, logs and saves.
 
     Attributes:
@@ -97,8 +89,10 @@ class SupervisedTrainer:
         Raises:
             ConfigError: values that cannot work together.
         """
-        self.cfg = cfg = complete(cfg, *self.JOB)
-        self.model = model
+        cfg = complete(cfg, *self.JOB)
+        outputs = logger, ckpt_callback, run_timer
+        section = section or self.JOB[1]
+        super().__init__(cfg, section, model, optimizer, scheduler, *outputs)
         self.train_dataloader = train_dataloader
         if not isinstance(val_dataloader, Mapping):
             val_dataloader = {"validation": val_dataloader}
@@ -106,16 +100,9 @@ class SupervisedTrainer:
             name: loader for name, loader in val_dataloader.items() if loader is not None
         }
         self.test_dataloader = test_dataloader
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.logger, self.ckpt_callback = complete_outputs(logger, ckpt_callback)
-        self.run_timer = run_timer
         self.run_init_validation = run_init_validation
         self.timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=1)
 
-        self.section = section or self.JOB[1]
-        self.alarms = Alarms(f"{self.section}.alarms", cfg.alarms)
-        self.step = 0
-        self.consumed_samples = 0
         self.passes = self.used = self.more_steps = 0
         self.held_out: dict[str, tuple[dict[str, float], float]] = {}
         self.sampler = cast(BatchSampler, train_dataloader.batch_sampler)
@@ -127,7 +114,6 @@ class SupervisedTrainer:
             raise ConfigError(
                 f"limit_train_batches={cfg.limit_train_batches} leaves no batch to train on."
             )
-        self.limit_val_batches = cfg.limit_val_batches if self.val_dataloaders else 0
         self.val_check_interval, self.save_interval = (
             interval_in_steps(key, cfg[key], self.num_steps_per_epoch)
             for key in ("val_check_interval", "save_interval")
@@ -144,6 +130,11 @@ class SupervisedTrainer:
                 f"{type(self.sampler).__name__}, makes one pass. Or set max_epochs=1 (in SPIN "
                 "also max_iterations=1)."
             )
+
+    @property
+    def limit_val_batches(self) -> int | float | None:
+        limit: int | float | None = self.cfg.limit_val_batches
+        return limit if self.val_dataloaders else 0
 
     @property
     def epoch(self) -> int:
@@ -167,65 +158,17 @@ class SupervisedTrainer:
     # ----------------------------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        """Train until `max_steps`, or until the job is asked to end; all ranks call it together.
+        """See the base class."""
+        self.batches = self.training_batches()
+        super().fit()
 
-        Raises:
-            JobStopped: after a save, at the time limit or a signal.
-        """
-        self.run_timer.start_time()
-        forget_token_counts()
-        if self.step >= self.max_steps:
-            self.ckpt_callback.finish_export()
-            self._score_test_set()  # it may have died before
-            self.logger.finalize()
-            say_complete(self.step, self.max_steps, self.section)
-            return
-        warn_of_unreachable_steps(self.section, self.cfg, self.max_steps, self.num_steps_per_epoch)
-        if self.run_init_validation and self.step == 0 and self.val_dataloaders:
-            self.run_validation()
-
-        batches = self.training_batches()
-        val_metrics: dict[str, float] = {}
-        stop: JobStopped | None = None
-        with (
-            progress_bar("Training steps", self.step, self.max_steps) as progress,
-            stop_requests.in_loop(self.step, self.max_steps, self.save_interval > 0),
-        ):
-            while self.step < self.max_steps and stop is None:
-                train_metrics = self.train_single_step(next(batches))
-                self.logger.log_metrics(train_metrics, step=self.step, prefix="train/")
-                seconds = {"train": train_metrics["step_time"]}
-                speeds = log_token_counts(self.logger, self.step, {TRAIN: "train"}, seconds)
-                self.alarms.check_replicas(self.model, self.step)
-                self.step += 1
-                self.ckpt_callback.check_save()
-
-                stop = stop_requests.after_step(self.step, self.run_timer)
-                run_val, save_model, is_train_end = check_progress(
-                    self.step,
-                    self.max_steps,
-                    self.val_check_interval,
-                    self.save_interval,
-                    self.limit_val_batches,
-                    run_time_exceeded=stop is not None and stop.code == ExitCode.TIME,
-                    must_save=stop is not None,
-                )
-                if run_val:
-                    val_metrics = self.run_validation()
-                train_metrics = train_metrics | in_short(speeds)
-                candidates = show_progress(progress, train_metrics, val_metrics)
-                if save_model:  # a validation of an earlier step would not be of these weights
-                    self.save(
-                        candidates if run_val else _prefixed("train_", train_metrics),
-                        is_train_end=is_train_end,
-                    )
-                    stop = stop or stop_requests.signalled()
-            if stop is None:
-                self._score_test_set()
-            self.ckpt_callback.finish_save()
-        self.logger.finalize()
-        if stop is not None:
-            stop_requests.leave(stop)
+    def run_step(self) -> dict[str, float]:
+        metrics = self.train_single_step(next(self.batches))
+        self.logger.log_metrics(metrics, step=self.step, prefix="train/")
+        seconds = {"train": metrics["step_time"]}
+        speeds = log_token_counts(self.logger, self.step, {TRAIN: "train"}, seconds)
+        self.alarms.check_replicas(self.model, self.step)
+        return metrics | in_short(speeds)
 
     def training_batches(self) -> Iterator[Any]:
         """What the steps train on, without an end; each is drawn after the step before it."""
@@ -266,9 +209,13 @@ class SupervisedTrainer:
         self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
         return self.held_out["validation"][0] if "validation" in self.val_dataloaders else {}
 
-    def _score_test_set(self) -> None:
-        if self.test_dataloader is not None:
+    validate = run_validation
+
+    def finish_saves(self) -> None:
+        """See the base class; after the last step the test data are run through before."""
+        if self.step >= self.max_steps and self.test_dataloader is not None:
             self._score("test", self.test_dataloader, limit_batches=None)
+        super().finish_saves()
 
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
@@ -321,16 +268,6 @@ class SupervisedTrainer:
 
     # ------------------------------------------------------------------------- checkpoint, resume
 
-    def save(
-        self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False
-    ) -> None:
-        """Save a checkpoint, ranked by the counters or `extra_candidates`; all ranks call it."""
-        self.ckpt_callback.custom_save(
-            monitor_candidates=(extra_candidates or {}) | self.state_dict(),
-            is_train_end=is_train_end,
-            trainer_state=self.state_dict(),
-        )
-
     def state_dict(self) -> dict[str, int]:
         """The counters, which `load_state_dict` takes."""
         return {
@@ -369,7 +306,3 @@ class SupervisedTrainer:
         self.used = state_dict.get("used", used + 1 if self.consumed_samples else 0)
         self.more_steps = self.step + self.batches_left - (self.passes + 1) * batches
         self.set_max_steps()
-
-
-def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}{key}": value for key, value in metrics.items()}

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from nemo_aligner.algorithms import rollout_log
+from nemo_aligner.algorithms import training_loop
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training import loggers
@@ -152,13 +152,13 @@ def test_tables_hold_each_row_once(tmp_path):
 
 
 def test_tables_stay_small_and_the_file_holds_each_row_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_log, "KEPT_ROWS", 3)
+    monkeypatch.setattr(training_loop, "KEPT_ROWS", 3)
     shown = FakeLogger()
     logger = CustomLoggerWrapper([shown], tmp_path / "metrics.jsonl")
-    table = rollout_log.empty_table()
+    table = training_loop.empty_table()
     for step, count in enumerate([1, 1, 0, 3, 2]):
         rows = [{"prompt": "p", "response": "r", "reward": 0.5}] * count
-        table = rollout_log.log_rollouts(logger, table, {"table": rows}, step, epoch=1)
+        table = training_loop.log_rollouts(logger, table, {"table": rows}, step, epoch=1)
     sent = [[row["step"] for row in rows] for _, _, rows in shown.tables]
     assert sent == [[0], [0, 1], [0, 1], [3, 3, 3], [3, 4, 4]]
     assert list(table.columns) == ["step", "prompt", "response", "reward"]
