@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import NonFiniteError, PolicyReferenceError
-from nemo_aligner.core.interfaces import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.core.types import (
     PPOTrainBatch,
     ReinforceTrainBatch,

@@ -37,6 +37,7 @@ from nemo_aligner.algorithms.rollouts import (
     local_places,
     local_share,
     sample_table,
+    score_columns,
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
@@ -145,7 +146,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         with self.training_rollout(prompts, sampling_step, sampled) as collected:
             local = self._with_logprobs(collected.rollout)
             scores = self.wait_for_scores(collected)
-            self._add_scores(local, scores)
+            local.update(self._local_share(PPORolloutBatch(score_columns(scores))).columns)
             data, data_metrics = self.make_data(local)
             data_metrics |= self._check_first_kl(local, data["mask"])
             data["sample_order"] = local["sample_order"]
@@ -221,15 +222,6 @@ class PolicyGradientTrainer(RolloutTrainer):
                     self.model.get_init_policy_logprobs, tokens, lengths
                 )
         return local
-
-    def _add_scores(self, local: RolloutBatch, scores: Scores) -> None:
-        """Add the rewards and values of this rank's samples."""
-        columns = PPORolloutBatch(rewards=scores.rewards)
-        if scores.values is not None:
-            columns["values"] = scores.values
-        if scores.token_rewards is not None:
-            columns["token_rewards"] = scores.token_rewards
-        local.update(self._local_share(columns).columns)
 
     def _check_first_kl(self, local: RolloutBatch, mask: Tensor) -> dict[str, float]:
         """Before the first update of a fresh run the policy must be its reference, unless it

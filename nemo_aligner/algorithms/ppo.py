@@ -223,14 +223,28 @@ class PPOTrainer(PolicyGradientTrainer):
             Loss and metrics of the last update.
         """
         metrics: dict[str, Any] = {"loss": 0.0}
-        early_stop = EarlyStop(self.cfg.target_kl)
-        for number, metrics in enumerate(self.updates(early_stop.until_reached(dataloader_iter))):
-            early_stop.check(metrics)
+        target_kl, is_reached, skipped = self.cfg.target_kl, False, 0
+
+        def until_reached() -> Iterator[dict[str, Tensor]]:
+            nonlocal skipped
+            for batch in dataloader_iter:
+                if is_reached:
+                    skipped += 1
+                else:
+                    yield batch
+
+        for number, metrics in enumerate(self.updates(until_reached())):
+            if target_kl is not None:
+                # The largest KL of all ranks decides: should a bit differ between them, they must
+                # still stop together.
+                found = {"approx_kl": metrics["approx_kl"]}
+                largest = all_reduce_dict(found, torch.float64, op=torch.distributed.ReduceOp.MAX)
+                is_reached = largest["approx_kl"] > target_kl
             if number == 0:
                 self.alarms.watch({"first_update_kl": metrics.get("approx_kl")}, self.step)
-        skipped = early_stop.metrics()
-        self.log_update(skipped)
-        return metrics["loss"], metrics | skipped
+        counted = {} if target_kl is None else {"updates_skipped": skipped}
+        self.log_update(counted)
+        return metrics["loss"], metrics | counted
 
     # ---------------------------------------------------------------------------- parts of a step
 
@@ -308,43 +322,3 @@ class PPOTrainer(PolicyGradientTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.kl_controller.load_state_dict(state_dict)
-
-
-class EarlyStop:
-    """Ends the updates on a rollout once the policy is too far from the one that generated it.
-
-    Args:
-        target_kl: the largest KL that is not too far; None switches the stop off.
-    """
-
-    def __init__(self, target_kl: float | None):
-        self.target_kl, self.reached, self.skipped = target_kl, False, 0
-
-    def until_reached(self, batches: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """The batches until then; the others are only counted."""
-        for batch in batches:
-            if self.reached:
-                self.skipped += 1
-            else:
-                yield batch
-
-    def check(self, metrics: dict[str, Any]) -> None:
-        """Compare an update's `approx_kl`, of the rollout's policy to the one before the update,
-        with the target; all ranks call it.
-
-        The largest KL of all ranks decides: should a bit differ between them, they must still stop
-        together.
-        """
-        if self.target_kl is None:
-            return
-        largest = all_reduce_dict(
-            {"approx_kl": metrics["approx_kl"]},
-            dtype=torch.float64,
-            group=None,
-            op=torch.distributed.ReduceOp.MAX,
-        )
-        self.reached = largest["approx_kl"] > self.target_kl
-
-    def metrics(self) -> dict[str, int]:
-        """`updates_skipped` so far, if there is a target."""
-        return {} if self.target_kl is None else {"updates_skipped": self.skipped}

@@ -145,7 +145,13 @@ class ReinforceTrainer(PolicyGradientTrainer):
         """
         mask = response_mask(rollout_batch)
         rewards, is_end = rollout_batch["rewards"], rollout_batch["is_end"]
-        kl = self._kl_of_tokens(cast(Mapping[str, Tensor], rollout_batch), mask)
+        kl = torch.zeros_like(mask)  # also outside the response
+        if self.compute_init_policy_kl:
+            columns = cast(Mapping[str, Tensor], rollout_batch)
+            policy, reference = (
+                torch.where(mask != 0, columns[key], 0) for key in ("logprobs", "init_logprobs")
+            )
+            kl = calculate_kl_penalty(policy, reference, self.cfg.use_absolute_kl)
         kl_of_responses = masked_sum(kl, mask, dim=1) / mask.sum(1).clamp(min=1)
         rewards_with_kl = rewards - self.cfg.initial_policy_kl_penalty * kl_of_responses
 
@@ -179,12 +185,3 @@ class ReinforceTrainer(PolicyGradientTrainer):
     def source_of_logprobs(self) -> str | None:
         """The log-probs of a rollout are for its KL alone."""
         return "recompute" if self.compute_init_policy_kl else None
-
-    def _kl_of_tokens(self, rollout_batch: Mapping[str, Tensor], mask: Tensor) -> Tensor:
-        """`[B, S-1]`; 0 outside the response, and without a penalty."""
-        if not self.compute_init_policy_kl:
-            return torch.zeros_like(mask)
-        policy, reference = (
-            torch.where(mask != 0, rollout_batch[key], 0) for key in ("logprobs", "init_logprobs")
-        )
-        return calculate_kl_penalty(policy, reference, self.cfg.use_absolute_kl)

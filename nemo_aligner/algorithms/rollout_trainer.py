@@ -11,6 +11,7 @@ global batch of one optimizer update.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, cast
@@ -30,7 +31,6 @@ from nemo_aligner.algorithms.rollouts import (
     generated_tokens,
     repeat_prompts,
     sample_table,
-    select_scores,
     with_indices,
     with_prompt_columns,
 )
@@ -83,6 +83,28 @@ def compute_num_optimizer_steps(
             schedule then does not come to its end.
     """
     return steps * epochs * (samples_per_step // global_batch_size)
+
+
+def updates_of_rollouts(
+    kind: str, settings: DictConfig, model_cfg: DictConfig, steps_per_epoch: int
+) -> int:
+    """`compute_num_optimizer_steps` of the job `kind` ("ppo", "rs" or "reinforce").
+
+    Args:
+        settings: complete section `trainer.<kind>`.
+        model_cfg: complete section `model`.
+    """
+    rollout = model_cfg[kind]
+    if kind == "rs":
+        responses = rollout.top_n_rollouts
+    else:
+        responses = (settings if kind == "reinforce" else rollout).num_rollouts_per_prompt
+    return compute_num_optimizer_steps(
+        compute_max_steps(steps_per_epoch, settings.max_epochs, settings.max_steps),
+        rollout.num_rollout_samples * responses,
+        model_cfg.global_batch_size,
+        settings.ppo_epochs if kind == "ppo" else 1,
+    )
 
 
 class RolloutTrainer(TrainingLoop):
@@ -323,9 +345,9 @@ class RolloutTrainer(TrainingLoop):
             wait_for_all(each for future in collected.pending for each in future.pending)
             scores = [future.scores() for future in collected.pending]
             if not with_values:
-                scores = [Scores(s.rewards, None, s.parts, s.token_rewards) for s in scores]
+                scores = [dataclasses.replace(each, values=None) for each in scores]
             width = collected.rollout["response_tokens"].size(1)
-            gathered = select_scores(gather_scores(scores, width), collected.order)
+            gathered = gather_scores(scores, width, collected.order)
         check_rewards(collected.columns, gathered, self.model.tokenizer)
         return gathered
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PendingScores, PromptLoader, Tokenizer
+from nemo_aligner.core.interfaces import PendingScores, PromptLoader
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.tensors import sample_seeds
+from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.core.types import InferenceBatch, Rollout, RolloutBatch, Scores
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
@@ -260,41 +261,36 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
     return {**generated, **columns}
 
 
-def gather_scores(scores: list[Scores], width: int) -> Scores:
-    """The scores of all DP ranks, in the order of the ranks, on every rank; all ranks call it.
+def score_columns(scores: Scores) -> dict[str, Tensor]:
+    """Those of the columns `rewards`, `values` and `token_rewards` that there are."""
+    columns = {
+        "rewards": scores.rewards.flatten(),
+        "values": scores.values,
+        "token_rewards": scores.token_rewards,
+    }
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
+    """The scores of all DP ranks on every rank; all ranks call it.
 
     Args:
         scores: of this rank's micro-batches; either all or none with values, on every rank.
         width: S of the gathered rollout; values get S-1 columns.
+        order: int64 `[N]`, places among the samples in the order of the ranks.
     """
-    columns: list[dict[str, Tensor]] = []
-    for micro_batch in scores:
-        column = {"rewards": micro_batch.rewards.flatten()}
-        if micro_batch.values is not None:
-            column["values"] = micro_batch.values
-        if micro_batch.token_rewards is not None:
-            column["token_rewards"] = micro_batch.token_rewards
-        columns.append(column)
     parts = [{name: part.flatten() for name, part in s.parts.items()} for s in scores]
     gathered, gathered_parts = (
-        PPORolloutBatch.from_rollout_batches(x, 0, width).gather_and_balance_globally()
-        for x in (columns, parts)
+        PPORolloutBatch.from_rollout_batches(x, 0, width)
+        .gather_and_balance_globally()
+        .select(order)
+        for x in ([score_columns(each) for each in scores], parts)
     )
     return Scores(
         gathered["rewards"],
         gathered.get("values"),
         gathered_parts.data,
         gathered.get("token_rewards"),
-    )
-
-
-def select_scores(scores: Scores, samples: Tensor) -> Scores:
-    """The scores of the samples at the given places (int64 `[n]`), in that order."""
-    return Scores(
-        scores.rewards[samples],
-        None if scores.values is None else scores.values[samples],
-        {name: part[samples] for name, part in scores.parts.items()},
-        None if scores.token_rewards is None else scores.token_rewards[samples],
     )
 
 

@@ -195,7 +195,7 @@ class SupervisedTrainer(TrainingLoop):
             self.passes, self.used = self.passes + 1, 0
         self.used += self.global_batch_size
         self.consumed_samples += self.global_batch_size
-        summary = self.model.summarize_metrics(metrics) | dict(known)
+        summary: dict[str, float] = self.model.summarize_metrics(metrics) | dict(known)
         if self.alarms.concern(summary):
             summary |= self.alarms.watch(summary, self.step, self.objective_age)
         counters = {"consumed_samples": self.consumed_samples, "epoch": self.epoch + 1}
@@ -209,7 +209,8 @@ class SupervisedTrainer(TrainingLoop):
         self.logger.log_metrics(self.timer.consume_durations(), step=self.step, prefix="timers/")
         return self.held_out["validation"][0] if "validation" in self.val_dataloaders else {}
 
-    validate = run_validation
+    def validate(self) -> dict[str, float]:
+        return self.run_validation()
 
     def finish_saves(self) -> None:
         """See the base class; after the last step the test data are run through before."""

@@ -146,15 +146,6 @@ class RunTimer(Protocol):
         """True on every rank once the time is over."""
 
 
-class Tokenizer(Protocol):
-    """What trainers need of a NeMo tokenizer."""
-
-    eos_id: int
-
-    def ids_to_text(self, ids: list[int]) -> str:
-        """Decode token ids."""
-
-
 class Optimizer(Protocol):
     """What updates need of Megatron Core's optimizer."""
 

@@ -81,8 +81,6 @@ def train_ppo(cfg: DictConfig) -> None:
         job,
         model,
         trainer_class,
-        ppo.num_rollouts_per_prompt,
-        epochs=settings.ppo_epochs,
         remote="remote_critic_rm",
         client_class=RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic,
         client_argument="rm_critic",
@@ -110,11 +108,10 @@ def train_reinforce(cfg: DictConfig) -> None:
         )
 
     job, model = start_with_model(cfg, MegatronGPTReinforceActorModel)
-    settings = cfg.trainer.reinforce
-    if settings.initial_policy_kl_penalty > 0:
+    if cfg.trainer.reinforce.initial_policy_kl_penalty > 0:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
-    train_on_rollouts(cfg, job, model, ReinforceTrainer, settings.num_rollouts_per_prompt)
+    train_on_rollouts(cfg, job, model, ReinforceTrainer)
 
 
 @job_main("gpt_rs_actor", jobs=lambda cfg: 1 + reward_servers(cfg, "rs"))
@@ -154,4 +151,4 @@ def train_rs(cfg: DictConfig) -> None:
             **common,
         )
 
-    train_on_rollouts(cfg, job, model, build_trainer, rs.top_n_rollouts)
+    train_on_rollouts(cfg, job, model, build_trainer)

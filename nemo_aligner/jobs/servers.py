@@ -54,22 +54,15 @@ def serve_critic(cfg: DictConfig) -> None:
         # Before a checkpoint is resumed: rewards come from the model that the job started from.
         model.set_reward_model()
 
-    optimizer, scheduler, ckpt_callback = set_up_training(
-        cfg, job, model, max_steps=cfg.trainer.ppo.max_steps
-    )
+    parts = set_up_training(cfg, job, model, max_steps=cfg.trainer.ppo.max_steps)
     critic_trainer = CriticServerTrainer(
-        cfg=cfg.trainer.ppo,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        logger=job.logger,
-        ckpt_callback=ckpt_callback,
+        **parts,
         tokenize_func=model.tokenize,
         gbs=cfg.model.global_batch_size,
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
         server=cfg.server,
     )
-    state = load_trainer_state(cfg, ckpt_callback)
+    state = load_trainer_state(cfg, parts["ckpt_callback"])
     if state is not None:
         critic_trainer.load_state_dict(state)
     critic_trainer.keep_first_weights()

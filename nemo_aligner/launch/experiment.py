@@ -362,9 +362,10 @@ def set_up_training(
     max_steps: int,
     train: Any = None,
     has_validation: bool = True,
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler, CheckpointCallback]:
-    """Optimizer and learning-rate schedule of `model`, and what writes its checkpoints; logs the
-    configuration. All ranks call it.
+) -> dict[str, Any]:
+    """What every trainer gets, by the names of its arguments: its settings, `model`, its optimizer
+    and learning-rate schedule, and what logs and writes checkpoints; logs the configuration. All
+    ranks call it.
 
     Args:
         max_steps: optimizer updates, the horizon of the schedule.
@@ -382,7 +383,14 @@ def set_up_training(
         cfg, job.log_dir, model, optimizer, scheduler, origin, has_validation
     )
     job.logger.log_hyperparams(shown_config(plain_dict(cfg)))
-    return optimizer, scheduler, ckpt_callback
+    return {
+        "cfg": settings,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "logger": job.logger,
+        "ckpt_callback": ckpt_callback,
+    }
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:

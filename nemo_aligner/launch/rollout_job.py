@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,14 +19,13 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer, compute_num_optimizer_steps
+from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer, updates_of_rollouts
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import read_state, step_to_resume
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.server_rules import read_reward_servers
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.interfaces import PromptLoaderBuilder
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.data.nlp.builders import (
     build_configured_datasets,
@@ -54,35 +52,24 @@ from nemo_aligner.servers.reward_function import RewardFunction
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient, RewardsInJob, ScoreSource
 from nemo_aligner.servers.web import TAKEN, RewardServers
 from nemo_aligner.servers.worker import LoadError, load_named
-from nemo_aligner.training.schedule import compute_max_steps, compute_num_steps_per_epoch
+from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
 
-@dataclass(frozen=True)
-class PromptLoaders:
-    """The prompts of a trainer whose policy generates."""
-
-    # arguments of `PPOTrainer`; the first two take `collate_fn` too
-    train_dataloader_builder: PromptLoaderBuilder
-    val_dataloader_builder: PromptLoaderBuilder | None
-    collate_fn: Callable[..., Any]
-    max_steps: int  # rollouts of the whole job
-    datasets: list[RLHFDataset]  # of the prompts
-
-
 def build_prompt_loaders(
     cfg: DictConfig, kind: str, remote: str, tokenizer: "TokenizerSpec"
-) -> PromptLoaders:
-    """Loaders of the prompts of `model.data.data_prefix`, with the sizes of `model.<kind>`.
+) -> tuple[dict[str, Any], list[RLHFDataset]]:
+    """The arguments of `PPOTrainer` that read the prompts of `model.data.data_prefix`, with the
+    sizes of `model.<kind>`, and the data sets.
 
     Args:
         cfg: the whole configuration.
         kind: "ppo", "rs" or "reinforce".
         remote: section of the servers that score the responses.
     """
-    settings, section = cfg.model[kind], cfg.trainer[kind]
+    settings = cfg.model[kind]
     train_ds, validation_ds, _ = build_configured_datasets(
         cfg, build_train_valid_test_rlhf_datasets, tokenizer
     )
@@ -106,19 +93,19 @@ def build_prompt_loaders(
         load_gbs=False,
         use_random_sampler=False,
     )
-    steps_per_epoch = compute_num_steps_per_epoch(train(consumed_samples=0).batch_sampler)
-    return PromptLoaders(
-        train,
-        validation,
-        collate_with_pad_to_max_batch(
-            settings.length_params.max_length,
-            tokenizer.eos_id,
-            cfg,
-            generate_masks_and_position_ids=False,
-        ),
-        compute_max_steps(steps_per_epoch, section.max_epochs, section.max_steps),
-        datasets,
+    collate_fn = collate_with_pad_to_max_batch(
+        settings.length_params.max_length,
+        tokenizer.eos_id,
+        cfg,
+        generate_masks_and_position_ids=False,
     )
+    arguments = {
+        "train_dataloader_builder": train,  # which takes `collate_fn` too, as the next one does
+        "val_dataloader_builder": validation,
+        "collate_fn": collate_fn,
+        "batch_iterator_cls": get_batch_iterator_cls(cfg.trainer[kind].get("batch_iterator")),
+    }
+    return arguments, datasets
 
 
 def train_on_rollouts(
@@ -126,9 +113,7 @@ def train_on_rollouts(
     job: Experiment,
     model: MegatronGPTPolicyModel,
     trainer_class: Callable[..., RolloutTrainer],
-    samples_per_prompt: int,
     *,
-    epochs: int = 1,
     remote: str = "remote_rm",
     client_class: Callable[..., Any] = RemoteGPTRMClient,
     client_argument: str = "rm",
@@ -142,8 +127,6 @@ def train_on_rollouts(
         cfg: the whole configuration.
         model: with its initial weights, adapters and reference policy.
         trainer_class: its settings are the section `job.section` of `cfg.trainer`.
-        samples_per_prompt: that are learned from.
-        epochs: passes over a rollout.
         remote: section of the servers that score the responses.
         client_class: talks to them; the trainer gets one as `client_argument`.
         load_state: `(cfg, ckpt_callback, client)` to the counters to resume from, or None.
@@ -152,43 +135,28 @@ def train_on_rollouts(
         JobStopped: after a save, at the time limit or a signal.
     """
     kind = job.section
-    settings = cfg.trainer[kind]
-    prompts = build_prompt_loaders(cfg, kind, remote, model.tokenizer)
-    optimizer, scheduler, ckpt_callback = set_up_training(
+    prompts, datasets = build_prompt_loaders(cfg, kind, remote, model.tokenizer)
+    train = prompts["train_dataloader_builder"](consumed_samples=0)
+    steps_per_epoch = compute_num_steps_per_epoch(train.batch_sampler)
+    parts = set_up_training(
         cfg,
         job,
         model,
-        max_steps=compute_num_optimizer_steps(
-            prompts.max_steps,
-            cfg.model[kind].num_rollout_samples * samples_per_prompt,
-            cfg.model.global_batch_size,
-            epochs,
-        ),
-        train=prompts.train_dataloader_builder(consumed_samples=0),
-        has_validation=prompts.val_dataloader_builder is not None,
+        max_steps=updates_of_rollouts(kind, cfg.trainer[kind], cfg.model, steps_per_epoch),
+        train=train,
+        has_validation=prompts["val_dataloader_builder"] is not None,
     )
     client = client_class(
         cfg[remote],
         model.tokenizer,
         max_length=cfg.model.encoder_seq_length,
-        score_source=start_score_source(cfg, kind, remote, model, prompts.datasets),
+        score_source=start_score_source(cfg, kind, remote, model, datasets),
     )
     try:
         trainer = trainer_class(
-            cfg=settings,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            train_dataloader_builder=prompts.train_dataloader_builder,
-            val_dataloader_builder=prompts.val_dataloader_builder,
-            collate_fn=prompts.collate_fn,
-            batch_iterator_cls=get_batch_iterator_cls(settings.get("batch_iterator")),
-            logger=job.logger,
-            ckpt_callback=ckpt_callback,
-            run_timer=run_timer(cfg),
-            **{client_argument: client},
+            **parts, **prompts, run_timer=run_timer(cfg), **{client_argument: client}
         )
-        state = load_state(cfg, ckpt_callback, client)
+        state = load_state(cfg, parts["ckpt_callback"], client)
         if state is not None:
             trainer.load_state_dict(state)
         trainer.fit()

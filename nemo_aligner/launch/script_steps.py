@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 from omegaconf import DictConfig, open_dict
 
-from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
+from nemo_aligner.algorithms.rollout_trainer import updates_of_rollouts
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.folders import read_state
 from nemo_aligner.config.defaults import complete
@@ -35,7 +35,6 @@ from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_che
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.training.schedule import (
-    compute_max_steps,
     compute_num_steps_per_epoch,
     supervised_max_steps,
 )
@@ -132,20 +131,8 @@ def _updates(
         rollout = model.cfg[section]
         if section == "ppo":
             _refuse_keys_of_own_script(rollout, settings)
-        steps = compute_max_steps(
-            len(train_ds) // rollout.num_rollout_samples, settings.max_epochs, settings.max_steps
-        )
-        if section == "rs":
-            responses = rollout.top_n_rollouts
-        else:
-            holder = settings if section == "reinforce" else rollout
-            responses = holder.num_rollouts_per_prompt
-        return compute_num_optimizer_steps(
-            steps,
-            rollout.num_rollout_samples * responses,
-            model.cfg.global_batch_size,
-            settings.ppo_epochs if section == "ppo" else 1,
-        )
+        steps_per_epoch = len(train_ds) // rollout.num_rollout_samples
+        return updates_of_rollouts(section, settings, model.cfg, steps_per_epoch)
     # A trainer of ours did not hand these keys to Lightning.
     given = trainer.job_cfg.trainer if isinstance(trainer, JobTrainer) else trainer
     max_steps, max_epochs = (getattr(given, key, None) for key in ("max_steps", "max_epochs"))

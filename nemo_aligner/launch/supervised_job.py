@@ -77,17 +77,8 @@ def build_dataloaders(
     sets = {name: prepare(dataset, name) for name, dataset in sets.items() if dataset is not None}
 
     def loader(dataset: Any, random: bool, drop_last: bool) -> DataLoader[Any]:
-        return build_dataloader(
-            cfg,
-            dataset,
-            consumed_samples=0,  # the trainer says where to go on
-            mbs=cfg.model.micro_batch_size // samples_per_item,
-            gbs=cfg.model.global_batch_size // samples_per_item,
-            drop_last=drop_last,
-            pad_samples_to_global_batch_size=not drop_last,
-            use_random_sampler=random,
-            collate_fn=getattr(dataset, "collate_fn", None),
-        )
+        size, collate_fn = cfg.model.global_batch_size, getattr(dataset, "collate_fn", None)
+        return _loader(cfg, dataset, size, drop_last, random, collate_fn, samples_per_item)
 
     drop_last = cfg.model.data.validation_drop_last
     return Loaders(
@@ -96,6 +87,28 @@ def build_dataloaders(
             name: loader(dataset, validation_random, drop_last) for name, dataset in sets.items()
         },
         test=None if test is None else loader(test, False, drop_last),
+    )
+
+
+def _loader(
+    cfg: DictConfig,
+    dataset: Any,
+    gbs: int,
+    drop_last: bool,
+    random: bool,
+    collate_fn: Callable[..., Any] | None,
+    samples_per_item: int = 1,
+) -> DataLoader[Any]:
+    return build_dataloader(
+        cfg,
+        dataset,
+        consumed_samples=0,  # the trainer says where to go on
+        mbs=cfg.model.micro_batch_size // samples_per_item,
+        gbs=gbs // samples_per_item,
+        drop_last=drop_last,
+        pad_samples_to_global_batch_size=not drop_last,
+        use_random_sampler=random,
+        collate_fn=collate_fn,
     )
 
 
@@ -166,17 +179,7 @@ def build_sft_loaders(
 
     def loader(section: DictConfig, gbs: int, drop_last: bool, own: Any = None) -> DataLoader[Any]:
         dataset = build(section, tokenizer)
-        return build_dataloader(
-            cfg,
-            dataset,
-            consumed_samples=0,  # the trainer says where to go on
-            mbs=cfg.model.micro_batch_size,
-            gbs=gbs,
-            drop_last=drop_last,
-            pad_samples_to_global_batch_size=not drop_last,
-            collate_fn=own or dataset.collate_fn,
-            use_random_sampler=section.shuffle,
-        )
+        return _loader(cfg, dataset, gbs, drop_last, section.shuffle, own or dataset.collate_fn)
 
     return Loaders(
         loader(train, cfg.model.global_batch_size, drop_last=True, own=collate_fn),
@@ -209,27 +212,21 @@ def train_supervised(
     """
     settings = cfg.trainer[job.section]
     max_steps = supervised_max_steps(settings, loaders.train)
-    optimizer, scheduler, ckpt_callback = set_up_training(
-        cfg, job, model, max_steps, loaders.train, bool(loaders.validation)
-    )
+    parts = set_up_training(cfg, job, model, max_steps, loaders.train, bool(loaders.validation))
     trainer = trainer_class(
-        cfg=settings,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        **parts,
         train_dataloader=loaders.train,
         val_dataloader=loaders.validation,
         test_dataloader=loaders.test,
-        logger=job.logger,
-        ckpt_callback=ckpt_callback,
         run_timer=run_timer(cfg),
         section=f"trainer.{job.section}",
     )
+    ckpt_callback, optimizer = parts["ckpt_callback"], parts["optimizer"]
     state = load_trainer_state(cfg, ckpt_callback)
     if state is not None:
         trainer.load_state_dict(state)
         if trainer.max_steps != max_steps:  # part of the data was used in batches of another size
-            updates = scheduler.state_dict()
+            updates = parts["scheduler"].state_dict()
             scheduler = build_scheduler(optimizer, model.cfg.optim, trainer.max_steps)
             scheduler.load_state_dict(updates)
             trainer.scheduler = ckpt_callback.scheduler = scheduler

@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.interfaces import Tokenizer
+from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.core.types import InferenceBatch, Rollout
 
 

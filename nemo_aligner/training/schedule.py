@@ -9,6 +9,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.interfaces import PromptSampler
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
@@ -60,15 +61,6 @@ def interval_in_steps(key: str, interval: int | float, steps_per_epoch: int) -> 
     return compute_limit_batches(steps_per_epoch, interval)
 
 
-class Sampler(Protocol):
-    """A batch sampler of `data/nlp/samplers.py`."""
-
-    total_samples: int
-    global_batch_size: int
-    consumed_samples: int
-    drop_last: bool
-
-
 class BatchLoader(Protocol):
     """A data loader whose batch sampler is one of `data/nlp/samplers.py`."""
 
@@ -91,7 +83,7 @@ class Counters(Protocol):
 
 
 def compute_num_steps_per_epoch(
-    sampler: Sampler, limit_train_batches: int | float | None = 1.0
+    sampler: PromptSampler, limit_train_batches: int | float | None = 1.0
 ) -> int:
     """Whole global batches in an epoch of a sampler that drops incomplete ones (`ConfigError`)."""
     if not sampler.drop_last:
