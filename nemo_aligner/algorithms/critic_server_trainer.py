@@ -96,8 +96,6 @@ class CriticServerTrainer:
             defaults.
     """
 
-    failure_grace_s = 30.0  # after one rank failed, how long the others may take to fail too
-
     def __init__(
         self,
         cfg: DictConfig,
@@ -217,7 +215,6 @@ class CriticServerTrainer:
             background=BackgroundWork(
                 lambda: self._saving is not None, self._check_save, self._finish_save
             ),
-            failure_grace_s=self.failure_grace_s,
         )
         self._loop.run()
 

@@ -18,7 +18,6 @@ import concurrent.futures
 import contextlib
 import functools
 import http.client
-import json
 import select
 import socket
 import socketserver
@@ -56,6 +55,7 @@ from nemo_aligner.servers.exchange import (
     HEARTBEAT_S,
     INSTANCE_HEADER,
     LEASE_HEADER,
+    error_text,
 )
 from nemo_aligner.servers.kserve import encode_request, rows_of
 from nemo_aligner.servers.ports import check_port_is_free, port_error
@@ -298,11 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_error(self, response: http.client.HTTPResponse) -> str:
         """Return an error of Triton's or PyTriton's own in one line; the log gets all of it."""
-        body = response.read()
-        try:
-            text = str(json.loads(body)["error"])
-        except (ValueError, KeyError, TypeError):
-            text = body.decode(errors="replace")
+        text = error_text(response.status, response.read())
         line = cause_in(text)
         if line != text:
             logging.error(f"{self.path}: {text}")

@@ -23,6 +23,8 @@ from nemo_aligner.servers.served_model import (
 )
 from nemo_aligner.servers.validation import validate_request
 
+PROGRESS_INTERVAL_S = 5.0  # between two lines while a server is waited for
+
 
 class ServerUnreachableError(UserError):
     """No server replies at the configured address."""
@@ -57,7 +59,6 @@ class HTTPCommunicator:
     Args:
         inference_timeout_s: how long one request may take on the server; the longest is a whole
             critic update.
-        progress_interval_s: time between two progress lines while waiting for a server.
         setting: section of the configuration named in error messages.
 
     Attributes:
@@ -69,14 +70,12 @@ class HTTPCommunicator:
         self,
         init_timeout_s: float = 600,
         inference_timeout_s: float = 3600,
-        progress_interval_s: float = 5.0,
         setting: str = "remote_critic_rm",
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
     ):
         self.init_timeout_s = init_timeout_s
         self.inference_timeout_s = inference_timeout_s
-        self.progress_interval_s = progress_interval_s
         self.setting, self.token, self.tls = setting, token, tls
         self.connections: dict[str, ServerConnection] = {}
         self.served: dict[str, ServedModel] = {}
@@ -138,7 +137,7 @@ class HTTPCommunicator:
     ) -> ServedModel | None:
         """Return the server's description once it is ready; None without `endpoint`."""
         start = time.monotonic()
-        next_line = start + min(2.0, self.progress_interval_s)
+        next_line = start + min(2.0, PROGRESS_INTERVAL_S)
         pause = 0.1
         # Reward models have clients of their own, so this is about the critic.
         name_key = f"{self.setting}.critic.name"
@@ -158,7 +157,7 @@ class HTTPCommunicator:
                         logging.warning(warning)
                     return served
             if time.monotonic() >= next_line:
-                next_line = time.monotonic() + self.progress_interval_s
+                next_line = time.monotonic() + PROGRESS_INTERVAL_S
                 logging.info(
                     f"waiting for server {server_name} at {peer}: {probe.state} "
                     f"({waited:.0f} of {self.init_timeout_s:.0f} s)"

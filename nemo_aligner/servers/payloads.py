@@ -5,16 +5,12 @@
 b is the number of samples of one rank, S their padded number of tokens (see core/types.py).
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from nemo_aligner.core.types import PPOTrainBatch, Rollout
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.collectives import gather_tensor, gathered
 from nemo_aligner.servers.schema import Arrays, RequestError
 
 
@@ -95,8 +91,13 @@ def training_payload(batch: PPOTrainBatch) -> Arrays | None:
     """
     if parallel_state.get_data_parallel_src_rank() != 0:
         return None  # a model-parallel peer of a rank that sends the same samples
+    group = parallel_state.get_data_parallel_group()
+    several = parallel_state.get_data_parallel_world_size() > 1
     mask = batch["mask"]
-    width = _common_width(mask)
+    used = mask.bool().any(dim=0).nonzero()
+    own = int(used.max()) + 2 if len(used) else 2, len(mask)
+    shares = gathered(own, group) if several else [own]
+    width = max(columns for columns, _samples in shares)
     tensors = {
         "tokens": batch["response_tokens"][:, :width].long(),
         "returns": batch["returns"][:, : width - 1].float(),
@@ -105,59 +106,23 @@ def training_payload(batch: PPOTrainBatch) -> Arrays | None:
     }
     if "sample_order" in batch:
         tensors["sample_order"] = batch["sample_order"][:, None]
-    gathered = gather_samples(tensors)
-    if gathered is None:
+    most, samples = max(count for _width, count in shares), {}
+    for name, tensor in tensors.items():
+        if several:
+            padded = torch.nn.functional.pad(tensor, (0, 0, 0, most - len(tensor)))
+            found = gather_tensor(padded, 0, group)
+            if found is None:  # above rank 0
+                continue
+            tensor = torch.cat([part[:count] for part, (_, count) in zip(found, shares)])
+        samples[name] = tensor.cpu()
+    if not samples:
         return None
-    if "sample_order" in gathered:
+    if "sample_order" in samples:
         # The critic cuts its global batches from these samples: their order must not depend on
         # the number of actor ranks.
-        order = gathered.pop("sample_order").flatten().argsort()
-        gathered = {name: tensor[order] for name, tensor in gathered.items()}
-    elif parallel_state.get_data_parallel_world_size() == 1:
+        order = samples.pop("sample_order").flatten().argsort()
+        samples = {name: tensor[order] for name, tensor in samples.items()}
+    elif not several:
         # The request is sent in the background, and the batch belongs to the caller.
-        gathered = {name: tensor.clone() for name, tensor in gathered.items()}
-    return {name: tensor.numpy() for name, tensor in gathered.items()}
-
-
-def _common_width(mask: Tensor) -> int:
-    """Number of token columns up to the last response token of all data-parallel ranks."""
-    used = mask.bool().any(dim=0).nonzero()
-    width = torch.tensor(
-        [int(used.max()) + 2 if len(used) else 2], dtype=torch.int64, device=get_device()
-    )
-    if parallel_state.get_data_parallel_world_size() > 1:
-        dist.all_reduce(
-            width, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group()
-        )
-    return int(width)
-
-
-def gather_samples(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the samples of all data-parallel ranks, in rank order, on global rank 0.
-
-    Every rank of rank 0's data-parallel group calls it; the others get None.
-
-    Args:
-        tensors: by name, [b, width]; widths must be equal on all ranks, b may differ.
-    """
-    group = parallel_state.get_data_parallel_group()
-    size = parallel_state.get_data_parallel_world_size()
-    if size == 1:
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
-    rank = dist.get_rank()
-    device = get_device()
-    counts = torch.zeros(size, dtype=torch.int64, device=device)
-    counts[parallel_state.get_data_parallel_rank()] = next(iter(tensors.values())).shape[0]
-    dist.all_reduce(counts, group=group)
-    most = int(counts.max())
-    gathered = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.to(device)
-        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, most - tensor.shape[0])).contiguous()
-        shares = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
-        dist.gather(tensor, shares, dst=0, group=group)
-        if shares is not None:
-            gathered[name] = torch.cat(
-                [share[:count] for share, count in zip(shares, counts.tolist())]
-            ).cpu()
-    return gathered if rank == 0 else None
+        samples = {name: tensor.clone() for name, tensor in samples.items()}
+    return {name: tensor.numpy() for name, tensor in samples.items()}

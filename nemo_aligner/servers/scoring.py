@@ -10,6 +10,7 @@ of one data-parallel rank's share, S the padded token length.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -147,16 +148,13 @@ class Scorer:
         self.vocab_size, self.max_length = vocab_size, max_length
         self.needs_prompt_lengths = needs_prompt_lengths
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self._control: ControlGroup | None = None
         # Small and large requests have threads of their own, and a tokenizer is for one at a time.
         self._tokenizing = threading.Lock()
 
-    @property
+    @functools.cached_property
     def control(self) -> ControlGroup:
         """The group that carries request data; all ranks make it at their first operation."""
-        if self._control is None:
-            self._control = ControlGroup()
-        return self._control
+        return ControlGroup()
 
     def reply_to(self, inputs: Inputs, loop: ServerLoop | None) -> Arrays:
         """Score a request on a host's thread of rank 0: `loop` has all ranks run each slice."""

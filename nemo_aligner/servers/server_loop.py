@@ -18,7 +18,7 @@ ends with an error. Either way the client gets the cause in one line; each rank 
 
 A stop request ends the job with exit code 0. A running save, also one in the background
 (`BackgroundWork`), is waited for up to SAVE_GRACE_S; if it is abandoned then, the code is another
-one. Other operations get `stop_grace_s`: what they change is repeated from the last checkpoint.
+one. Other operations get STOP_GRACE_S: what they change is repeated from the last checkpoint.
 """
 
 import concurrent.futures
@@ -56,6 +56,9 @@ from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 from nemo_aligner.training.stop_requests import REPEATED_S
 
 CHECK_INTERVAL_S = 5.0  # between two looks at what hosts the endpoints
+HEARTBEAT_S = 1.0  # between two announcements when idle
+STOP_GRACE_S = 5.0  # how long an operation that is no save may run on after a stop request
+FAILURE_GRACE_S = 30.0  # how long a failed rank waits for the others to fail too
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
 
 
@@ -151,11 +154,6 @@ class ServerLoop:
             alike.
         batcher: keyword arguments of PyTriton's DynamicBatcher.
         control: the group over which operations get their inputs.
-        heartbeat_s: pause between two announcements when idle.
-        stop_grace_s: how long an operation that is no save may run on after a stop request before
-            the process ends without it.
-        failure_grace_s: how long a failed rank waits for the others to fail too before the job is
-            given up.
     """
 
     def __init__(
@@ -171,14 +169,10 @@ class ServerLoop:
         access: Access,
         frontend: Frontend,
         background: BackgroundWork = BackgroundWork(),
-        heartbeat_s: float = 1.0,
-        stop_grace_s: float = 5.0,
-        failure_grace_s: float = 30.0,
     ):
         self.name, self.endpoints = name, endpoints
         self.operations, self.after_failure = operations, after_failure
-        self.batcher, self.control, self.heartbeat_s = batcher, control, heartbeat_s
-        self.stop_grace_s, self.failure_grace_s = stop_grace_s, failure_grace_s
+        self.batcher, self.control = batcher, control
         self.background = background
         self.rank = control.rank
         self._host = frontend.make_host(host, port, access)
@@ -300,7 +294,7 @@ class ServerLoop:
             job = None
             if self.rank == 0:
                 with contextlib.suppress(queue.Empty):
-                    job = self._current = self._queue.get(timeout=self.heartbeat_s)
+                    job = self._current = self._queue.get(timeout=HEARTBEAT_S)
                 if time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
                     failure = self._host.failure()
@@ -494,7 +488,7 @@ class ServerLoop:
                 store_errors += 1  # the store lives in rank 0 or in the launcher
             now = time.monotonic()
             if failure and self._failure_deadline is None:
-                self._failure_deadline = now + self.failure_grace_s
+                self._failure_deadline = now + FAILURE_GRACE_S
             elif not failure and store_errors == 0:
                 self._failure_deadline = None
             self._check_stop_deadline(now)
@@ -522,7 +516,7 @@ class ServerLoop:
         if self._stopped_at is None:
             return
         is_save = self._is_saving
-        grace = SAVE_GRACE_S if is_save else self.stop_grace_s
+        grace = SAVE_GRACE_S if is_save else STOP_GRACE_S
         if now > self._stopped_at + grace:
             self._abandon(
                 ExitCode.PRE_EMPTED if is_save else ExitCode.FINISHED,

@@ -282,7 +282,7 @@ def main() -> None:
     )
     if os.path.exists(settings["checkpoint"]):
         trainer.load_state_dict(json.loads(Path(settings["checkpoint"]).read_text()))
-    trainer.failure_grace_s = patience(3.0)
+    server_loop.FAILURE_GRACE_S = patience(3.0)
     server_loop.SAVE_GRACE_S = settings["save_grace_s"]
     server_loop.CHECK_INTERVAL_S = triton_host.PROBE_S = settings["look_s"]
     triton_host.START_S = settings["start_s"] or triton_host.START_S

@@ -60,10 +60,11 @@ def rewards(futures):
 def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
     lines = []
     monkeypatch.setattr(http_communicator.logging, "info", lines.append)
+    monkeypatch.setattr(http_communicator, "PROGRESS_INTERVAL_S", 0.05)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    communicator = HTTPCommunicator(init_timeout_s=2.5, progress_interval_s=0.05)
+    communicator = HTTPCommunicator(init_timeout_s=2.5)
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError) as caught:
         communicator.create_http_communicator_from_dict({"critic_infer": ("127.0.0.1", port)})
