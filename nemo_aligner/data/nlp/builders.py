@@ -307,10 +307,9 @@ def build_sft_dataset(
 
     Args:
         data_cfg: `file_path` (one, a list, or a list of weights and files in turn: a blend),
-            `max_seq_length`, and optionally `prompt_template`, `label_key`, `truncation_field`,
-            `truncation_method`, `add_bos`, `add_eos`, `pad_to_max_length`, `columns`,
-            `index_mapping_dir`, `packed_sequence`. For conversations the templates, the
-            truncation, bos and eos are not read: their form says how they begin and end.
+            `max_seq_length`, and optionally the other keys of that section. For conversations the
+            templates, the truncation, bos and eos are not read: their form says how they begin and
+            end.
         num_samples: use at most so many samples; None or below 1 means all.
         answer_only_loss: train on the response only, not on the prompt.
         is_chat, special_tokens: `model.data.chat` and `chat_prompt_tokens` (None: NeMo's).
@@ -500,14 +499,8 @@ def build_dataset_generic(
     n_chunks: int | None = None,
     n_examples_per_chunk: int | None = None,
 ) -> Any:
-    """A dataset of a class with NeMo-Aligner's constructor, from the files `data_prefix`.
-
-    Args:
-        num_samples, n_chunks, n_examples_per_chunk: not used: the class sees all records (there
-            are no chunks).
-
-    Raises:
-        ConfigError: another `data_impl`.
+    """A dataset of a class with NeMo-Aligner's constructor, from all records of the jsonl files
+    `data_prefix`: `num_samples`, `n_chunks` and `n_examples_per_chunk` are not used.
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(

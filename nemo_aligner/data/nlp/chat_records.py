@@ -19,7 +19,7 @@ import json
 from typing import Any
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp.columns import missing
+from nemo_aligner.data.nlp.columns import check_kind, missing
 from nemo_aligner.data.nlp.sources import Record
 
 Message = dict[str, Any]  # role and content, and what else a template reads
@@ -243,8 +243,7 @@ def read_messages(value: Any, field: str, as_named: bool = False) -> list[Messag
 
 
 def _message(item: Any, where: str, as_named: bool) -> Message:
-    if not isinstance(item, dict):
-        raise UserError(f"{where} must be an object, not {type(item).__name__}.")
+    check_kind(item, dict, where)
     names = ("from", "value") if "from" in item else ("role", "content")
     role, content = (item.get(name) for name in names)
     if not isinstance(role, str) or not role.strip():
@@ -291,8 +290,7 @@ def _text(content: Any, what: str) -> str:
 
 def _call(call: Any, what: str) -> Any:
     """A call of a tool, with its arguments as an object."""
-    if not isinstance(call, dict):
-        raise UserError(f"{what} must be an object, not {type(call).__name__}: {call!r}.")
+    check_kind(call, dict, what)
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"], what)}
     given = call.get("arguments")
@@ -315,8 +313,7 @@ def _with_system(record: Record, messages: list[Message]) -> list[Message]:
     system = record.get("system")
     if system is None or system == "":
         return messages
-    if not isinstance(system, str):
-        raise UserError(f"field 'system' must be text, not {type(system).__name__}.")
+    check_kind(system, str, "field 'system'")
     if messages[0]["role"] == "system":
         raise UserError("there are two system messages, in field 'system' and in message 1.")
     return [{"role": "system", "content": system}, *messages]

@@ -169,14 +169,10 @@ def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
 
 
 class TurnEnd:
-    """From the text of a turn with what follows it to the end of its end-of-turn token.
-
-    What may follow is blank, or other control tokens (an end of the text). A turn that ends with
-    another token (calls of tools do, in some templates) ends with its last control token.
-
-    Args:
-        end_of_turn: what mostly ends a turn.
-        control: regular expression of the tokens that are no ordinary text.
+    """From the text of a turn with what follows it to the end of its end-of-turn token, mostly
+    `end_of_turn`. What may follow is blank, or other tokens of the expression `control` (an end of
+    the text). A turn that ends with another one (calls of tools do, in some templates) ends with
+    its last.
     """
 
     def __init__(self, end_of_turn: str, control: str) -> None:

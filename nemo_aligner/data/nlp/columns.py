@@ -73,10 +73,7 @@ class Columns:
                 value = None
             if optional and (value is None or isinstance(value, str) and not value.strip()):
                 return ""
-            if not isinstance(value, str):
-                raise UserError(
-                    f"column '{column}' (columns.{name}) must be text, not {kind_of(value)}."
-                )
+            check_kind(value, str, f"column '{column}' (columns.{name})")
             return before + value
 
         return _IN_BRACES.sub(text, line_ends(form))
@@ -137,6 +134,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3e38
 
 
-def kind_of(value: Any) -> str:
-    """What messages call the type of a value of a record."""
-    return "null" if value is None else type(value).__name__
+def check_kind(value: Any, kind: type, what: str) -> None:
+    """Raise `UserError` unless a value of a record, `what` in messages, is of a type."""
+    if not isinstance(value, kind):
+        needed = {str: "text", list: "a list", dict: "an object"}[kind]
+        found = "null" if value is None else type(value).__name__
+        raise UserError(f"{what} must be {needed}, not {found}.")

@@ -97,21 +97,23 @@ class RegressionRewardModelDataset(EncodedDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.seq_length = seq_length
         self.num_attributes = num_attributes
         self.mask_value = mask_value
-        steps = isinstance(first_record(paths[0], data_cfg).get("text"), list)
-        settings = ("labelled texts", seq_length, num_attributes, mask_value)
-        expand = self._each_step if steps else None
-        super().__init__(paths, tokenizer, data_cfg, name, settings, expand)
+        self.what = ["labelled texts", num_attributes, mask_value]
+        if isinstance(first_record(paths[0], data_cfg).get("text"), list):
+            self.expand = self._each_step
+        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+
+    def _choose_documents(self) -> None:
         self.say_unread()
         if not self.lines.numbers.any():
             raise UserError(
-                f"{name} data: every label is model.regression.loss_mask_val={mask_value}, which "
-                f"means no label. Files: {', '.join(map(str, self.lines.paths))}"
+                f"{self.name} data: every label is model.regression.loss_mask_val="
+                f"{self.mask_value}, which means no label. Files: "
+                f"{', '.join(map(str, self.lines.paths))}"
             )
         self.documents = documents_within(
-            self.lines.notes, seq_length, name, "texts", "are longer"
+            self.lines.notes, self.seq_length, self.name, "texts", "are longer"
         )
 
     def _each_step(self, record: Record) -> list[Record]:
@@ -194,7 +196,6 @@ def _label(record: Record, num_attributes: int) -> list[float]:
 DIFFERENT, IN_LINE = 1 << 31, 1 << 32
 
 
-@accepts_nemo_aligner_call
 class RewardModelDataset(EncodedDataset):
     """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
     or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
@@ -210,20 +211,11 @@ class RewardModelDataset(EncodedDataset):
     lines_per_document = 2  # 1 if a line holds a pair
     prompt_field = "prompt"
     read_fields: Sequence[str] = (*A_SAMPLE, *PAIR, *(f"{field}_response" for field in PAIR))
-    _what = "pairs"
+    what = "pairs"
+    _pair_in_line: bool | None = None  # unknown before the first line
+    _before: Record | None = None
 
-    def __init__(
-        self,
-        paths: Sequence[Any],
-        tokenizer: Tokenizer,
-        seq_length: int,
-        data_cfg: Mapping[str, Any] | None = None,
-        name: str = "train",
-    ) -> None:
-        self._pair_in_line: bool | None = None  # unknown before the first line
-        self._before: Record | None = None
-        self.seq_length = seq_length
-        super().__init__(paths, tokenizer, data_cfg, name, (self._what, seq_length))
+    def _choose_documents(self) -> None:
         self.pair_in_line = self._holds_pairs()
         self.lines_per_document = 1 if self.pair_in_line else 2
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
@@ -234,7 +226,9 @@ class RewardModelDataset(EncodedDataset):
                 )
         self._check_prompts_of_pairs()
         lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
-        self.documents = documents_within(lengths, seq_length, name, "pairs", "have a text longer")
+        self.documents = documents_within(
+            lengths, self.seq_length, self.name, "pairs", "have a text longer"
+        )
 
     def as_pair(self, record: Record) -> Record:
         """A record with the fields `chosen` and `rejected`, if a pair stands in it."""
@@ -391,7 +385,7 @@ class LabelledPairDataset(RewardModelDataset):
         name: str = "train",
     ) -> None:
         self.mask_value = mask_value
-        self._what = f"labelled pairs {mask_value}"
+        self.what = f"labelled pairs {mask_value}"
         super().__init__(paths, tokenizer, seq_length, data_cfg, name)
         labels = self.lines.numbers.astype(np.float32).reshape(-1, self.lines_per_document)
         self.preferences = labels[:, 0]
@@ -453,7 +447,6 @@ class LabelledPairDataset(RewardModelDataset):
 DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
 
 
-@accepts_nemo_aligner_call
 class DPOModelDataset(RewardModelDataset):
     """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
     NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
@@ -468,24 +461,9 @@ class DPOModelDataset(RewardModelDataset):
     of the responses (all 0 in an empty slot), and the rewards, float32.
     """
 
-    _what = "pairs with prompts"
+    what = "pairs with prompts"
     read_fields = (*RewardModelDataset.read_fields, *DEFAULT_REWARDS)
     check_form = staticmethod(check_prompts_can_be_read)
-
-    def __init__(
-        self,
-        paths: Sequence[Any],
-        tokenizer: Tokenizer,
-        seq_length: int,
-        data_cfg: Mapping[str, Any] | None = None,
-        name: str = "train",
-    ) -> None:
-        given = {key: (data_cfg or {}).get(f"default_{key}") for key in DEFAULT_REWARDS}
-        self.rewards = {
-            key: value if given[key] is None else given[key]
-            for key, value in DEFAULT_REWARDS.items()
-        }
-        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         record = by_our_names(record)
@@ -508,8 +486,11 @@ class DPOModelDataset(RewardModelDataset):
         item = self._item(index, chosen.tokens, rejected.tokens)
         for name, sample in (("chosen", chosen), ("rejected", rejected)):
             item[f"{name}_mask"] = response_mask(sample, index, self.seq_length)
-            reward: Any = record.get(f"{name}_reward", self.rewards[f"{name}_reward"])
-            item[f"{name}_reward"] = torch.tensor(float(reward))
+            key = f"{name}_reward"
+            default = self.data_cfg.get(f"default_{key}")
+            default = DEFAULT_REWARDS[key] if default is None else default
+            reward: Any = record.get(key, default)
+            item[key] = torch.tensor(float(reward))
         return item
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
@@ -531,20 +512,11 @@ class ResponseDataset(EncodedDataset):
     prompt_field = "prompt"
     read_fields: Sequence[str] = ("prompt", "response", *BESIDE)
     check_form = staticmethod(check_prompts_can_be_read)
-    _what = "responses"  # an index of the files that was made for other records is not used
+    what = "responses"  # an index of the files that was made for other records is not used
 
-    def __init__(
-        self,
-        paths: Sequence[Any],
-        tokenizer: Tokenizer,
-        seq_length: int,
-        data_cfg: Mapping[str, Any] | None = None,
-        name: str = "train",
-    ) -> None:
-        self.seq_length = seq_length
-        super().__init__(paths, tokenizer, data_cfg, name, (self._what, seq_length))
+    def _choose_documents(self) -> None:
         self.documents = documents_within(
-            self.lines.notes, seq_length, name, "samples", "are longer"
+            self.lines.notes, self.seq_length, self.name, "samples", "are longer"
         )
         encoder = self.encoder
         self.check_prompts(
@@ -596,7 +568,6 @@ PREFERENCES = {"chosen": True, "rejected": False}
 PARTNER = 0.381966
 
 
-@accepts_nemo_aligner_call
 class KTOModelDataset(ResponseDataset):
     """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`; true and
     false are accepted as preferences too.
@@ -613,23 +584,16 @@ class KTOModelDataset(ResponseDataset):
     an empty slot; `position_ids` [S]; `idx`.
     """
 
-    _what = "labelled responses"
+    what = "labelled responses"
     read_fields = (*ResponseDataset.read_fields, "preference")
 
-    def __init__(
-        self,
-        paths: Sequence[Any],
-        tokenizer: Tokenizer,
-        seq_length: int,
-        data_cfg: Mapping[str, Any] | None = None,
-        name: str = "train",
-    ) -> None:
-        super().__init__(paths, tokenizer, seq_length, data_cfg, name)
+    def _choose_documents(self) -> None:
+        super()._choose_documents()
         self._check_size()
         desirable = int(self.lines.numbers[self.documents].sum())
         if desirable in (0, len(self.documents)):
             logging.warning(
-                f"{name} data: all {len(self.documents)} samples are "
+                f"{self.name} data: all {len(self.documents)} samples are "
                 f"{'chosen' if desirable else 'rejected'}. KTO then moves the policy in one "
                 "direction only, from or to all of them; add samples of the other kind."
             )

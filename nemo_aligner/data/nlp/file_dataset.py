@@ -202,135 +202,6 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return [self.documents[files == number] for number in range(len(self.lines.counts))]
 
 
-class EncodedDataset(FileDataset):
-    """A dataset of records that a `RecordEncoder` reads.
-
-    Args:
-        settings: what `_inspect` depends on beside the encoder.
-        expand: of `Records`.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[Any],
-        tokenizer: Tokenizer,
-        data_cfg: Mapping[str, Any] | None,
-        name: str,
-        settings: Sequence[Any],
-        expand: Callable[[Record], list[Record]] | None = None,
-    ) -> None:
-        self.encoder = RecordEncoder(tokenizer, data_cfg)
-        self.encode = self.encoder.encode_text
-        self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
-        self.lines = Records(
-            paths,
-            [],
-            self._inspect,
-            data_cfg=data_cfg,
-            settings=self.encoder.settings(*settings),
-            expand=expand,
-        )
-
-    def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """What is kept of a record; see `Records`."""
-        raise NotImplementedError
-
-
-def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
-    """int64 [size]: documents of several files in proportion to `weights`, evenly mixed.
-
-    Each file is read in order; one that is too small for its share starts again. The mixture
-    depends on nothing but the arguments (Megatron's `build_blending_indices`: at each position the
-    file that is furthest behind its share).
-
-    Args:
-        by_file: documents of each file.
-        weights: of the files, above 0.
-        size: length of the result.
-    """
-    from megatron.core.datasets import helpers
-
-    file_of, number_in_file = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
-    shares = np.array(weights, dtype=np.float64)
-    helpers.build_blending_indices(
-        file_of, number_in_file, shares / shares.sum(), len(shares), size, False
-    )
-    result = np.zeros(size, dtype=np.int64)
-    for number, documents in enumerate(by_file):
-        here = file_of == number
-        if here.any():
-            result[here] = documents[number_in_file[here] % len(documents)]
-    return result
-
-
-def documents_within(
-    lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
-) -> np.ndarray:
-    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others.
-
-    Args:
-        lengths: int64 [number of documents], in tokens.
-        name: of the dataset, for messages.
-        what: plural of what a document is, for messages: "all 3 <what> <are_longer> than ...".
-        are_longer: verb of that message.
-
-    Raises:
-        UserError: no document fits.
-    """
-    documents = np.flatnonzero(lengths <= seq_length)
-    if not len(documents):
-        raise UserError(
-            f"{name} data: all {len(lengths)} {what} {are_longer} than seq_length={seq_length} "
-            f"tokens; the longest has {lengths.max()}. Shorten the texts or raise "
-            "model.data.seq_length (model.encoder_seq_length)."
-        )
-    if len(documents) < len(lengths):
-        logging.warning(
-            f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: "
-            f"they {are_longer} than seq_length={seq_length} tokens (the longest has "
-            f"{lengths.max()})."
-        )
-    return documents
-
-
-def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
-    """What items of any dataset hold: `loss_mask` float32 [width], 1 up to `length`, but all 0 for
-    an empty slot, `position_ids` and `idx`.
-    """
-    used = torch.arange(width) < (length if index >= 0 else 0)
-    places = torch.arange(width)
-    return {"loss_mask": used.float(), "position_ids": places, "idx": torch.tensor(index)}
-
-
-def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
-    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
-    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
-
-
-def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
-    """An example whose labels are trained on where the mask, of labels, is not 0."""
-    return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
-
-
-def scored_part(
-    name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
-) -> Part:
-    """A sequence whose last token's output is the reward, but for padding at its end."""
-    last = int(lengths_before(padding, tokens[None], length[None])) - 1
-    marked = [place == last for place in range(int(length))]
-    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
-
-
-def response_mask(sample: Encoded, index: int, width: int) -> torch.Tensor:
-    """float32 [width]: 1 on the tokens of the response, all 0 in an empty slot."""
-    return pad([int(x and index >= 0) for x in sample.is_response], width, 0).float()
-
-
-def pad(tokens: list[int], width: int, pad_id: int) -> torch.Tensor:
-    """int64 [width]: `tokens`, then `pad_id`."""
-    return torch.tensor(tokens + [pad_id] * (width - len(tokens)), dtype=torch.int64)
-
-
 NEMO_ALIGNER_ARGUMENTS = (
     "cfg",
     "tokenizer",
@@ -387,3 +258,123 @@ def _write_records(data: Sequence[Any], folder: Path, name: str) -> str:
                 )
             file.write(json.dumps(data[number]) + "\n")
     return str(path)
+
+
+@accepts_nemo_aligner_call
+class EncodedDataset(FileDataset):
+    """A dataset of records that a `RecordEncoder` reads."""
+
+    what: Any  # decides, with `seq_length`, what `_inspect` finds
+    expand: Callable[[Record], list[Record]] | None = None  # of `Records`
+
+    def __init__(
+        self,
+        paths: Sequence[Any],
+        tokenizer: Tokenizer,
+        seq_length: int,
+        data_cfg: Mapping[str, Any] | None = None,
+        name: str = "train",
+    ) -> None:
+        self.encoder = RecordEncoder(tokenizer, data_cfg)
+        self.encode = self.encoder.encode_text
+        self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
+        self.seq_length, self.data_cfg = seq_length, data_cfg or {}
+        self.lines = Records(
+            paths,
+            [],
+            self._inspect,
+            data_cfg=data_cfg,
+            settings=self.encoder.settings(self.what, seq_length),
+            expand=self.expand,
+        )
+        self._choose_documents()
+
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        """What is kept of a record; see `Records`."""
+        raise NotImplementedError
+
+    def _choose_documents(self) -> None:
+        """Set `documents`, and check what no record says alone."""
+        raise NotImplementedError
+
+
+def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
+    """int64 [size]: documents of several files in proportion to `weights`, evenly mixed.
+
+    Each file is read in order; one that is too small for its share starts again. The mixture
+    depends on nothing but the arguments (Megatron's `build_blending_indices`: at each position the
+    file that is furthest behind its share).
+    """
+    from megatron.core.datasets import helpers
+
+    file_of, number_in_file = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    shares = np.array(weights, dtype=np.float64)
+    helpers.build_blending_indices(
+        file_of, number_in_file, shares / shares.sum(), len(shares), size, False
+    )
+    result = np.zeros(size, dtype=np.int64)
+    for number, documents in enumerate(by_file):
+        here = file_of == number
+        if here.any():
+            result[here] = documents[number_in_file[here] % len(documents)]
+    return result
+
+
+def documents_within(
+    lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
+) -> np.ndarray:
+    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others, and
+    `UserError` says that there are none: "<name> data: all 3 <what> <are_longer> than ...".
+    """
+    documents = np.flatnonzero(lengths <= seq_length)
+    if not len(documents):
+        raise UserError(
+            f"{name} data: all {len(lengths)} {what} {are_longer} than seq_length={seq_length} "
+            f"tokens; the longest has {lengths.max()}. Shorten the texts or raise "
+            "model.data.seq_length (model.encoder_seq_length)."
+        )
+    if len(documents) < len(lengths):
+        logging.warning(
+            f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: "
+            f"they {are_longer} than seq_length={seq_length} tokens (the longest has "
+            f"{lengths.max()})."
+        )
+    return documents
+
+
+def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
+    """What items of any dataset hold: `loss_mask` float32 [width], 1 up to `length`, but all 0 for
+    an empty slot, `position_ids` and `idx`.
+    """
+    used = torch.arange(width) < (length if index >= 0 else 0)
+    places = torch.arange(width)
+    return {"loss_mask": used.float(), "position_ids": places, "idx": torch.tensor(index)}
+
+
+def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:
+    """A sequence whose tokens are trained on where the mask, of tokens, is not 0."""
+    return Part(name, tokens.tolist()[:length], mask.ne(0).tolist()[:length])
+
+
+def labelled_part(tokens: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> Part:
+    """An example whose labels are trained on where the mask, of labels, is not 0."""
+    return Part("example", [int(tokens[0]), *labels.tolist()], [False, *mask.ne(0).tolist()])
+
+
+def scored_part(
+    name: str, tokens: torch.Tensor, length: torch.Tensor, padding: int | None
+) -> Part:
+    """A sequence whose last token's output is the reward, but for padding at its end."""
+    last = int(lengths_before(padding, tokens[None], length[None])) - 1
+    marked = [place == last for place in range(int(length))]
+    return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
+
+
+def response_mask(sample: Encoded, index: int, width: int) -> torch.Tensor:
+    """float32 [width]: 1 on the tokens of the response, all 0 in an empty slot."""
+    return pad([int(x and index >= 0) for x in sample.is_response], width, 0).float()
+
+
+def pad(tokens: list[int], width: int, pad_id: int) -> torch.Tensor:
+    """int64 [width]: `tokens`, then `pad_id`."""
+    return torch.tensor(tokens + [pad_id] * (width - len(tokens)), dtype=torch.int64)

@@ -12,14 +12,11 @@ from nemo_aligner.checkpoint.checksums import save_error
 
 def complete_lines(path: Path, check: Callable[[int, bytes], None]) -> int:
     """How many whole lines a file holds, 0 if there is none; a torn last line is removed. Its
-    folder is made.
+    folder is made (`SaveError`: it cannot be).
 
     Args:
         check: called with the number of each line, from 0, and the line; raises if it is not what
             the command would have written.
-
-    Raises:
-        SaveError: the folder cannot be made.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

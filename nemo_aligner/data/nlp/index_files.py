@@ -33,21 +33,13 @@ FOLDER = ".nemo_aligner_index"
 
 
 class Index(NamedTuple):
-    """What the check of a data file found.
+    """What the check of a data file found; see `RecordSource` and `Records`."""
 
-    Attributes:
-        offsets: int64, of its `RecordSource`.
-        notes: int64 [records], as `Records.notes`.
-        numbers: float64 [records], as `Records.numbers`.
-        extra: int64 [records], as `Records.extra`.
-        rows: int64 [records], the row that each record is made of; empty if all rows are records.
-    """
-
-    offsets: np.ndarray
-    notes: np.ndarray
-    numbers: np.ndarray
-    extra: np.ndarray
-    rows: np.ndarray
+    offsets: np.ndarray  # int64
+    notes: np.ndarray  # int64 [records], as the others
+    numbers: np.ndarray  # float64
+    extra: np.ndarray  # int64
+    rows: np.ndarray  # int64, the row that each record is made of; empty if all rows are records
 
 
 def file_fingerprint(path: Path) -> str:

@@ -34,6 +34,7 @@ from nemo_aligner.data.nlp.chat_records import (
     read_messages,
     template_options,
 )
+from nemo_aligner.data.nlp.columns import check_kind
 from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded, check_written
 from nemo_aligner.data.nlp.sources import Record
 
@@ -164,7 +165,14 @@ class NeMoChat(ConversationForm):
         tokens = self.tokenizer.text_to_ids(chat_text(source, self.marks))
         header = self.tokenizer.text_to_ids(header_text(source, self.marks))
         parts = [self._ids(turn_text(turn, source.kind, self.marks)) for turn in source.turns]
-        self._check_parts(tokens, [header, *parts])
+        joined = [token for part in (header, *parts) for token in part]
+        more = len(tokens) - len(joined)  # TURN
+        if list(tokens[: len(joined)]) != joined or more not in (0, len(self._turn_start_ids)):
+            raise UserError(
+                "the tokenizer joins characters of two turns into one token, so that the mask of "
+                "the loss would be wrong. Choose other model.data.chat_prompt_tokens: special "
+                "tokens of the tokenizer are never joined."
+            )
         is_response = [False] * len(header)
         for number, (turn, part) in enumerate(zip(source.turns, parts, strict=True)):
             start, end = self._trained(source, number, turn, part)
@@ -204,17 +212,6 @@ class NeMoChat(ConversationForm):
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.text_to_ids(_BEHIND + text)[self._behind :]
 
-    def _check_parts(self, tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> None:
-        """Raise `UserError` unless the tokens are those of the parts, one after the other."""
-        joined = [token for part in parts for token in part]
-        more = len(tokens) - len(joined)  # TURN
-        if list(tokens[: len(joined)]) != joined or more not in (0, len(self._turn_start_ids)):
-            raise UserError(
-                "the tokenizer joins characters of two turns into one token, so that the mask of "
-                "the loss would be wrong. Choose other model.data.chat_prompt_tokens: special "
-                "tokens of the tokenizer are never joined."
-            )
-
 
 def source_of_record(record: Record) -> Source:
     """The conversation in the fields `system`, `conversations`, `mask` and `type` of a record."""
@@ -224,8 +221,7 @@ def source_of_record(record: Record) -> Source:
         Turn(m["role"], m["content"], _label(n, m), m.get("weight") != 0) for n, m in messages
     )
     system, kind = record.get("system") or "", record.get("type")
-    if not isinstance(system, str):
-        raise UserError(f"field 'system' must be text, not {type(system).__name__}.")
+    check_kind(system, str, "field 'system'")
     if kind not in (None, VALUE_TO_TEXT, TEXT_TO_VALUE):
         raise UserError(f"field 'type' is {kind!r}: use {VALUE_TO_TEXT}, {TEXT_TO_VALUE} or none.")
     mask = record.get("mask") or USER
@@ -277,8 +273,8 @@ def _check_options(record: Record) -> None:
 
 def _label(number: int, message: Message) -> str | None:
     label = message.get("label")
-    if label is not None and not isinstance(label, str):
-        raise UserError(f"'label' of message {number} must be text, not {type(label).__name__}.")
+    if label is not None:
+        check_kind(label, str, f"'label' of message {number}")
     return label
 
 

@@ -21,14 +21,10 @@ Batch = dict[str, torch.Tensor]
 
 
 def pack(slots: Sequence[int], size: int) -> list[list[int]]:
-    """Divide items into packs of at most `size` slots each.
+    """Divide items of 1 to `size` slots into packs of at most `size` slots each.
 
     Items are taken in order, each into the pack that it fills best (among equally full ones, the
-    first). The result depends on nothing but the arguments.
-
-    Args:
-        slots: of each item, 1 to `size`.
-        size: of a pack.
+    first).
 
     Returns:
         Numbers of the items of each pack, in order; packs in the order of their first item.

@@ -40,7 +40,7 @@ class RLHFDataset(EncodedDataset):
     """
 
     prompt_field, read_fields = "prompt", A_SAMPLE
-    alike = ""
+    what, alike = "prompts", ""
     others_are = "columns that only a reward function can read"
     first_record: int | None = None  # number of the first record; None: items have no `record`
 
@@ -73,14 +73,16 @@ class RLHFDataset(EncodedDataset):
     ) -> None:
         self.max_prompt_length = max_prompt_length
         self.limit_text = limit_text
-        super().__init__(paths, tokenizer, data_cfg, name, ("prompts", max_prompt_length))
+        super().__init__(paths, tokenizer, max_prompt_length, data_cfg, name)
+
+    def _choose_documents(self) -> None:
         self.documents = np.arange(len(self.lines))
         self.check_prompts(self.encoder.allow_empty_prompt, self.encoder.begins, sampled=True)
         fits = self._fits()
         if not fits.all():
             logging.warning(
-                f"{name} data: {(~fits).sum()} of {len(fits)} prompts are longer than "
-                f"{limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
+                f"{self.name} data: {(~fits).sum()} of {len(fits)} prompts are longer than "
+                f"{self.limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
                 "replaced by the next prompt that fits, without weight in the loss."
             )
 
@@ -209,12 +211,10 @@ def collate_with_batch_max_sequence_length(
     eod_mask_loss: bool = False,
     generate_masks_and_position_ids: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Collate prompts: pad with eos on the right to the longest prompt plus room for the response.
+    """Collate b items of `RLHFDataset`: pad with `eos_id` on the right to the longest prompt plus
+    `response_token_length` columns.
 
     Args:
-        data_batch: b items of `RLHFDataset`.
-        response_token_length: columns added for the response.
-        eos_id: padding.
         reset_position_ids, reset_attention_mask, eod_mask_loss: not used, because an item has one
             document.
         generate_masks_and_position_ids: also return `attention_mask` bool [1, 1, S, S] (True: must

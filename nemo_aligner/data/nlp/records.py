@@ -19,7 +19,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp.chat_records import EqualPairError
-from nemo_aligner.data.nlp.columns import Columns, kind_of, missing
+from nemo_aligner.data.nlp.columns import Columns, check_kind, missing
 from nemo_aligner.data.nlp.data_files import DataFile, open_sources
 from nemo_aligner.data.nlp.sources import Record, RecordSource
 
@@ -222,8 +222,7 @@ def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
         talks = "messages" in record or "conversations" in record
         raise missing(fields, record, NO_FORM if talks else "")
     for field in fields:
-        if not isinstance(record[field], str):
-            raise UserError(f"field '{field}' must be text, not {kind_of(record[field])}.")
+        check_kind(record[field], str, f"field '{field}'")
         if not (allow_blank or record[field].strip()):
             raise UserError(f"field '{field}' is empty.")
 

@@ -55,11 +55,8 @@ class RecordSource(Protocol):
 
 
 class JsonLinesFile:
-    """A `RecordSource` over a file with one JSON object per line. Blank lines do not count.
-
-    Args:
-        path: the file, for messages.
-        content: the text: a file (of a compressed one the unpacked copy), or bytes.
+    """A `RecordSource` over a file with one JSON object per line; blank lines do not count. The
+    content of a compressed one is its unpacked copy, or bytes.
     """
 
     unit = "line"
@@ -117,13 +114,8 @@ BATCH_BYTES = 8 << 20
 
 
 class ArrowTable:
-    """A `RecordSource` over the rows of a table.
-
-    Args:
-        path: the file or folder, for messages.
-        table: a table of `datasets`.
-        files: whose content decides what the rows are.
-        arrow_files: the Arrow files that `table` maps; empty for a table in memory.
+    """A `RecordSource` over the rows of a `table` of `datasets`, which maps `arrow_files`; of one
+    in memory there are none.
     """
 
     unit = "row"
@@ -286,12 +278,7 @@ _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")
 
 
 class TokenFile:
-    """A `RecordSource` of records `{"text": tokens}`.
-
-    Args:
-        path: the file; with "mmap" without its endings .bin and .idx.
-        data_impl: "mmap" or "packed_jsonl" (see `config/data_rules.py`).
-    """
+    """A `RecordSource` of records `{"text": tokens}`; of "mmap" the path has no ending."""
 
     unit = "document"
 

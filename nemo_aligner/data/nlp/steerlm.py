@@ -20,7 +20,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.data.nlp.columns import is_number
+from nemo_aligner.data.nlp.columns import check_kind, is_number
 from nemo_aligner.data.nlp.conversation_form import Encoded
 from nemo_aligner.data.nlp.file_dataset import (
     Part,
@@ -377,8 +377,8 @@ def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
                 )
     label, system = record.get("label"), record.get("system")
     for field, value in (("label", label), ("system", system)):
-        if value is not None and not isinstance(value, str):
-            raise UserError(f"field '{field}' must be text, not {type(value).__name__}.")
+        if value is not None:
+            check_kind(value, str, f"field '{field}'")
     turns = tuple(Turn(turn["from"], turn["value"]) for turn in record["prompt_turns"])
     speakers = {response["from"] for response in record["responses"]}
     if len(speakers) > 1 or turns[-1].speaker in speakers:
