@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data as a job will see them, before it trains: `nemo-aligner inspect`.
 
-`jobs.py` builds the dataset of the job, `findings.py` reads its samples and looks for what is
-dropped, cut, empty or there twice, `show.py` shows it.
+`findings.py` builds the dataset of the job, reads its samples and looks for what is dropped, cut,
+empty or there twice; `show.py` shows it.
 """

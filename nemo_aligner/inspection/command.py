@@ -68,8 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     # They take seconds to import.
     from nemo_aligner.data.nlp.records import first_record
     from nemo_aligner.generate.policy import quiet_logs
-    from nemo_aligner.inspection.findings import look, read_samples
-    from nemo_aligner.inspection.jobs import open_job
+    from nemo_aligner.inspection.findings import look, open_job, read_samples
     from nemo_aligner.inspection.show import in_brackets, in_colour, show
 
     quiet_logs()

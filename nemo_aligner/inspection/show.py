@@ -16,13 +16,13 @@ from nemo_aligner.data.nlp.sft import SFTDataset
 from nemo_aligner.inspection.findings import (
     Finding,
     Findings,
+    InspectedJob,
     Piece,
     Sample,
     histogram,
     pieces,
     visible,
 )
-from nemo_aligner.inspection.jobs import InspectedJob
 from nemo_aligner.report.elements import document
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"

@@ -26,8 +26,14 @@ from nemo_aligner.data.nlp.prompts import PromptColumns
 from nemo_aligner.data.nlp.topk_logits import TopKExample, to_line
 from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.inspection.command import main
-from nemo_aligner.inspection.findings import histogram, look, pieces, read_samples
-from nemo_aligner.inspection.jobs import ON_POLICY, open_job
+from nemo_aligner.inspection.findings import (
+    ON_POLICY,
+    histogram,
+    look,
+    open_job,
+    pieces,
+    read_samples,
+)
 from nemo_aligner.launch.inputs import check_inputs
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.cases import some_of

@@ -40,7 +40,7 @@ from nemo_aligner.data.nlp.nemo_chat import (
     turn_text,
 )
 from nemo_aligner.data.nlp.records import Records, settings_of
-from nemo_aligner.data.nlp.sft import Examples, collate_examples
+from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
 # Default of `model.regression.loss_mask_val`: the number that means "no label".
@@ -305,10 +305,8 @@ class SteerLM2Dataset(Examples):
             responses = [Encoded(r.tokens, [False] * len(r.tokens)) for r in responses]
         return {
             "responses": responses,
-            "ws": target_weights(
-                *map(torch.from_numpy, (log_p_attributes, log_p_response, log_q))
-            ),
-            LOG_Q: torch.from_numpy(log_q),
+            "ws": target_weights(log_p_attributes, log_p_response, log_q),
+            LOG_Q: log_q,
             "idx": index,
         }
 
@@ -337,27 +335,18 @@ class SteerLM2Dataset(Examples):
             `collate_examples` makes them; `ws` and `log(Q(y|a,x))` float32 and float64
             `[B, n]`. A response that is missing has no label that counts.
         """
+        n = self.num_responses
         missing = Encoded([self.tokenizer.eos_id] * 2, [False] * 2)
-        rows = [
-            response
-            for item in batch
-            for response in item["responses"]
-            + [missing] * (self.num_responses - len(item["responses"]))
-        ]
-        examples = collate_examples(
-            [row.tokens for row in rows],
-            [row.is_response for row in rows],
-            self.max_seq_length,
-            self.tokenizer.eos_id,
-            self.pad_to_max_length,
+        rows = [(item["responses"] + [missing] * n)[:n] for item in batch]
+        examples = super().collate_fn(
+            [{"tokens": each.tokens, "trained": each.is_response} for row in rows for each in row]
         )
-        shape = (len(batch), self.num_responses)
-        collated = {key: value.unflatten(0, shape) for key, value in examples.items()}
+        collated = {key: value.unflatten(0, (len(batch), n)) for key, value in examples.items()}
         for key in ("ws", LOG_Q):
-            padded = torch.zeros(shape, dtype=torch.float64)
-            for row, item in zip(padded, batch, strict=True):
-                row[: len(item[key])] = item[key]
-            collated[key] = padded
+            numbers = [item[key] for item in batch]
+            collated[key] = torch.stack(
+                [torch.nn.functional.pad(row, (0, n - len(row))) for row in numbers]
+            )
         return collated
 
 
@@ -389,7 +378,7 @@ def _fields(record: Record) -> tuple[tuple[Turn, ...], str | None, list[Any]]:
     return turns, label, record["responses"]
 
 
-def _log_probs(record: Record) -> tuple[np.ndarray, ...]:
+def _log_probs(record: Record) -> tuple[Tensor, ...]:
     """float64 [n] each: log P(a|x,y), log P(y|x) and log Q'(y|a,x) of the responses."""
     found = []
     for key in (LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q):
@@ -399,5 +388,6 @@ def _log_probs(record: Record) -> tuple[np.ndarray, ...]:
                     f"'{key}' of response {number} is {response.get(key)!r}: it must be a finite "
                     "number, the log-probability."
                 )
-        found.append(np.array([response[key] for response in record["responses"]], np.float64))
+        numbers = [response[key] for response in record["responses"]]
+        found.append(torch.tensor(numbers, dtype=torch.float64))
     return tuple(found)
