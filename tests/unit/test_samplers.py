@@ -18,7 +18,6 @@ from nemo_aligner.data.nlp.samplers import (
 )
 
 RANDOM = [MegatronPretrainingRandomSampler, MegatronPretrainingRandomBatchSampler]
-IN_ORDER = [MegatronPretrainingSampler, MegatronPretrainingBatchSampler]
 
 
 def make(cls, total, consumed=0, mbs=2, gbs=8, rank=0, dp=2, **kwargs):
@@ -73,13 +72,6 @@ def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
     assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
 
 
-@pytest.mark.parametrize("cls", RANDOM + IN_ORDER)
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_all_ranks_together_see_each_sample_once(cls, dp):
-    seen = [i for rank in range(dp) for batch in make(cls, 32, rank=rank, dp=dp) for i in batch]
-    assert sorted(seen) == list(range(32))
-
-
 @pytest.mark.parametrize("cls", RANDOM)
 def test_an_epoch_that_does_not_divide_has_whole_global_batches_only(cls):
     for rank in range(2):
@@ -93,22 +85,6 @@ def test_an_epoch_that_does_not_divide_has_whole_global_batches_only(cls):
         for epoch in range(5)
     ]
     assert len(set(map(frozenset, left_out))) > 1  # not always the same samples
-
-
-@pytest.mark.parametrize("cls", RANDOM)
-def test_resume_gives_the_batches_of_the_uninterrupted_run(cls):
-    sampler = make(cls, 29, rank=1, seed=3)
-    positions, batches = [], []
-    for _epoch in range(2):
-        for batch in sampler:
-            batches.append(batch)
-            positions.append(sampler.consumed_samples)
-    for count, position in enumerate(positions[:-1], start=1):
-        if position % 8 == 0:
-            assert next(iter(make(cls, 29, position, rank=1, seed=3))) == batches[count]
-            assert len(make(cls, 29, position, rank=1, seed=3)) == len(
-                list(make(cls, 29, position, rank=1, seed=3))
-            )
 
 
 def test_epochs_and_seeds_shuffle_differently_and_leave_the_global_generator_alone():
