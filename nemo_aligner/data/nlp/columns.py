@@ -137,6 +137,6 @@ def is_number(value: Any) -> bool:
 def check_kind(value: Any, kind: type, what: str) -> None:
     """Raise `UserError` unless a value of a record, `what` in messages, is of a type."""
     if not isinstance(value, kind):
-        needed = {str: "text", list: "a list", dict: "an object"}[kind]
+        needed = "text" if kind is str else "an object"
         found = "null" if value is None else type(value).__name__
         raise UserError(f"{what} must be {needed}, not {found}.")
