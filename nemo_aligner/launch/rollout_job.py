@@ -31,11 +31,14 @@ from nemo_aligner.data.nlp.builders import (
     build_configured_datasets,
     build_dataloader,
     build_train_valid_test_rlhf_datasets,
-    check_pad_to_length,
     collate_with_pad_to_max_batch,
+)
+from nemo_aligner.data.nlp.prompts import (
+    PromptColumns,
+    RLHFDataset,
+    check_pad_to_length,
     single_validation_set,
 )
-from nemo_aligner.data.nlp.prompts import PromptColumns, RLHFDataset
 from nemo_aligner.launch.experiment import (
     Experiment,
     load_trainer_state,

@@ -20,9 +20,7 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_regression_rm_datasets,
     build_train_valid_test_rlhf_datasets,
     build_train_valid_test_rm_datasets,
-    check_pad_to_length,
     collate_with_pad_to_max_batch,
-    single_validation_set,
 )
 from nemo_aligner.data.nlp.datasets import (
     DPOModelDataset,
@@ -34,6 +32,7 @@ from nemo_aligner.data.nlp.datasets import (
     RLHFDataset,
     SFTDataset,
 )
+from nemo_aligner.data.nlp.prompts import check_pad_to_length, single_validation_set
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.batch import tokenize

@@ -30,6 +30,7 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
+from nemo_aligner.data.nlp import prompts
 from nemo_aligner.data.nlp.chat import begins_with_conversation, chat_form, say_default
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
 from nemo_aligner.data.nlp.datasets import (
@@ -44,21 +45,6 @@ from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.packing import PackedDataset
 from nemo_aligner.data.nlp.prompts import (
     RLHFDataset,
-)
-from nemo_aligner.data.nlp.prompts import (
-    check_pad_to_length as check_pad_to_length,
-)
-from nemo_aligner.data.nlp.prompts import (
-    collate_with_batch_max_sequence_length as collate_with_batch_max_sequence_length,
-)
-from nemo_aligner.data.nlp.prompts import (
-    collate_with_pad_to_max_batch as collate_with_pad_to_max_batch,
-)
-from nemo_aligner.data.nlp.prompts import (
-    identity_collate as identity_collate,
-)
-from nemo_aligner.data.nlp.prompts import (
-    single_validation_set as single_validation_set,
 )
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.data.nlp.samplers import (
@@ -77,21 +63,14 @@ from nemo_aligner.training.stop_requests import ignore_signals
 
 # (train, validation, test); validation is a dict where there are several sets.
 Datasets = tuple[Any, Any, Any]
-# They are built of files; other classes of records, by NeMo-Aligner's constructor.
-OURS = (
-    RLHFDataset,
-    RewardModelDataset,
-    LabelledPairDataset,
-    RegressionRewardModelDataset,
-    DPOModelDataset,
-    KTOModelDataset,
-    KnowledgeDistillationDataset,
-    ResponseDataset,
-)
+# At their place in NeMo-Aligner.
+collate_with_batch_max_sequence_length = prompts.collate_with_batch_max_sequence_length
+collate_with_pad_to_max_batch = prompts.collate_with_pad_to_max_batch
+identity_collate = prompts.identity_collate
 
 
 def build_train_valid_test_datasets(
-    cls: Callable[..., Any],
+    cls: Any,
     cfg: DictConfig,
     data_prefix: Mapping[str, Any] | Sequence[str] | str,
     data_impl: str,
@@ -106,7 +85,7 @@ def build_train_valid_test_datasets(
     """Build (train, validation, test) datasets.
 
     Args:
-        cls: of the datasets: one of `OURS`, or one with NeMo-Aligner's constructor.
+        cls: of the datasets: one of ours, or one with NeMo-Aligner's constructor.
         cfg: section `model`.
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
@@ -132,7 +111,8 @@ def build_train_valid_test_datasets(
         data_impl = "jsonl" if data_impl == "chunked_jsonl" else data_impl
         data_prefix = _with_chunks(data_prefix, n_chunks)
     check_data_impl(data_impl)
-    if cls in OURS:
+    is_ours = hasattr(cls.__init__, "also_takes")  # and so built of files, not of records
+    if is_ours:
         cls.check_form(data_impl)
     if data_prefix is None or not len(data_prefix):
         raise ConfigError(
@@ -149,7 +129,7 @@ def build_train_valid_test_datasets(
         )
 
     def make(paths: list[DataFile], name: str) -> Any:
-        if cls in OURS:
+        if is_ours:
             arguments = cls.arguments(cfg, seq_length)
             return cls(paths, tokenizer, data_cfg=cfg.data, name=name, **arguments)
         return build_dataset_generic(

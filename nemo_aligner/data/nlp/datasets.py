@@ -353,6 +353,7 @@ class RewardModelDataset(EncodedDataset):
         return super().messages(self.as_pair(record))
 
 
+@accepts_nemo_aligner_call
 class LabelledPairDataset(RewardModelDataset):
     """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
     lines `{"prompt": ..., "responses": [..., ...], "label": ...}`.
