@@ -5,8 +5,8 @@
 What stands all the time follows Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3.1), for
 the optimizer as `training/optim.py` configures it. Activations follow Korthikanti et al. 2022
 (arXiv:2205.05198, section 4), but count the tensors that autograd keeps for the layers as they are
-built here: fused attention stores no scores, and a gated activation four or five numbers per unit.
-docs/plan.md has the formulas, and the measurements that they were checked against.
+built here. docs/plan.md explains the formulas, and has the measurements that they were checked
+against.
 
 Symbols: n tokens of a micro-batch on a rank, H hidden size, F width of the feed-forward layer, V
 rows of the embedding table, e bytes of a number.
@@ -115,9 +115,7 @@ def optimizer_bytes(
 
 
 def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> Parts:
-    """Copies in host memory. Swapping needs room for the weights that make way; of models with
-    adapters only these and the head are swapped, and the reference policy is the base.
-    """
+    """Copies in host memory, of what is trained and of what takes turns with it."""
     size = weight_bytes(a, weights.trained)
     parts: Parts = {}
     if w.reference and a.lora is None:
@@ -136,10 +134,8 @@ def host_parts(a: Architecture, weights: Weights, split: Split, w: Workload) -> 
 
 
 def norm_bytes(a: Architecture, on_gpu: bool) -> float:
-    """Per token and unit of H, what a norm keeps: its input and its output.
-
-    In bf16 PyTorch's RMSNorm computes in fp32, and keeps the normalized input for the gradient of
-    its weight.
+    """Per token and unit of H, what a norm keeps: its input and its output; PyTorch's RMSNorm in
+    bf16 also fp32 copies, one of them for the gradient of its weight.
     """
     if on_gpu or a.layernorm or a.number_bytes == FP32:
         return 2 * a.number_bytes
@@ -149,12 +145,7 @@ def norm_bytes(a: Architecture, on_gpu: bool) -> float:
 def attention_bytes(
     a: Architecture, split: Split, tokens: float, samples: int, w: Workload
 ) -> float:
-    """What the attention of a layer keeps, beside the input of its first matrix.
-
-    Queries, keys and values as they leave that matrix, queries and keys after rotation, the
-    output, and one number per token and head. The scores are not kept (fused attention), but for
-    dropout without Transformer Engine.
-    """
+    """What the attention of a layer keeps, beside the input of its first matrix."""
     e, queries, keys = a.number_bytes, a.queries / split.tp, a.keys / split.tp
     positions = tokens / samples
     width = positions * split.cp
@@ -180,10 +171,7 @@ def attention_bytes(
 
 
 def adapter_bytes(a: Architecture, split: Split, tokens: float, residual: float) -> float:
-    """What adapters keep beside what their layers read: the product with A. Layers whose weight is
-    frozen and that have no adapter do not keep what they read; it is subtracted where nothing else
-    keeps it.
-    """
+    """What adapters keep, less what frozen layers do not, where nothing else keeps it."""
     if a.lora is None:
         return 0.0
     total = 0.0
@@ -208,12 +196,7 @@ def gate_numbers(a: Architecture, on_gpu: bool, training: bool) -> int:
 
 
 def feed_forward_bytes(a: Architecture, split: Split, tokens: float, on_gpu: bool) -> float:
-    """What the feed-forward layer keeps, beside its input.
-
-    Gated: both halves of the first product, the activated half and their product, and, but for
-    SwiGLU, the other half, to which Megatron Core adds 0. Its kernel for SwiGLU on a GPU computes
-    the activated half anew. Experts also keep the product before it is weighted.
-    """
+    """What the feed-forward layer keeps, beside its input."""
     e = a.number_bytes
     if not a.experts:
         return e * tokens * gate_numbers(a, on_gpu, training=True) * a.ffn / split.tp
@@ -258,8 +241,8 @@ def kept_bytes(a: Architecture, split: Split, stage: int, w: Workload) -> tuple[
 
 
 def layer_temporary(a: Architecture, split: Split, tokens: float) -> float:
-    """Gradients that exist at once while a layer runs backward, at the feed-forward layer: of its
-    output, and of both factors of the gated product or of the last matrix.
+    """Gradients that exist at once, at the feed-forward layer: of its output, and of both factors
+    of the gated product or of the last matrix.
     """
     e = a.number_bytes
     wide, copies = a.ffn / split.tp, 1.0

@@ -89,10 +89,7 @@ class Architecture:
         return self.stages[stage] if self.stages else self.layers // pp
 
     def kinds_of(self, stage: int, pp: int) -> list[tuple["Architecture", int]]:
-        """The layers of a pipeline stage by kind: (all layers so, how many).
-
-        In a model of dense layers and layers with experts, two kinds.
-        """
+        """The layers of a pipeline stage by kind, dense or with experts: (all so, how many)."""
         layers = self.layers_of(stage, pp)
         first = sum(self.layers_of(before, pp) for before in range(stage))
         dense = sum(first <= layer < first + layers for layer in self.dense_layers)
@@ -100,8 +97,8 @@ class Architecture:
         return [(kind, count) for kind, count in kinds if count]
 
     def linear_layers(self) -> dict[str, tuple[int, int, int]]:
-        """The linear layers of a transformer layer that can have an adapter, by their names of
-        `model.peft`: (numbers they read, numbers they give, projections that are fused in them).
+        """The linear layers of a layer that can have an adapter, by their names of `model.peft`:
+        (numbers they read, numbers they give, projections that are fused in them).
         """
         gates = 1 + self.gated
         layers = {
