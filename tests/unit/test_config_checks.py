@@ -451,7 +451,7 @@ REFUSED = {
         ("trainer.ppo.inference_micro_batch_size=[4,0]", r"inference_micro_batch_size=\[4, 0\]"),
     ),
     "gpt_rs_actor": (
-        ("model.rs.top_n_rollouts=5", "top_n_rollouts=5 is above .*num_rollouts_per_prompt=4"),
+        ("model.rs.top_n_rollouts=5", "top_n_rollouts=5 must be .*num_rollouts_per_prompt=4"),
         (
             "model.rs.num_rollout_samples=24",
             "= 24 kept responses are not a multiple of .*_size=64",
