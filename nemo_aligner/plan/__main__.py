@@ -33,15 +33,15 @@ from nemo_aligner.plan.jobs import (
     read_overrides,
 )
 from nemo_aligner.plan.memory import PARTS, RankMemory
-from nemo_aligner.plan.parameters import count_weights, read_architecture
+from nemo_aligner.plan.parameters import ONE_RANK, count_weights, read_architecture
 from nemo_aligner.plan.splits import (
-    SIZE_KEYS,
     Candidate,
     JobInput,
     Machine,
     Plan,
     Planned,
     make_plan,
+    split_keys,
 )
 
 GIB = 2**30
@@ -104,14 +104,9 @@ def candidate_table(job: Planned, shown: int) -> str:
 
 def overrides_of(job: Planned, machine: Machine) -> list[str]:
     """The arguments of the job's script."""
-    split = job.chosen.split
-    per_node = min(split.ranks, machine.gpus_per_node)
     chosen = {
         job.item.job.config.restore_key: job.item.path,
-        "trainer.devices": per_node,
-        "trainer.num_nodes": split.ranks // per_node,
-        **{f"model.{key}": getattr(split, short) for short, key in SIZE_KEYS.items()},
-        "model.sequence_parallel": split.sequence_parallel,
+        **split_keys(job.chosen.split, machine.gpus_per_node),
         **job.chosen.changes,
     }
     given = job.item.overrides
@@ -307,11 +302,9 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
             "--critic and --critic-model are for jobs with a server: --job ppo, rs and reinforce, "
             "and distill with model.knowledge_distillation.on_policy.fraction."
         )
-    chosen = {f"model.{key}" for key in (*SIZE_KEYS.values(), "sequence_parallel")}
-    chosen |= {"trainer.devices", "trainer.num_nodes"}
     for text in [*args.overrides, *args.critic]:
         key = text.partition("=")[0].lstrip("+~")
-        if key in chosen:
+        if key in split_keys(ONE_RANK, 1):
             raise UserError(
                 f"{text}: the plan chooses {key}; see all of its candidates with --all."
             )

@@ -104,12 +104,22 @@ def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[
                     yield Split(tp, pp, cp, ep, dp, vpp, sequence_parallel=tp > 1)
 
 
-def with_split(cfg: Mapping[str, Any], split: Split, machine: Machine) -> dict[str, Any]:
+def split_keys(split: Split, gpus_per_node: int) -> dict[str, Any]:
+    """The keys by which a job runs at a split."""
+    per_node = min(split.ranks, gpus_per_node)
+    return {
+        "trainer.devices": per_node,
+        "trainer.num_nodes": split.ranks // per_node,
+        **{f"model.{key}": getattr(split, short) for short, key in SIZE_KEYS.items()},
+        "model.sequence_parallel": split.sequence_parallel,
+    }
+
+
+def with_split(cfg: Mapping[str, Any], split: Split, gpus_per_node: int) -> dict[str, Any]:
     result = {**cfg, "model": {**cfg["model"]}, "trainer": {**cfg["trainer"]}}
-    result["model"] |= {key: getattr(split, short) for short, key in SIZE_KEYS.items()}
-    result["model"]["sequence_parallel"] = split.sequence_parallel
-    per_node = min(split.ranks, machine.gpus_per_node)
-    result["trainer"] |= {"devices": per_node, "num_nodes": split.ranks // per_node}
+    for key, value in split_keys(split, gpus_per_node).items():
+        section, _, name = key.partition(".")
+        result[section][name] = value
     return result
 
 
@@ -242,7 +252,7 @@ def find_candidates(
     found, reason = [], ""
     own = item.cfg["model"].get("activations_checkpoint_granularity")
     for split in splits(gpus, machine.gpus_per_node, item.cfg["model"]):
-        cfg = with_split(item.cfg, split, machine)
+        cfg = with_split(item.cfg, split, machine.gpus_per_node)
         forbidden = obstacle(item.job, cfg, item.vocab_size)
         reason = reason or forbidden
         if forbidden:
