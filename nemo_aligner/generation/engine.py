@@ -59,32 +59,30 @@ DRAWN_AHEAD = 4
 
 
 class MegatronGenerator:
-    """Decodes on the Megatron model that is being trained, with a cache of keys and values.
+    """Decodes on the Megatron model that is being trained, with a cache of keys and values
+    (docs/performance.md).
 
     A sample takes a slot of the cache, its prompt is fed to the model, and it advances by one
     token with the other samples until its response ends; the next sample takes its slot. Samples
     with the same prompt share the pass over it. Each token has the position that it has in
     training.
 
-    Every rank of a TP x PP x CP group calls `generate` with the same arguments; the data-parallel
-    ranks are independent of each other. Tokens are chosen on one rank and sent to the others that
-    hold parts of the same copy of the weights (TP x PP), so these cannot disagree.
-
-    Sequences are not split while they grow: the samples of a batch are divided among the
-    context-parallel ranks, each decodes its own as if it were alone, and all get the results.
+    Every rank of a TP x PP x CP group calls `generate` with the same arguments. Tokens are chosen
+    on one rank and sent to the others that hold parts of the same copy of the weights (TP x PP),
+    so these cannot disagree. Sequences are not split while they grow: the samples of a batch are
+    divided among the context-parallel ranks.
 
     With expert parallelism the data-parallel ranks of an expert-parallel group hold each other's
     experts: they must call `generate` equally often, each with its own samples, and make their
-    passes through the model in lockstep. A rank whose samples are done passes a single dummy token
-    through the model until the last rank is done.
+    passes through the model in lockstep.
 
     With a `split` of its own generation has weights of its own, moved there before the first token
     and dropped after the last; ranks may divide the samples of a policy, or generate those of
     several data-parallel ranks together, which then call `generate` equally often.
 
-    With an environment (`interface.py`), one rank of each copy of the weights asks it
-    (`asks_environment`) and tells the others. The other samples are decoded meanwhile, and a
-    conversation goes on from its cached keys.
+    With an environment one rank of each copy of the weights asks it (`asks_environment`) and tells
+    the others. The other samples are decoded meanwhile, and a conversation goes on from its cached
+    keys.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
@@ -252,7 +250,6 @@ class MegatronGenerator:
         slots: int,
         environment: Environment | None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        """`stream` where ranks divide the samples, or generate those of each other."""
         number, rounds = 0, drawn(batches, DRAWN_AHEAD * slots)
         if self.split.joined is not None:
             rounds = until_all_end(rounds, self.split.joined)
@@ -267,7 +264,6 @@ class MegatronGenerator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, keys and values."""
         dtype: torch.dtype = unwrap_model(self.model)[0].config.params_dtype
         return dtype
 

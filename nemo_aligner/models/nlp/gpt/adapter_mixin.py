@@ -181,9 +181,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
     def load_adapters(self, path: Path) -> None:
         """Load adapters, and heads that the file has, at the split of this job; all ranks call it.
-
-        Raises:
-            UserError: they belong to another base, or have other shapes.
+        `UserError`: they belong to another base, or have other shapes.
         """
         config = nemo_archive.read_stored_config(path, self.cfg)
         base = adapters.base_in(config)

@@ -149,15 +149,13 @@ class RewardModelHead(RowParallelLinear):
 
 
 class GPTRewardModel(GPTModel):
-    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage.
-
-    Input and output embeddings are never shared.
+    """GPT with a `RewardModelHead`, `rm_head`, on the last pipeline stage; input and output
+    embeddings are never shared. `ValueError`: `config.fp8` is set.
 
     Args:
         config, and arguments not named here: as `GPTModel`'s. The order is NeMo-Aligner's, which
             is not `GPTModel`'s after `rotary_base`; give the rest by name.
-        output_sequence, use_avg_pool, merge_attributes: of the head.
-        num_attributes: A of the head.
+        output_sequence, use_avg_pool, merge_attributes, num_attributes: of the head.
         attribute_weights, attributes_weights: two names for the head's `attributes_weights`.
         head_dtype: of the head; None: float32.
         head_seed: of the head's initial weights.
@@ -165,9 +163,6 @@ class GPTRewardModel(GPTModel):
     Attributes:
         return_rm_head_in_state_dict: class flag; False leaves the head out of state dicts, so that
             the weights of a language model can be loaded strictly.
-
-    Raises:
-        ValueError: `config.fp8` is set.
     """
 
     return_rm_head_in_state_dict = True

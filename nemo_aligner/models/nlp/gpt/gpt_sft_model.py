@@ -60,9 +60,7 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
         strategy: None = None,
     ) -> None:
         """Choose how `infer` generates, as `model.inference` does; None: up to 30 tokens, greedy.
-
-        Args:
-            strategy: of NeMo's text generation, which is gone; only None is possible.
+        A `strategy` of NeMo's text generation is refused.
         """
         _refuse_strategy(strategy)
         self._inference_params = {

@@ -258,14 +258,9 @@ class ReferencePolicyMixin(LogProbsMixin):
             return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
 
     def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
-        """Log-probs of all samples of a batch of `REFERENCE_COLUMNS` under the reference policy,
-        without dropout; all ranks call it.
-
-        Returns:
-            float32 `[nB, S-1]` for n columns: all samples of the first one, then of the next.
-
-        Raises:
-            UserError: there is no reference policy.
+        """Log-probs float32 `[nB, S-1]` of all samples of a batch of n `REFERENCE_COLUMNS` under
+        the reference policy, without dropout: all samples of the first one, then of the next. All
+        ranks call it; `UserError`: there is no reference policy.
         """
         masks = self.REFERENCE_COLUMNS.values()
         names = [name.removeprefix(REFERENCE_PREFIX) for name in self.REFERENCE_COLUMNS]

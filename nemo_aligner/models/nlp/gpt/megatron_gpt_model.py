@@ -274,10 +274,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks for data parallelism, build optimizer and schedule; on all ranks, once.
-
-        Args:
-            max_steps: optimizer updates of the whole job (horizon of the learning rate).
+        """Wrap the chunks for data parallelism, build optimizer and schedule, with the learning
+        rate's horizon at `max_steps` updates of the whole job; on all ranks, once.
         """
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
@@ -532,16 +530,14 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         missing_ok: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
     ) -> None:
-        """Load the weights of a `.nemo` at the split of this job; all ranks call it.
+        """Load the weights of a `.nemo` at the split of this job; all ranks call it. `UserError`:
+        the file lacks other weights of this model than may be missing, or their shapes differ.
 
         Args:
             strict: the file must have all weights of this model but those of `missing_ok`.
             missing_ok: names (prefixes after `model.`) that the file may lack, such as a new head;
                 they keep their initial values.
             skip: prefixes of weights that keep their initial values even if the file has them.
-
-        Raises:
-            UserError: the file lacks other weights of this model, or their shapes differ.
         """
         sharded = self.sharded_weights()
         with nemo_archive.stored_tensors(restore_path) as source:

@@ -295,7 +295,7 @@ def compute_logits_batch_first(model: Any) -> None:
     is the one that `GPTModel` returns.
 
     `GPTModel` would compute them as `[S, B, V/TP]` and copy them, and the backward pass would copy
-    their gradient. Here the hidden states are copied instead, which are far smaller; with sequence
+    their gradient. Here the hidden states are copied, which are far smaller; with sequence
     parallelism they are gathered along their first dimension, and everything stays as it is.
     """
     if model.config.sequence_parallel:
