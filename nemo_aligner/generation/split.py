@@ -70,7 +70,7 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
     place = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
     policies = [ranks for _, ranks in sorted(set(gathered((place, tuple(own)))))]
     together = max(tp * pp // len(own), 1)  # policies whose samples are joined
-    groups: dict[str, ProcessGroup | None] = {}
+    groups: dict[str, Any] = {}
     for first in range(0, len(policies), together):
         members = policies[first : first + together]
         for kind, lists in _rank_lists(members, tp, pp).items():
@@ -78,17 +78,13 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
                 group = torch.distributed.new_group(ranks)  # a collective of all ranks
                 if torch.distributed.get_rank() in ranks:
                     groups[kind] = group
-    tensor, pipeline, copy = groups["tensor"], groups["pipeline"], groups["copy"]
-    assert tensor is not None and pipeline is not None and copy is not None
-    dividing = groups["dividing"]
-    assert dividing is not None
+    divided = torch.distributed.get_world_size(groups["dividing"]) > 1
     split = Split(
-        tensor,
-        pipeline,
-        copy,
+        groups["tensor"],
+        groups["pipeline"],
+        groups["copy"],
         groups.get("embedding"),
-        ((dividing,) if torch.distributed.get_world_size(dividing) > 1 else ())
-        + _dividing_context(),
+        ((groups["dividing"],) if divided else ()) + _dividing_context(),
         groups["joined"] if together > 1 else None,
         lambda chunks: weights(split, chunks),
     )

@@ -332,18 +332,6 @@ def batch_of(data, count):
     return kto_custom_collate([data[i] for i in range(count)], eos_id=1)
 
 
-def test_a_batch_needs_its_reference(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
-    model = MegatronGPTKTOModel(OmegaConf.merge(tiny_config(tiny_tokenizer_dir), job()))
-    path = write(tmp_path / "s.jsonl", records(4))
-    batch = batch_of(KTOModelDataset([path], tiny_tokenizer, LENGTH), 4)
-    with pytest.raises(UserError, match="set_reference_policy"):
-        model.get_ref_policy_logprobs(batch)
-    with pytest.raises(UserError, match="no log-probs of the reference policy"):
-        model.get_loss_and_metrics(batch)
-    model.ref_policy_state_dict = model.weights_to_cpu()  # as NeMo-Aligner's script does
-    assert model.get_ref_policy_logprobs(batch).shape == (8, LENGTH - 1)
-
-
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_the_reference_point_is_without_dropout_and_the_loss_with_it(
     tiny_tokenizer_dir, tiny_tokenizer, tmp_path, forward_only

@@ -99,17 +99,6 @@ def test_a_small_rest_is_exact():
     torch.testing.assert_close(logprobs[0, 0, 1], torch.tensor(3.0).log() - 40)
 
 
-def test_slots_that_are_not_used_may_hold_nan():
-    logits, candidates = inputs()
-    logits[0, 2] = torch.nan
-    leaf = logits.requires_grad_()
-    logprobs = candidate_logprobs(leaf, candidates, rest_of=4, vocab_size=REAL)
-    used = torch.arange(S) != 2
-    logprobs[:, used].sum().backward()
-    assert leaf.grad.isfinite().all() and not leaf.grad[:, 2].any()
-    assert logprobs[1:].isfinite().all()
-
-
 def test_fewer_positions_than_the_logits_have():
     logits, candidates = inputs()
     cut = candidate_logprobs(logits, candidates[:, :4], vocab_size=REAL)
