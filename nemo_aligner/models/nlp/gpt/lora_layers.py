@@ -15,6 +15,7 @@ adds up for parameters that are marked `sequence_parallel`.
 Notation: S positions and b samples on this rank; t tensor-parallel ranks.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -255,14 +256,10 @@ class _WithAdapter:
         return base | self.lora.sharded(prefix)
 
 
-_classes: dict[type, type] = {}
-
-
+@functools.cache
 def _class_with_adapter(kind: type) -> type:
     """The subclass of a class of linear layers whose instances have an adapter."""
-    if kind not in _classes:
-        _classes[kind] = type(f"{kind.__name__}WithLoRA", (_WithAdapter, kind), {})
-    return _classes[kind]
+    return type(f"{kind.__name__}WithLoRA", (_WithAdapter, kind), {})
 
 
 def linear_layers(module: Any) -> Iterator[tuple[int, str, Any]]:

@@ -151,12 +151,14 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
     _check_experts(cfg)
     _check_shared_experts(cfg)
     _check_router(cfg)
+    layers = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
     return dict(
         num_moe_experts=cfg.num_moe_experts,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         moe_router_topk=cfg.moe_router_topk,
         moe_ffn_hidden_size=cfg.moe_ffn_hidden_size,
-        moe_layer_freq=_layers_with_experts(cfg),
+        # A list of ones is 1: checkpoints name mixed layers otherwise.
+        moe_layer_freq=1 if layers == [1] * cfg.num_layers else layers,
         moe_shared_expert_intermediate_size=cfg.moe_shared_expert_intermediate_size,
         moe_shared_expert_gate=bool(cfg.moe_shared_expert_gate),
         moe_router_pre_softmax=bool(cfg.moe_router_pre_softmax),
@@ -167,12 +169,6 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_grouped_gemm=False,
     )
-
-
-def _layers_with_experts(cfg: DictConfig) -> int | list[int]:
-    """`model.moe_layer_freq`; a list of ones is 1, for checkpoints name mixed layers otherwise."""
-    pattern = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
-    return 1 if pattern == [1] * cfg.num_layers else pattern
 
 
 def check_expert_stages(config: TransformerConfig) -> None:

@@ -289,7 +289,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         return optimizer, scheduler
 
     def _move_adam_states(self, device: torch.device) -> None:
-        if not (self.to_offload_adam_states and torch.cuda.is_available() and self._optimizer):
+        wanted = self.to_offload_adam_states and torch.cuda.is_available()
+        if not wanted or self._optimizer is None:
             return
         # Not the optimizer's weights: those in fp32 are the model's own, which inference needs in
         # place.

@@ -224,16 +224,12 @@ def _tiktoken(cfg: DictConfig) -> TokenizerSpec:
         ) from error
 
 
-def _byte_level(cfg: DictConfig) -> ByteLevelTokenizer:
-    return ByteLevelTokenizer(_plain(cfg, "special_tokens") or {})
-
-
 BUILDERS: dict[str, Callable[[DictConfig], TokenizerSpec]] = {
     "sentencepiece": _sentencepiece,
     "huggingface": _hugging_face,
     "megatron": _megatron,
     "tiktoken": _tiktoken,
-    "byte-level": _byte_level,
+    "byte-level": lambda cfg: ByteLevelTokenizer(_plain(cfg, "special_tokens") or {}),
 }
 
 
@@ -264,16 +260,13 @@ def _check_one_text_per_kind(key: str, tokens: Any) -> None:
         return
     for kind, text in tokens.items():
         if not isinstance(text, str):
+            texts = text if isinstance(text, list) else []
             raise ConfigError(
                 f"model.tokenizer.{key}={tokens}: a SentencePiece tokenizer has one text for each "
                 f"kind of token, but {kind} is {text!r}. NeMo 2 left such tokens out: remove "
                 f"{kind} if the checkpoint was trained so; to add them give their texts as the "
-                f"list model.tokenizer.additional_special_tokens={_as_list(text)}."
+                f"list model.tokenizer.additional_special_tokens={texts}."
             )
-
-
-def _as_list(text: Any) -> list[Any]:
-    return text if isinstance(text, list) else []
 
 
 def _check_file(cfg: DictConfig, key: str, what: str) -> None:
