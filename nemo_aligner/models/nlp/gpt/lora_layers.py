@@ -291,7 +291,8 @@ def add_adapters(
             if settings.weight_tying:
                 first = tied.setdefault(target, adapter)
                 adapter.a, adapter.b = first.a, first.b
-            linear.__class__ = _class_with_adapter(type(linear))
+            kind: Any = type(linear)
+            linear.__class__ = _class_with_adapter(kind)
             linear.lora = adapter
             if hasattr(linear, "return_layernorm_output"):
                 linear.return_layernorm_output = True
