@@ -122,7 +122,9 @@ class RegressionRewardModelDataset(EncodedDataset):
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """Length of a text, and how many labels it has."""
-        labels = sum(number != self.mask_value for number in _label(record, self.num_attributes))
+        labels = sum(
+            number != self.mask_value for number in label_numbers(record, self.num_attributes)
+        )
         return self.encoder.sample_length(record, self.seq_length), labels, 0
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -131,7 +133,9 @@ class RegressionRewardModelDataset(EncodedDataset):
         return {
             "inputs": pad(tokens, self.seq_length, self.pad_id),
             "lengths": torch.tensor(len(tokens)),
-            "labels": torch.tensor(_label(record, self.num_attributes), dtype=torch.float32),
+            "labels": torch.tensor(
+                label_numbers(record, self.num_attributes), dtype=torch.float32
+            ),
             **slot(index, len(tokens), self.seq_length),
         }
 
@@ -164,8 +168,10 @@ def each_step(record: Record, is_chat: bool = False) -> list[Record]:
     return made
 
 
-def label_numbers(record: Record) -> list[float]:
-    """The numbers of a record's label, one or more finite ones, else `UserError`."""
+def label_numbers(record: Record, num_attributes: int | None = None) -> list[float]:
+    """The numbers of a record's label, `num_attributes` finite ones (None: at least one), else
+    `UserError`.
+    """
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
@@ -177,18 +183,12 @@ def label_numbers(record: Record) -> list[float]:
             f"field 'label' is {json.dumps(label)}: it must hold finite numbers. Write"
             " model.regression.loss_mask_val (-100) for an attribute that has none."
         )
-    return [float(number) for number in numbers]
-
-
-def _label(record: Record, num_attributes: int) -> list[float]:
-    """The label of a record as `num_attributes` numbers."""
-    numbers = label_numbers(record)
-    if len(numbers) != num_attributes:
+    if num_attributes not in (None, len(numbers)):
         raise UserError(
             f"field 'label' has {len(numbers)} number{'' if len(numbers) == 1 else 's'}, but"
             f" model.regression.num_attributes={num_attributes}."
         )
-    return numbers
+    return [float(number) for number in numbers]
 
 
 # Values of `Records.extra`: what a pair has in common (`RecordEncoder.in_common`), or that it has

@@ -193,13 +193,9 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def documents_by_file(self) -> list[np.ndarray]:
         """The documents served, separately for each file, in order."""
-        files = (
-            np.searchsorted(
-                self.lines.first_of_file, self.documents * self.lines_per_document, side="right"
-            )
-            - 1
-        )
-        return [self.documents[files == number] for number in range(len(self.lines.counts))]
+        lines = self.documents * self.lines_per_document
+        files = np.searchsorted(self.lines.first_of_file, lines, side="right")
+        return [self.documents[files == n] for n in range(1, len(self.lines.counts) + 1)]
 
 
 NEMO_ALIGNER_ARGUMENTS = (
