@@ -384,11 +384,8 @@ def refuse_model_values(values: Values) -> None:
 
 
 def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
-    """Check the keys of the `model` section that a model is built from.
-
-    Args:
-        cfg: the section, with what the checkpoint's own configuration says. References in other
-            keys than those of the tables are not resolved.
+    """Check the keys of the `model` section that a model is built from, with what the checkpoint
+    says. References in other keys than those of the tables are not resolved.
 
     Returns:
         Notes worth a warning: keys of the network that have no effect, and unknown keys.

@@ -155,8 +155,8 @@ def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) 
 def parallel_factor(
     values: Values, ranks: int, complete: bool, is_unsplit: bool = False
 ) -> dict[str, int]:
-    """`{"data parallel size": DP}`; empty while the checkpoint may still decide TP, PP or CP, as
-    one that `is_unsplit` cannot.
+    """`{"data parallel size": DP}`; empty while a checkpoint, unless it `is_unsplit`, may still
+    decide TP, PP or CP.
     """
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tp, pp, cp = (values.get(f"model.{name}") for name in names)
@@ -207,11 +207,8 @@ def virtual_pipeline_group(values: Values) -> dict[str, int]:
 
 
 def check_architecture(values: Mapping, fixed: bool = False) -> None:
-    """Refuse sizes of `model.*` that cannot work together.
-
-    Args:
-        values: `cfg.model`.
-        fixed: they are those of a checkpoint, so that only the parallel sizes can change.
+    """Refuse sizes of `values`, a section `model`, that cannot work together. `fixed`: they are
+    those of a checkpoint, so that only the parallel sizes can change.
     """
     v = Values({"model": values})
 

@@ -114,10 +114,8 @@ def trains_adapters(tree: Mapping[str, Any]) -> bool:
 
 
 def check_peft(v: Values) -> None:
-    """Refuse adapters that cannot be built. Absent keys are not checked.
-
-    Args:
-        v: a configuration with the section `model`, as far as it is known.
+    """Refuse adapters that cannot be built, by a configuration with the section `model`, as far as
+    it is known: absent keys are not checked.
     """
     scheme = v.get(PEFT + "peft_scheme", NONE)
     if scheme not in (NONE, LORA):

@@ -19,12 +19,8 @@ RESHARD = ("none", "auto")
 
 
 def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
-    """Check what the actors of PPO, rejection sampling and REINFORCE have in common.
-
-    Args:
-        kind: "ppo", "rs" or "reinforce".
-        remote: section of the servers that the job talks to.
-        dp: `{"data parallel size": DP}`; empty while it is not known.
+    """Check what the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`:
+    section of the servers that the job talks to.
     """
     v, section, model = values, f"trainer.{kind}.", f"model.{kind}."
     v.same(section + "model_gbs", "model.global_batch_size")
@@ -203,11 +199,8 @@ def check_generation(v: Values, model: str = "") -> None:
 
 
 def check_responses_differ(v: Values, model: str, responses: int, key: str | None = None) -> None:
-    """Raise `ConfigError` if several `responses` to a prompt would all be the same.
-
-    Args:
-        model: section of the sampling parameters, with a dot at its end; or "".
-        key: that asks for them; None: `num_rollouts_per_prompt` in that section.
+    """Raise `ConfigError` if several `responses` to a prompt, for which `key` asks, would all be
+    the same by the sampling parameters in the section `model`, with a dot at its end, or "".
     """
     sampling = model + "sampling_params."
     greedy = v.get(sampling + "use_greedy") or v.get(sampling + "top_k") == 1
