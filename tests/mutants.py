@@ -871,8 +871,8 @@ MUTANTS = [
     Mutant(
         "the alarms of SPIN judge the first steps of an iteration",
         "algorithms/alarms.py",
-        "watched.quantity(metrics), step if age is None else age",
-        "watched.quantity(metrics), step",
+        "watched.value(metrics), step if age is None else age",
+        "watched.value(metrics), step",
         _unit("test_spin_model.py", "test_the_alarms_know_where_an_iteration_begins"),
     ),
     Mutant(

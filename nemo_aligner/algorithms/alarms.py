@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from nemo.utils import logging
 from torch import Tensor
 
 from nemo_aligner.core.errors import NonFiniteError, PolicyReferenceError
@@ -50,12 +51,16 @@ class Watched:
     """A quantity with a threshold, and what it means when it is past it."""
 
     key: str  # of the threshold in the section `alarms`; also the quantity's name in messages
-    # computes the quantity from the metrics of a phase; None if they do not hold it
-    quantity: Callable[[Metrics], float | None]
     bad_above: bool  # True if the quantity is bad above the threshold, False if below
     meaning: str  # the usual causes, and what to do
     first_step: int = 0  # before this step the quantity is expected to be bad
     last_step: int | None = None  # after this step it may be anything; None: it counts to the end
+    # computes the quantity from the metrics of a phase; None: it is one of them
+    quantity: Callable[[Metrics], float | None] | None = None
+
+    def value(self, metrics: Metrics) -> float | None:
+        """The quantity; None if `metrics` do not hold it."""
+        return self.quantity(metrics) if self.quantity else metrics.get(self.key)
 
 
 def _first_rewards(metrics: Metrics) -> float | None:
@@ -71,16 +76,15 @@ def _truncated_fraction(metrics: Metrics) -> float | None:
 WARNINGS = (
     Watched(
         "sampling_mismatch",
-        lambda metrics: metrics.get("sampling_ratio_mean_error"),
         True,
         "The sampler gave the tokens other probabilities than the trainer computes for them, so "
         "every update is off-policy from its start. Usual causes: a temperature that one of them "
         "does not apply, dropout left on, another precision or kernel in decoding, or stale "
         "weights in the sampler. See sampling_ratio_max for the worst token.",
+        quantity=lambda metrics: metrics.get("sampling_ratio_mean_error"),
     ),
     Watched(
         "first_update_kl",
-        lambda metrics: metrics.get("first_update_kl"),
         True,
         "The first update of a rollout finds other probabilities than its log-probs, though no "
         "weight has changed: they are off-policy, and the ratios wrong. Usual causes: a dropout "
@@ -89,24 +93,23 @@ WARNINGS = (
     ),
     Watched(
         "first_rewards",
-        _first_rewards,
         True,
         "Before the first update the policy is its reference, so all rewards must be 0, and the "
         "loss log 2. Usual causes: a dropout (model.hidden_dropout, attention_dropout, "
         "peft.lora_tuning.adapter_dropout), or another precision or kernel in training.",
         last_step=0,
+        quantity=_first_rewards,
     ),
     Watched(
         "clip_fraction",
-        lambda metrics: metrics.get("ppo_clip_fraction"),
         True,
         "The ratios of so many tokens are outside the clip range that they no longer train the "
         "policy: it moves too far within one rollout. Lower model.optim.lr or "
         "trainer.ppo.ppo_epochs, use larger global batches, or set trainer.ppo.target_kl.",
+        quantity=lambda metrics: metrics.get("ppo_clip_fraction"),
     ),
     Watched(
         "explained_variance",
-        lambda metrics: metrics.get("explained_variance"),
         False,
         "The critic's values predict the returns worse than their mean would, so the advantages "
         "are mostly its noise. Raise trainer.ppo.critic_warmup_steps or the critic's learning "
@@ -115,17 +118,16 @@ WARNINGS = (
     ),
     Watched(
         "truncated_fraction",
-        _truncated_fraction,
         True,
         "Almost no response ends by itself. Responses that are cut off do not train the policy "
         "(unless model.ppo.train_on_truncated), and their rewards are those of fragments; in SPIN "
         "they differ from those of the data by their missing end above all; in distillation the "
         "student does not learn to end. Raise length_params.max_length, check that the SFT data "
         "end with the eos token, or set sampling_params.end_strings.",
+        quantity=_truncated_fraction,
     ),
     Watched(
         "likelihood_fall",
-        lambda metrics: metrics.get("likelihood_fall"),
         True,
         "The policy gives chosen and rejected responses alike less probability than the reference "
         "does: the loss sees their difference alone, and the probability goes to responses that "
@@ -134,26 +136,25 @@ WARNINGS = (
     ),
     Watched(
         "accuracy",
-        lambda metrics: metrics.get("acc"),
         False,
         "Compared with the reference, the policy prefers most rejected responses to the chosen "
         "ones (in SPIN, the reference's own responses to those of the data). Usual causes: they "
         "are exchanged in the data, or in its rewards (rpo_*), or the learning rate is too high. "
         "Look at the data: nemo-aligner inspect.",
         first_step=AFTER_WARMUP,
+        quantity=lambda metrics: metrics.get("acc"),
     ),
     Watched(
         "margin",
-        lambda metrics: metrics.get("margin", metrics.get("rewards_margin")),
         False,
         "The rejected responses have gained more probability than the chosen ones, or lost less: "
         "the policy learns the opposite of the data. Lower model.optim.lr; if the accuracy is "
         "good all the same, a few long responses decide: set preference_average_log_probs=True.",
         first_step=AFTER_WARMUP,
+        quantity=lambda metrics: metrics.get("margin", metrics.get("rewards_margin")),
     ),
     Watched(
         "identical_fraction",
-        lambda metrics: metrics.get("identical_fraction"),
         True,
         "Most of the policy's own responses are those of the data, word for word. Such pairs "
         "teach nothing, so self-play has come to its end on these data: use others, raise "
@@ -161,7 +162,6 @@ WARNINGS = (
     ),
     Watched(
         "teacher_mass",
-        lambda metrics: metrics.get("teacher_mass"),
         False,
         "The teacher's top-k tokens have little of its probability, so the student learns little "
         "of the teacher. Compute logits with a larger top_k, raise model.data.top_k, or set "
@@ -169,7 +169,6 @@ WARNINGS = (
     ),
     Watched(
         "effective_responses",
-        lambda metrics: metrics.get("effective_responses"),
         False,
         "The target of SteerLM 2.0 gives nearly all weight to one response of each prompt, so the "
         "policy learns to imitate it, and the others tell it nothing. Usual causes: log P(a|x,y) "
@@ -205,7 +204,7 @@ class Alarms:
         }
         self.replica_check_interval = int(thresholds.get("replica_check_interval") or 0)
         self.active: set[str] = set()
-        self._warn = warn or _log_warning
+        self._warn = warn or logging.warning
 
     @property
     def needs_sampling_logprobs(self) -> bool:
@@ -214,7 +213,7 @@ class Alarms:
 
     def concern(self, metrics: Metrics) -> bool:
         """Whether a threshold is set for one of the quantities in `metrics`."""
-        return any(w.key in self.thresholds and w.quantity(metrics) is not None for w in WARNINGS)
+        return any(w.key in self.thresholds and w.value(metrics) is not None for w in WARNINGS)
 
     def watch(self, metrics: Metrics, step: int, age: int | None = None) -> dict[str, int]:
         """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
@@ -230,7 +229,7 @@ class Alarms:
             metrics.
         """
         for watched in WARNINGS:
-            value, now = watched.quantity(metrics), step if age is None else age
+            value, now = watched.value(metrics), step if age is None else age
             if (
                 watched.key not in self.thresholds
                 or value is None
@@ -273,12 +272,6 @@ class Alarms:
             return
         with timer("replica_check") if timer else contextlib.nullcontext():
             check_replicas(model.unwrapped())
-
-
-def _log_warning(text: str) -> None:
-    from nemo.utils import logging  # importing NeMo takes a second
-
-    logging.warning(text)
 
 
 # ------------------------------------------------------------------------------------ quantities

@@ -102,21 +102,11 @@ class PPOTrainer(PolicyGradientTrainer):
         Raises:
             ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
         """
-        super().__init__(
-            cfg,
-            model,
-            optimizer,
-            scheduler,
-            train_dataloader_builder,
-            val_dataloader_builder,
-            collate_fn,
-            batch_iterator_cls,
-            logger,
-            ckpt_callback,
-            run_timer,
-            num_rollouts_per_prompt,
-            rm_critic.infer_rm_critic,
-        )
+        learner = cfg, model, optimizer, scheduler
+        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
+        outputs = logger, ckpt_callback, run_timer
+        responses = num_rollouts_per_prompt, rm_critic.infer_rm_critic
+        super().__init__(*learner, *prompts, *outputs, *responses)
         cfg = self.cfg
         check_estimator(cfg.advantage_estimator)
         self.rm_critic = complete_critic(rm_critic)

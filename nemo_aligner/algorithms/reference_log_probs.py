@@ -10,15 +10,12 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from nemo.utils import logging
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 from tqdm import tqdm
 
@@ -27,9 +24,10 @@ from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import DamagedFileError
-from nemo_aligner.core.tokenizer import Tokenizer, tokenizer_fingerprint
+from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.data.nlp.index_files import code_fingerprint, file_fingerprint, key
 from nemo_aligner.data.nlp.reference_log_probs import META, ShardWriter, WithReferenceLogProbs
+from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 
@@ -38,26 +36,8 @@ FORM = 1  # of the files, and of what is computed
 TOGETHER = 16
 
 
-class ModelWithReference(Protocol):
-    """What is needed of a model of DPO or KTO."""
-
-    REFERENCE_COLUMNS: ClassVar[Mapping[str, str]]
-    forward_micro_batch_size: int
-    cfg: DictConfig
-    tokenizer: Tokenizer
-
-    def as_reference_policy(self) -> AbstractContextManager[None]:
-        """Inside, the present weights are the reference policy."""
-
-    def get_ref_policy_logprobs(self, batch: Any) -> Tensor:
-        """Log-probs of the samples of a batch under the reference policy; all ranks call it."""
-
-    def checksum_of_base(self) -> str:
-        """Checksum of the weights without adapters; all ranks call it."""
-
-
 def with_reference_log_probs(
-    model: ModelWithReference, dataset: Any, root: Path, checkpoint: Path, name: str
+    model: ReferencePolicyMixin, dataset: Any, root: Path, checkpoint: Path, name: str
 ) -> WithReferenceLogProbs:
     """`dataset` with the log-probs of the reference policy, which is `model` with its present
     weights (without adapters). They are computed unless a job before has; all ranks call it.
@@ -83,7 +63,7 @@ def with_reference_log_probs(
     return WithReferenceLogProbs(dataset, folder, model.REFERENCE_COLUMNS)
 
 
-def _key(model: ModelWithReference, dataset: Any, checkpoint: Path) -> str:
+def _key(model: ReferencePolicyMixin, dataset: Any, checkpoint: Path) -> str:
     """A hash of all that the log-probs depend on but the split; what rank 0 finds counts."""
     weights = model.checksum_of_base()
     found = ""
@@ -136,7 +116,7 @@ def _is_whole(folder: Path) -> bool:
     return bool(gathered((folder / MANIFEST).is_file() if is_first else None)[0])
 
 
-def _compute(model: ModelWithReference, dataset: Any, folder: Path, name: str) -> None:
+def _compute(model: ReferencePolicyMixin, dataset: Any, folder: Path, name: str) -> None:
     is_first = parallel_state.get_rank() == 0
     token = gathered(secrets.token_hex(8) if is_first else None)[0]
     partial = folder.parent.absolute() / f"partial_{token}"
@@ -169,7 +149,7 @@ def _rename(partial: Path, folder: Path) -> None:
 
 
 def _write_shards(
-    model: ModelWithReference, dataset: Any, partial: Path, folder: Path, name: str
+    model: ReferencePolicyMixin, dataset: Any, partial: Path, folder: Path, name: str
 ) -> None:
     """Compute the log-probs of all items; of each TP x PP x CP group one rank writes a shard to
     `partial`, which will be `folder`.

@@ -92,21 +92,11 @@ class ReinforceTrainer(PolicyGradientTrainer):
         """
         cfg = complete(cfg, "gpt_reinforce_actor", "trainer.reinforce")
         check_compares_responses("REINFORCE", RESPONSES_KEY, cfg.num_rollouts_per_prompt)
-        super().__init__(
-            cfg,
-            model,
-            optimizer,
-            scheduler,
-            train_dataloader_builder,
-            val_dataloader_builder,
-            collate_fn,
-            batch_iterator_cls,
-            logger,
-            ckpt_callback,
-            run_timer,
-            cfg.num_rollouts_per_prompt,
-            rm.infer_rm,
-        )
+        learner = cfg, model, optimizer, scheduler
+        prompts = train_dataloader_builder, val_dataloader_builder, collate_fn, batch_iterator_cls
+        outputs = logger, ckpt_callback, run_timer
+        responses = cfg.num_rollouts_per_prompt, rm.infer_rm
+        super().__init__(*learner, *prompts, *outputs, *responses)
         self.rm = rm
         if cfg.use_absolute_kl and self.compute_init_policy_kl:
             setting = "trainer.reinforce.use_absolute_kl"

@@ -346,9 +346,7 @@ def sample_table(
     whether the response ended by itself.
     """
     rows = []
-    for i in range(len(scores.rewards) if num_samples is None else num_samples):
-        if i >= len(scores.rewards):
-            break
+    for i in range(len(scores.rewards))[:num_samples]:
         tokens = rollout["response_tokens"][i].tolist()
         prompt_length = int(rollout["prompt_lengths"][i])
         length = int(rollout["response_lengths"][i])

@@ -108,18 +108,9 @@ class RSTrainer(RolloutTrainer):
             rm: the reward models.
         """
         check_top_n(int(top_n_rollouts), int(num_rollouts_per_prompt))
-        super().__init__(
-            cfg,
-            model,
-            optimizer,
-            scheduler,
-            train_dataloader.batch_sampler,
-            logger,
-            ckpt_callback,
-            run_timer,
-            num_rollouts_per_prompt,
-            rm.infer_rm,
-        )
+        learner = cfg, model, optimizer, scheduler, train_dataloader.batch_sampler
+        outputs = logger, ckpt_callback, run_timer
+        super().__init__(*learner, *outputs, num_rollouts_per_prompt, rm.infer_rm)
         self.train_dataloader = train_dataloader
         self.val_dataloader = val_dataloader
         self.has_validation = val_dataloader is not None
