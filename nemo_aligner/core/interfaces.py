@@ -49,9 +49,6 @@ class RewardSource(Protocol):
     def infer_rm(self, rollout_batch: Rollout) -> PendingScores:
         """Send a micro-batch to be scored; returns at once. The scores have no values."""
 
-    def close(self) -> None:
-        """End all connections."""
-
 
 class Critic(Protocol):
     """A remote critic and reward model; or reward models alone, with the same methods."""
@@ -79,9 +76,6 @@ class Critic(Protocol):
         Raises:
             UserError: on every rank; says how to bring the two jobs together.
         """
-
-    def close(self) -> None:
-        """End all connections."""
 
 
 class Logger(Protocol):
