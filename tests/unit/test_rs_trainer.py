@@ -454,9 +454,9 @@ def test_time_limit_saves_and_stops():
     [
         (
             {"responses": 2, "top_n": 3},
-            "top_n_rollouts=3 is above model.rs.num_rollouts_per_prompt=2",
+            "top_n_rollouts=3 must be from 1 to model.rs.num_rollouts_per_prompt=2",
         ),
-        ({"top_n": 0}, "top_n_rollouts=0 must be at least 1"),
+        ({"top_n": 0}, "top_n_rollouts=0 must be from 1 to"),
         (
             {"model_gbs": 6},
             "num_rollout_samples=8 x model.rs.top_n_rollouts=2=16 is not a multiple of "
