@@ -339,14 +339,18 @@ def load_state_of_pair(
     Raises:
         UserError: as `load_trainer_state`.
     """
-    status = None if cfg.exp_manager is None else rm_critic.status()
+    if cfg.exp_manager is None:
+        return load_trainer_state(cfg, ckpt_callback)
+    options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
+    is_named = bool(options.resume_from_checkpoint)  # by the user
+    status = rm_critic.status()
     while status is not None:
-        folders = _checkpoints(cfg, ckpt_callback)
+        folders = _checkpoints(options, ckpt_callback)
         step = step_to_resume(folders, status["checkpoints"])
         folder = None if step is None else folders.get(step)
-        if step is None or (_is_named(cfg) and folder is None):
+        if step is None or (is_named and folder is None):
             break
-        if folder is not None and not _is_named(cfg) and not ckpt_callback.is_sound(folder):
+        if folder is not None and not is_named and not ckpt_callback.is_sound(folder):
             continue
         if not rm_critic.go_to(step):
             status = rm_critic.status()
@@ -356,20 +360,19 @@ def load_state_of_pair(
                 f"the critic has no checkpoint of actor step {max(folders)}: the actor goes back "
                 f"to step {step}, the newest of both."
             )
-        if _is_named(cfg):
+        if is_named:
             return ckpt_callback.load_latest(folder)
         if folder is not None:
             return ckpt_callback.load_sound(folder)
-        if _must_resume(cfg):
+        if options.resume_if_exists and not options.resume_ignore_no_checkpoint:
             raise no_checkpoint_error(ckpt_callback.root)
         ckpt_callback.start_anew()
         return None
     return load_trainer_state(cfg, ckpt_callback)
 
 
-def _checkpoints(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict[int, Path]:
+def _checkpoints(options: DictConfig, ckpt_callback: CheckpointCallback) -> dict[int, Path]:
     """Folders that the actor may resume from, by its step, as rank 0 sees them."""
-    options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
     found: dict[int, str] = {}
     if options.resume_from_checkpoint:
         stored = read_state(Path(options.resume_from_checkpoint))
@@ -378,13 +381,3 @@ def _checkpoints(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict[int
     elif options.resume_if_exists:
         found = ckpt_callback.saved_at("step")
     return {step: Path(folder) for step, folder in gathered(found)[0].items()}
-
-
-def _is_named(cfg: DictConfig) -> bool:
-    """Whether the user has named the checkpoint to resume from."""
-    return bool(cfg.exp_manager.get("resume_from_checkpoint"))
-
-
-def _must_resume(cfg: DictConfig) -> bool:
-    options = complete(cfg.exp_manager, "gpt_ppo_actor", "exp_manager")
-    return bool(options.resume_if_exists and not options.resume_ignore_no_checkpoint)
