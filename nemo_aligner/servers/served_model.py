@@ -349,7 +349,7 @@ def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
 
 
 def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array) -> Array:
-    """`array` in the dtype and shape of `spec`, an input of `served`."""
+    """`array` in the form of `spec`, an input of `served`, if that holds the same numbers."""
     shape = ((-1,) if served.max_batch_size else ()) + spec.shape
     candidates = [array]
     if array.ndim > 0 and array.shape[-1] == 1:
@@ -366,11 +366,7 @@ def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array
     if not fitting:
         advice = " (set pad_to_length to the server's width)" if spec.name == "tokens" else ""
         raise RequestError(f"{wanted}, and '{spec.name}' is {list(array.shape)} here{advice}.")
-    return _cast(fitting[0], spec, wanted)
-
-
-def _cast(array: Array, spec: TensorSpec, wanted: str) -> Array:
-    """`array` in the dtype of `spec`, if that holds the same numbers."""
+    array = fitting[0]
     of_text = array.dtype.kind in "OSU"
     if of_text == (spec.dtype is np.bytes_):
         if of_text or array.dtype == np.dtype(spec.dtype):

@@ -169,7 +169,7 @@ def test_a_file_that_cannot_serve_is_one_error_that_names_it(tmp_path, text, wor
         RewardFunction(spec, None, workers=2)
     message = str(caught.value) + "\n"
     assert all(word in message for word in [f"inference.reward_fn={spec}", *words]), message
-    assert "reward_worker" not in message  # frames of ours are no help
+    assert "servers/worker.py" not in message  # frames of ours are no help
     assert family() <= before
 
 
