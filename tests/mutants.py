@@ -1651,8 +1651,8 @@ MUTANTS = [
     Mutant(
         "the A of projections change places in adapters of PEFT",
         "checkpoint/hugging_face/peft.py",
-        "layer, index))\n            if adapter is not None:\n                block",
-        "layer, 1 - index))\n            if adapter is not None:\n                block",
+        "layer, index))\n            if adapter is not None:\n",
+        "layer, 1 - index))\n            if adapter is not None:\n",
         _unit("test_peft_folders.py", "test_adapters_of_peft_give_the_same_logits[Qwen 2]"),
     ),
     Mutant(

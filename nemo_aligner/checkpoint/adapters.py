@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.checkpoint.stored_weights import (
+    ADAPTER,
     EitherName,
     Slice,
     TensorSource,
@@ -44,7 +45,6 @@ from nemo_aligner.core.lora import (
 )
 
 BASE_SECTION = "lora_base"
-_ADAPTER = ".lora."
 _HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
 # The weights that the checksum of a base reads: those that can have adapters.
 _CHECKED = tuple(f"{path}.weight" for path in TARGETS.values())
@@ -65,7 +65,7 @@ class Base:
 
 def is_adapter(key: str) -> bool:
     """Whether a tensor, by its key or its name in a state dict, belongs to an adapter."""
-    return _ADAPTER in key
+    return ADAPTER in key
 
 
 def base_in(config: DictConfig) -> Base | None:
@@ -116,9 +116,7 @@ def checksum_of_model(
     sharded: Mapping[str, Mapping[str, Any]], add_over_ranks: Callable[[Tensor], Any]
 ) -> str:
     """Checksum of a model, equal to `checksum_of_source` of its checkpoint; all ranks call it.
-
-    Args:
-        add_over_ranks: adds an int64 tensor up over all ranks of the job, in place.
+    `add_over_ranks` adds an int64 tensor up over all ranks of the job, in place.
     """
     total = 0
     for chunk in sharded.values():
@@ -173,12 +171,8 @@ def check_base(expected: Base, found: str, what: str, where: str) -> None:
 def merged(
     base: TensorSource, adapters: TensorSource, settings: LoRASettings, config: Mapping[str, Any]
 ) -> TensorSource:
-    """A base with adapters merged into its weights, and their heads.
-
-    Sums are computed in float64 and have the dtype of the base.
-
-    Raises:
-        UserError: the adapters do not fit the base.
+    """A base with adapters merged into its weights, and their heads. Sums are computed in float64
+    and have the dtype of the base. `UserError`: the adapters do not fit the base.
     """
     return EitherName(_MergedTensors(EitherName(base), adapters, settings, config))
 
@@ -262,7 +256,7 @@ def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
     """
     result: dict[str, dict[int, str]] = {}
     for key in keys:
-        stem, found, rest = key.partition(_ADAPTER)
+        stem, found, rest = key.partition(ADAPTER)
         if found:
             name, _number = unnumbered(stem + ".")
             layers = result.setdefault(name, {})

@@ -30,7 +30,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,24 +112,9 @@ class _Begun:
     state: dict[str, Any]
 
 
+@dataclass(eq=False)
 class CheckpointCallback:
     """Saves and loads the training state of one job.
-
-    Args:
-        log_dir: folder of the job, shared by all ranks; checkpoints go to `<log_dir>/checkpoints`.
-        optimizer, scheduler: from `model.setup_megatron_optimization`.
-        name: name of the final `.nemo`.
-        filename: template of the folder names (`{metric}` or `{metric:format}`).
-        monitor, mode, save_top_k: keep the `save_top_k` checkpoints with the best `monitor` ("max"
-            or "min") besides the last two; -1 keeps all, 0 only the last two.
-        save_nemo_on_train_end: write `<name>.nemo` at the end of training.
-        always_save_nemo: write it with every checkpoint.
-        save_hf: write the Hugging Face folder `<name>-hf` at the end of training (True), or
-            replace it with every checkpoint ("every_checkpoint").
-        async_save: write checkpoints in the background, all but the last one.
-        enabled: False writes nothing (`exp_manager.create_checkpoint_callback`).
-        made_from: what the job is made from (`made_from.py`); a checkpoint of something else is
-            refused. None: not compared.
 
     Raises:
         ConfigError: another value of `save_hf`, or `async_save` with what is written beside every
@@ -138,55 +123,46 @@ class CheckpointCallback:
         SaveError: on all ranks; what is to be written has a name or a folder that cannot be.
     """
 
-    def __init__(
-        self,
-        log_dir: str | Path,
-        model: CheckpointedModel,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        *,
-        name: str,
-        filename: str = "checkpoint-{step}",
-        monitor: str | None = None,
-        mode: str = "max",
-        save_top_k: int = 1,
-        save_nemo_on_train_end: bool = True,
-        always_save_nemo: bool = False,
-        save_hf: bool | str | None = False,
-        async_save: bool = False,
-        enabled: bool = True,
-        made_from: MadeFrom | None = None,
-    ):
-        check_save_hf(save_hf)
-        check_async_save(async_save, always_save_nemo, save_hf)
-        if save_hf and enabled:
-            model.check_hugging_face()
-        self.root = Path(log_dir) / CHECKPOINTS
-        if enabled:
-            others = [f"{name}.nemo"] * (save_nemo_on_train_end or always_save_nemo)
-            others += [f"{name}-hf"] * bool(save_hf)
+    log_dir: str | Path  # folder of the job, shared by all ranks, in which is `checkpoints`
+    model: CheckpointedModel
+    # optimizer, scheduler: from `model.setup_megatron_optimization`
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    _: KW_ONLY
+    name: str  # of the final `.nemo`
+    filename: str = "checkpoint-{step}"  # template of folders (`{metric}` or `{metric:format}`)
+    # Keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") besides the last
+    # two; -1 keeps all, 0 only the last two.
+    monitor: str | None = None
+    mode: str = "max"
+    save_top_k: int = 1
+    save_nemo_on_train_end: bool = True  # write `<name>.nemo` at the end of training
+    always_save_nemo: bool = False  # write it with every checkpoint
+    # Write the Hugging Face folder `<name>-hf` at the end of training (True), or replace it with
+    # every checkpoint ("every_checkpoint").
+    save_hf: bool | str | None = False
+    async_save: bool = False  # write checkpoints in the background, all but the last one
+    enabled: bool = True  # False writes nothing (`exp_manager.create_checkpoint_callback`)
+    # What the job is made from (`made_from.py`); a checkpoint of something else is refused. None:
+    # not compared.
+    made_from: MadeFrom | None = None
+    # Number of the save that the weights in memory come from, as rank 0 knows it; None: not known.
+    save_number: int | None = field(default=None, init=False)
+    folder: Path | None = field(default=None, init=False)  # of that save
+    _begun: _Begun | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        check_save_hf(self.save_hf)
+        check_async_save(self.async_save, self.always_save_nemo, self.save_hf)
+        if self.save_hf and self.enabled:
+            self.model.check_hugging_face()
+        self.root = Path(self.log_dir) / CHECKPOINTS
+        if self.enabled:
+            others = [f"{self.name}.nemo"] * (self.save_nemo_on_train_end or self.always_save_nemo)
+            others += [f"{self.name}-hf"] * bool(self.save_hf)
             with failing_together(self.root):
                 if parallel_state.get_rank() == 0:
-                    try_names(self.root, filename, others)
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.name = name
-        self.filename = filename
-        self.monitor = monitor
-        self.mode = mode
-        self.save_top_k = save_top_k
-        self.save_nemo_on_train_end = save_nemo_on_train_end
-        self.always_save_nemo = always_save_nemo
-        self.save_hf = save_hf
-        self.async_save = bool(async_save)
-        self.enabled = enabled
-        self.made_from = made_from
-        # Number of the save that the weights in memory come from, as rank 0 knows it; None: not
-        # known.
-        self.save_number: int | None = None
-        self.folder: Path | None = None  # of that save
-        self._begun: _Begun | None = None
+                    try_names(self.root, self.filename, others)
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -198,18 +174,15 @@ class CheckpointCallback:
     ) -> Path | None:
         """Write a checkpoint, then remove those that are neither among the best nor the last two;
         all ranks call it. With `async_save` it returns when the state is copied, after the end of
-        the save before.
+        the save before. Returns the folder, or None if checkpoints are switched off.
 
         Args:
             is_train_end: the last save of the job: write the `.nemo` too, if asked for.
             trainer_state: counters that `load_latest` returns, JSON values.
 
-        Returns:
-            The folder written, or None if checkpoints are switched off.
-
         Raises:
             SaveError: on all ranks; there is no space, or the system cannot write this checkpoint
-                or, with `async_save`, could not write the one before. Those that were complete are
+                or, with `async_save`, could not write the one before. Those from before are
                 untouched.
         """
         if not self.enabled:
@@ -394,15 +367,10 @@ class CheckpointCallback:
         return True
 
     def load_latest(self, resume_from: str | Path | None = None) -> dict[str, Any] | None:
-        """Load the checkpoint to resume from into model, optimizer, schedule and random-number
-        generators; all ranks call it.
-
-        Args:
-            resume_from: a checkpoint folder (`exp_manager.resume_from_checkpoint`); by default the
-                newest complete one that is not damaged.
-
-        Returns:
-            The trainer's counters, or None if there is no checkpoint.
+        """Load a checkpoint into model, optimizer, schedule and random-number generators:
+        `resume_from` (`exp_manager.resume_from_checkpoint`), else the newest complete one that is
+        not damaged; all ranks call it. Returns the trainer's counters, or None if there is no
+        checkpoint.
 
         Raises:
             DamagedFileError: `resume_from` is not what was written.

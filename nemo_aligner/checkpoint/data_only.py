@@ -202,11 +202,9 @@ class _Inert:
 
 
 def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any:
-    """What `torch.save` wrote into a file of Megatron: tensors, plain values and the arguments of
-    a command line. Tensors are read when they are used if `mmap`.
-
-    Raises:
-        UserError: the file is damaged, or names what is no data.
+    """What `torch.save` wrote into a file of Megatron: tensors (read when they are used if
+    `mmap`), plain values and the arguments of a command line; `UserError`: the file is damaged, or
+    names what is no data.
     """
     stream = file if isinstance(file, io.BytesIO) else None
     try:

@@ -174,10 +174,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
     """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
     ranks call it. Returns the checksums of its large files, by name, computed while they were
-    written.
-
-    Raises:
-        SaveError: on all ranks; there is no space, or the system cannot write.
+    written. `SaveError`, on all ranks: there is no space, or the system cannot write.
     """
     return Save(sharded_state_dict, Path(folder), {}, in_background=False).finish()
 
@@ -211,9 +208,7 @@ def _common_written_together() -> Iterator[None]:
 class Save:
     """A sharded state dict that is written, and small files beside it, this rank's. All ranks make
     one and call `finish`. `in_background` a thread of each rank writes a copy in host memory.
-
-    Raises:
-        SaveError: on all ranks; there is no space.
+    `SaveError`, on all ranks: there is no space.
     """
 
     def __init__(

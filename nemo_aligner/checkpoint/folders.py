@@ -291,14 +291,10 @@ def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int
 def outdated(
     checkpoints: list[Checkpoint], monitor: str | None, mode: str, save_top_k: int
 ) -> list[Path]:
-    """Folders neither among the best nor the last two, of which abandoned ones do not count.
-
-    If a job dies between the critic's save and the actor's, the older of the last two match.
-
-    Args:
-        monitor: metric that they are ranked by. A checkpoint where it is missing or NaN ranks
-            last; of equals the newer one wins.
-        save_top_k: how many of the best to keep; below 0: all.
+    """Folders neither among the `save_top_k` best by `monitor` (below 0: all; one where it is
+    missing or NaN ranks last, of equals the newer one wins) nor the last two, of which abandoned
+    ones do not count. If a job dies between the critic's save and the actor's, the older of the
+    last two match.
     """
     if save_top_k < 0:
         return []
@@ -316,11 +312,8 @@ def outdated(
 
 
 def step_to_resume(actor_steps: Collection[int], critic_steps: Collection[int]) -> int | None:
-    """The newest step that actor and critic can both resume from, None if there is none.
-
-    Args:
-        actor_steps: of the actor's checkpoints; it can start at step 0 too.
-        critic_steps: actor steps of the critic's checkpoints, with 0 for its first weights.
+    """The newest step that actor and critic can both resume from, None if there is none. The actor
+    can start at step 0 too; `critic_steps` has 0 for the critic's first weights.
 
     Step 0 gives up all that was learned, which death in a first save explains only if that is one
     checkpoint at most. If it is more, a job was started with another folder.
@@ -348,12 +341,9 @@ def mismatch_remedy(
     actor_checkpoints: dict[int, str],
     critic_checkpoints: dict[int, str],
 ) -> str:
-    """How to bring an actor and a critic together again, in terms of checkpoints that exist.
-
-    Args:
-        critic_step: actor step of the critic's last checkpoint, written or loaded.
-        critic_moved: the critic was trained after that checkpoint.
-        actor_checkpoints, critic_checkpoints: folder of each complete checkpoint, by actor step.
+    """How to bring an actor and a critic together again, in terms of checkpoints that exist, whose
+    folders are given by actor step. `critic_step` is the actor step of the critic's last
+    checkpoint, written or loaded; `critic_moved`: it was trained after that.
     """
     if critic_step == actor_step and (critic_step in critic_checkpoints or critic_step == 0):
         return "Restart the critic server with the same command: the pair then matches."

@@ -182,13 +182,8 @@ METADATA_FILE = ".metadata"  # of a distributed checkpoint
 def check_restore_path(
     path: str | Path | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Path:
-    """`path` as an existing `.nemo` file or directory.
-
-    Args:
-        key: configuration key that `path` comes from, for the messages.
-
-    Raises:
-        UserError: the path is None, does not exist, or has a form that does not load.
+    """`path`, of the configuration key `key`, as an existing `.nemo` file or directory;
+    `UserError`: it is None, does not exist, or has a form that does not load.
     """
     if path is None:
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")

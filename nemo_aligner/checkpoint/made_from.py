@@ -63,11 +63,8 @@ COUNTS_WITH = {
 
 
 def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
-    """What a job is made from, as rank 0 finds it; all ranks call it.
-
-    Args:
-        section: of `cfg.trainer`, with the job's own settings.
-        loader: of its training data, as a PyTorch data loader; None: it has none.
+    """What a job is made from, as rank 0 finds it; all ranks call it. `section`: of `cfg.trainer`,
+    with the job's own settings; `loader`: of its training data, or None.
     """
     found: MadeFrom = {}
     with failing_together():

@@ -32,7 +32,7 @@ from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import adapters, forms, hugging_face, megatron
+from nemo_aligner.checkpoint import adapters, forms, megatron
 from nemo_aligner.checkpoint.checksums import (
     check_files_together,
     check_folder,
@@ -55,7 +55,7 @@ from nemo_aligner.checkpoint.forms import (
     check_restore_path,
     is_peft,
 )
-from nemo_aligner.checkpoint.hugging_face import peft
+from nemo_aligner.checkpoint.hugging_face import peft, reading
 from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
@@ -178,7 +178,7 @@ class _Foreign(NamedTuple):
 
 _FOREIGN = (
     _Foreign(forms.is_nemo2, megatron.read_nemo2_config, megatron.nemo2_weights),
-    _Foreign(forms.is_hugging_face, hugging_face.read_config, hugging_face.weights),
+    _Foreign(forms.is_hugging_face, reading.model_section, reading.weights),
     _Foreign(forms.is_megatron, megatron.read_config, megatron.weights),
 )
 
@@ -227,14 +227,12 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
 @contextlib.contextmanager
 def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
     """The weights of a checkpoint of any form; all ranks enter it together. Those of adapters are
-    the weights of their base with the adapters merged in.
-
-    Args:
-        base: where the base of adapters lies; None: where they say.
+    the weights of their base, which lies at `base` (None: where they say), with the adapters
+    merged in.
 
     Raises:
-        UserError: the archive holds no weights, or their form does not load; adapters whose base
-            is not there, or is another model; a base is given of what are no adapters.
+        UserError: there are no weights in a form that loads; adapters whose base is not there, or
+            is another model; a base is given of what are no adapters.
     """
     model = None if base is None else read_config(base)
     config = read_stored_config(path, model)

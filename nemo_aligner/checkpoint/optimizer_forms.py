@@ -88,10 +88,8 @@ def check_same_kind(state: State, stored: set[str]) -> None:
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
-    """Load a state into `optimizer`, whatever kind of optimizer saved it.
-
-    The configuration of the job wins over the stored settings: a user may resume with another
-    learning rate.
+    """Load a state into `optimizer`, whatever kind of optimizer saved it. The configuration of the
+    job wins over the stored settings: a user may resume with another learning rate.
     """
     settings = optimizer_settings(optimizer)
     own = chained_optimizers(optimizer)

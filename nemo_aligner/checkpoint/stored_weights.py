@@ -6,6 +6,7 @@ A *sharded state dict* of a model says which part of which global tensor each of
 (Megatron Core's `ShardedTensor`). A `TensorSource`, which each form has, reads those parts.
 """
 
+import itertools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from nemo_aligner.core.errors import UserError
 Sharded = dict[str, dict[str, Any]]  # sharded state dicts of the chunks of a model
 Slice = tuple[int | slice, ...]
 LAYERS = "model.decoder.layers."  # before the names of layers' weights
+EXPERTS = ".experts.experts."  # in the names of experts' weights, whose first axis counts them
+ADAPTER = ".lora."  # in the names of adapters
 
 # The largest number of float16. Models are served in it, and trained in it or with weights far
 # below: one beyond comes of damage (one wrong bit of an exponent makes 0.01 to 1e7 or 1e36), or of
@@ -145,6 +148,20 @@ def distinct(keys: Collection[str]) -> list[str]:
     if all(name in keys for name in both):
         return [key for key in keys if unnumbered(key)[1] is None]
     return [key for key in keys if key not in both]
+
+
+def pieces(source: TensorSource) -> list[tuple[str, tuple[int, ...]]]:
+    """Each tensor that belongs to one layer, or one expert of it, layer by layer: a key, and the
+    numbers of layer and expert in the tensor of that key.
+    """
+    found = []
+    for key in distinct(source.shapes()):
+        shape, (_, layer) = source.shapes()[key], unnumbered(key)
+        stacked = is_stacked(key) and ADAPTER not in key
+        axes = (1 if stacked else 0) + (1 if EXPERTS in key else 0)
+        for index in itertools.product(*(range(size) for size in shape[:axes])):
+            found.append((key, index, index[0] if stacked else -1 if layer is None else layer))
+    return [(key, index) for key, index, _layer in sorted(found, key=lambda piece: piece[2])]
 
 
 class EitherName:

@@ -7,7 +7,7 @@ merged with their base, and to Megatron-LM; one tensor in memory at a time.
 import argparse
 import contextlib
 import dataclasses
-import itertools
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from tqdm import tqdm
 from nemo_aligner.checkpoint import (
     adapters,
     forms,
-    hugging_face,
     megatron,
     megatron_keys,
     nemo_archive,
@@ -31,17 +30,12 @@ from nemo_aligner.checkpoint import (
 from nemo_aligner.checkpoint.file_references import is_outside
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG
-from nemo_aligner.checkpoint.hugging_face import peft
-from nemo_aligner.checkpoint.hugging_face.architecture import EXPERTS
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN
-from nemo_aligner.checkpoint.hugging_face.writing import copy_tokenizer
+from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
 from nemo_aligner.checkpoint.stored_weights import (
     Slice,
     TensorSource,
-    distinct,
-    is_stacked,
+    pieces,
     stored_dtype,
-    unnumbered,
 )
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
 from nemo_aligner.config.defaults import complete_model
@@ -99,18 +93,15 @@ def _progress_bar(total: int, options: Options) -> tqdm:
 
 
 def to_nemo(source: Path, target: Path, options: Options) -> None:
-    """Write the model in a Hugging Face folder as a `.nemo`; in one process.
-
-    Raises:
-        UserError: the folder is damaged or describes what cannot be computed here, or the target
-            exists.
+    """Write the model in a Hugging Face folder as a `.nemo`; in one process. `UserError`: the
+    folder is damaged or describes what cannot be computed here, or the target exists.
     """
     target = check_target(source, target, options)
     source = source.expanduser().absolute()
     if not forms.is_hugging_face(source):
         raise UserError(f"{source} is not a Hugging Face folder: it has no {HF_CONFIG}.")
-    section = hugging_face.read_config(source)
-    weights = hugging_face.weights(source)
+    section = reading.model_section(source)
+    weights = reading.weights(source)
     if "tokenizer" in section:
         ids = build_tokenizer(complete_model(section).tokenizer).vocab_size
         if ids > section.override_vocab_size:
@@ -123,11 +114,8 @@ def to_nemo(source: Path, target: Path, options: Options) -> None:
 
 
 def merge(source: Path, target: Path, options: Options) -> None:
-    """Write adapters merged with their base as a `.nemo`.
-
-    Raises:
-        UserError: the source holds no adapters, their base is absent or another one, or the
-            target exists.
+    """Write adapters merged with their base as a `.nemo`. `UserError`: the source holds no
+    adapters, their base is absent or another one, or the target exists.
     """
     target = check_target(source, target, options)
     if not are_adapters(source):
@@ -174,19 +162,15 @@ def _write_nemo(
 
 def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
     """What is written, cut by layers and experts, in order, and the part that it is read from."""
-    found: list[tuple[int, Chunk, Slice]] = []
-    for key in distinct(weights.shapes()):
-        shape, (_, layer) = weights.shapes()[key], unnumbered(key)
-        stacked = is_stacked(key) and not adapters.is_adapter(key)
-        axes = (1 if stacked else 0) + (1 if EXPERTS in key else 0)
-        rest = shape[axes:]
-        dtype = options.torch_dtype() or stored_dtype(weights, key)
-        for index in itertools.product(*(range(size) for size in shape[:axes])):
-            offset = (*index, *(0 for _ in rest))
-            chunk = Chunk(key, shape, offset, (*(1 for _ in index), *rest), dtype)
-            number = index[0] if stacked else -1 if layer is None else layer
-            found.append((number, chunk, (*index, *(slice(0, size) for size in rest))))
-    return {chunk: part for _, chunk, part in sorted(found, key=lambda item: item[0])}
+    found: dict[Chunk, Slice] = {}
+    dtype_of = functools.cache(lambda key: options.torch_dtype() or stored_dtype(weights, key))
+    for key, index in pieces(weights):
+        shape = weights.shapes()[key]
+        rest = shape[len(index) :]
+        offset, size = (*index, *(0 for _ in rest)), (*(1 for _ in index), *rest)
+        chunk = Chunk(key, shape, offset, size, dtype_of(key))
+        found[chunk] = (*index, *(slice(0, length) for length in rest))
+    return found
 
 
 def _nbytes(chunk: Chunk) -> int:
@@ -243,7 +227,7 @@ def _rows_of(section: DictConfig) -> int:
     """Rows of the tables without padding; 0: nobody knows, without the tokenizer."""
     settings = section.get("tokenizer") or OmegaConf.create({})
     outside = is_outside(settings)
-    return hugging_face.vocab_rows(
+    return reading.vocab_rows(
         section, lambda: 0 if outside else build_tokenizer(settings).vocab_size
     )
 
@@ -254,17 +238,12 @@ def from_nemo(
     options: Options,
     *,
     model_type: str | None = None,
-    shard_bytes: int = hugging_face.SHARD_BYTES,
+    shard_bytes: int = writing.SHARD_BYTES,
 ) -> None:
-    """Write the model in a `.nemo` as a Hugging Face folder; in one process. That of adapters is
-    their base with them merged in.
-
-    Args:
-        model_type, shard_bytes: as for `hugging_face.write_folder`.
-
-    Raises:
-        UserError: the checkpoint is damaged, Hugging Face cannot express the model, or the target
-            exists.
+    """Write the model in a `.nemo` as a Hugging Face folder (`model_type`, `shard_bytes`: as for
+    `writing.write_folder`); in one process. That of adapters is their base with them merged in.
+    `UserError`: the checkpoint is damaged, Hugging Face cannot express the model, or the target
+    exists.
     """
     target = check_target(source, target, options)
     source, section = _read_section(source, options)
@@ -277,7 +256,7 @@ def from_nemo(
             bar.total = total
             bar.update(written)
 
-        hugging_face.write_folder(
+        writing.write_folder(
             target,
             weights,
             section,
@@ -292,11 +271,8 @@ def from_nemo(
 
 def to_peft(source: Path, target: Path, options: Options) -> None:
     """Write adapters as a folder of PEFT, which names `options.base`, or else the base that they
-    name; in one process.
-
-    Raises:
-        UserError: Hugging Face cannot express the model, the base is another one, or the target
-            exists.
+    name; in one process. `UserError`: Hugging Face cannot express the model, the base is another
+    one, or the target exists.
     """
     target, base = check_target(source, target, options), options.base
     with _adapters_of(source, options) as (section, weights, found):
@@ -318,12 +294,9 @@ def to_peft(source: Path, target: Path, options: Options) -> None:
 
 def to_megatron(source: Path, target: Path, options: Options) -> str:
     """Write a language model as a checkpoint of Megatron-LM (torch_dist), a root for its `--load`
-    that appears when it is complete; in one process.
-
-    Returns the options with which Megatron-LM goes on with it.
-
-    Raises:
-        UserError: the source is damaged, Megatron-LM cannot express it, or the target exists.
+    that appears when it is complete; in one process. Returns the options with which Megatron-LM
+    goes on with it. `UserError`: the source is damaged, Megatron-LM cannot express it, or the
+    target exists.
     """
     target = check_target(source, target, options)
     source, section = _read_section(source, options)
@@ -335,7 +308,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
         rows = weights.shapes()[_TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}
-        args[ORIGIN] = plain_dict(section).get(ORIGIN)
+        args[reading.ORIGIN] = plain_dict(section).get(reading.ORIGIN)
         read_as = {}
         for chunk in parts:
             size = (padded, chunk.shape[1]) if chunk.key in _TABLES else chunk.size
@@ -355,7 +328,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
 
             release = folder / megatron.RELEASE
             (release / megatron.TOKENIZER).mkdir(parents=True)
-            copy_tokenizer(section, release / megatron.TOKENIZER)
+            writing.copy_tokenizer(section, release / megatron.TOKENIZER)
             if any((release / megatron.TOKENIZER).iterdir()):
                 place = target / megatron.RELEASE / megatron.TOKENIZER
                 args |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place)}

@@ -56,6 +56,7 @@ PPO = "nemo_aligner.algorithms.ppo:PPOTrainer"
 CRITIC = "nemo_aligner.algorithms.critic_server_trainer:CriticServerTrainer"
 REWARD = "nemo_aligner.algorithms.reward_server:RewardModelServer"
 CHECKPOINTS = "nemo_aligner.checkpoint.checkpointing"
+WRITING = "nemo_aligner.checkpoint.dist_ckpt"
 # Of the job and phase. An actor makes two updates per step, a critic counts updates.
 PLACES = {
     ("actor", "start"): Place(TRAINER, "__init__", call(1)),
@@ -68,12 +69,12 @@ PLACES = {
         "nemo_aligner.algorithms.rollout_trainer", "train_on_batch", call(4)
     ),
     ("actor", "critic train"): Place(PPO, "_finish_critic_update", at_step(1)),
-    ("actor", "save"): Place(CHECKPOINTS, "write_durably", call(2)),  # weights are written
+    ("actor", "save"): Place(WRITING, "write_durably", call(2)),  # weights are written
     ("actor", "resume"): Place(f"{CHECKPOINTS}:CheckpointCallback", "_load", call(1)),
     ("critic", "start"): Place(CRITIC, "run_server", call(1)),
     ("critic", "score"): Place(CRITIC, "_score_rows", at_step(2)),
     ("critic", "train"): Place(CRITIC, "_train_step", at_step(3)),
-    ("critic", "save"): Place(CHECKPOINTS, "write_durably", call(3)),  # first: before step 1
+    ("critic", "save"): Place(WRITING, "write_durably", call(3)),  # first: before step 1
     ("critic", "resume"): Place(f"{CHECKPOINTS}:CheckpointCallback", "_load", call(1)),
     ("reward server", "start"): Place(REWARD, "run_server", call(1)),
     ("reward server", "score"): Place(REWARD, "_score_rows", call(3)),

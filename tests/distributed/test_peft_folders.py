@@ -40,15 +40,15 @@ def counting_reads() -> dict[str, int]:
     """Numbers that this rank reads of each tensor, from now on."""
     from nemo_aligner.checkpoint.hugging_face.reading import Tensors
 
-    part, counts = Tensors.part, {}
+    read, counts = Tensors.read, {}
 
     def counted(self, name, index):
-        values = part(self, name, index)
+        values = read(self, name, index)
         if values.numel() > 1:  # one is read for its type
             counts[name] = counts.get(name, 0) + values.numel()
         return values
 
-    Tensors.part = counted
+    Tensors.read = counted
     return counts
 
 

@@ -233,14 +233,14 @@ def test_a_full_disk_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
 def test_damage_found_while_writing_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     from nemo_aligner.checkpoint.hugging_face.reading import Tensors
 
-    whole = Tensors.part
+    whole = Tensors.read
 
     def damaged(self, name, index):
         if "layers.1.mlp.down_proj" in name and index[0] != slice(0, 1):
             raise self._damaged(self.files[name], OSError("short read"))
         return whole(self, name, index)
 
-    monkeypatch.setattr(Tensors, "part", damaged)
+    monkeypatch.setattr(Tensors, "read", damaged)
     assert convert("hf-to-nemo", folder, tmp_path / "model.nemo") == 2
     assert "damaged or incomplete" in capsys.readouterr().err
     assert not (tmp_path / "model.nemo").exists() and not left_beside(tmp_path)

@@ -13,23 +13,3 @@ Nothing here computes on weights: tensors are taken apart, put together and tran
 what is written is what was read, bit for bit. docs/hugging_face.md says how to add an
 architecture.
 """
-
-from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, vocab_rows, weights
-from nemo_aligner.checkpoint.hugging_face.reading import model_section as read_config
-from nemo_aligner.checkpoint.hugging_face.writing import (
-    SHARD_BYTES,
-    check,
-    head_bias,
-    write_folder,
-)
-
-__all__ = [
-    "ORIGIN",
-    "SHARD_BYTES",
-    "check",
-    "head_bias",
-    "read_config",
-    "vocab_rows",
-    "weights",
-    "write_folder",
-]

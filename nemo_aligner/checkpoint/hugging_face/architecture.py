@@ -354,7 +354,6 @@ PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
 HEAD = "rm_head."
 KINDS = ("weight", "bias")
-EXPERTS = ".experts.experts."
 
 
 @dataclass(frozen=True)
@@ -389,14 +388,6 @@ class Layout:
             yield PREFIX + name, rule, False
         for name, rule in self.names.layer.items():
             yield PREFIX + LAYERS + name, rule, True
-
-    def numbered_axes(self, key: str) -> int:
-        """How many of the first dimensions of a tensor count layers and experts."""
-        name = key.removeprefix(PREFIX)
-        if not name.startswith(LAYERS):
-            return 0
-        numbered = name.removeprefix(LAYERS).partition(".")[0].isdigit()
-        return (0 if numbered else 1) + (1 if EXPERTS in name else 0)
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
         """The place of the tensor `key`, a global name, of layers with or without their number;

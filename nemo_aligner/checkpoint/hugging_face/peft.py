@@ -236,17 +236,11 @@ class _Adapter:
 
 
 class PeftTensors:
-    """A `TensorSource` of the adapters in a folder of PEFT, and of their head.
+    """A `TensorSource` of the adapters in a folder of PEFT, and of their head; `UserError`: a file
+    is damaged, or a tensor has no place in the model or another shape.
 
     Args:
         model: the section `model` of the base.
-
-    Attributes:
-        config: what `adapter_config.json` says.
-        settings: what the adapters look like.
-
-    Raises:
-        UserError: a file is damaged, or a tensor has no place in the model or another shape.
     """
 
     def __init__(self, path: Path, model: DictConfig):
@@ -397,31 +391,41 @@ class PeftTensors:
         if not is_adapter(key):
             return self.file.read(self._heads[key], part)
         weight, layer = self._places[key]
-        return (self._a if key.endswith(".a") else self._b)(weight, layer)[part]
+        rows, columns = (slice(a, a + 1) if isinstance(a, int) else a for a in part)
+        if key.endswith(".a"):
+            values = self._a(weight, layer, columns)[rows]
+        else:
+            values = self._b(weight, layer, rows)[:, columns]
+        return values[tuple(0 if isinstance(a, int) else slice(None) for a in part)]
 
-    def _a(self, weight: Weight, layer: int) -> Tensor:
-        """A, `[blocks * dim, in]`."""
-        result = torch.zeros(len(weight.rule.names), self._rank, weight.columns, dtype=self.dtype)
+    def _a(self, weight: Weight, layer: int, columns: slice) -> Tensor:
+        """`columns` of A, `[blocks * dim, columns]`."""
+        width = columns.stop - columns.start
+        result = torch.zeros(len(weight.rule.names), self._rank, width, dtype=self.dtype)
         for index, block in enumerate(result):
             adapter = self._found.get((weight.target, layer, index))
             if adapter is not None:
-                block[: adapter.rank] = whole_tensor(self.file, adapter.stem + A)
+                wanted = (slice(0, adapter.rank), columns)
+                block[: adapter.rank] = self.file.read(adapter.stem + A, wanted)
         return result.flatten(0, 1)
 
-    def _b(self, weight: Weight, layer: int) -> Tensor:
-        """B, `[out, dim]`, in the order of Megatron Core."""
-        parts = {}
-        for index, name in enumerate(weight.rule.names):
-            rows = self.modules.rows(weight, index)
-            parts[name] = torch.zeros(rows, self._rank, dtype=self.dtype)
+    def _b(self, weight: Weight, layer: int, rows: slice) -> Tensor:
+        """`rows` of B, `[rows, dim]`, in the order of Megatron Core."""
+        result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
+        first = 0
+        for run in weight.rule.runs(weight.rows, self.modules.layout.heads):
+            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
+            index = list(weight.rule.names).index(run.name)
             adapter = self._found.get((weight.target, layer, index))
-            if adapter is not None:
-                values = whole_tensor(self.file, adapter.stem + B)
+            if start < stop and adapter is not None:
+                shift = run.start - first
+                wanted = (slice(start + shift, stop + shift), slice(0, adapter.rank))
+                values = self.file.read(adapter.stem + B, wanted)
                 if adapter.factor != 1:
                     values = values.float() * adapter.factor
-                parts[name][:, : adapter.rank] = values
-        runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
-        return torch.cat([parts[run.name][run.start : run.start + run.count] for run in runs])
+                result[start - rows.start : stop - rows.start, : adapter.rank] = values
+            first += run.count
+        return result
 
 
 # --- writing ---
@@ -443,8 +447,7 @@ def write_folder(
     Args:
         source: of the adapters and their head, as `checkpoint/adapters.py` names them.
         base: of the adapters; its path is what the folder names.
-        drop_head_bias: leave out the bias of a reward model's head, for which Hugging Face has no
-            place.
+        drop_head_bias: leave out the bias of a reward model's head, which has no place there.
 
     Raises:
         UserError: Hugging Face cannot express the model, or the source is damaged.

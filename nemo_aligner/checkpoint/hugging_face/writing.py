@@ -3,14 +3,13 @@
 """A model written as a Hugging Face folder: configuration, tokenizer, and tensor by tensor."""
 
 import collections
-import itertools
+import functools
 import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ from nemo_aligner.checkpoint.hugging_face.reading import (
 from nemo_aligner.checkpoint.stored_weights import (
     Slice,
     TensorSource,
-    distinct,
+    pieces,
     stored_dtype,
     whole_tensor,
 )
@@ -103,25 +102,22 @@ def plan(
         leave_out: names of weights after `model.` that are not written.
     """
     result = []
-    shapes = source.shapes()
-    for key in distinct(shapes):
-        name, shape = key.removeprefix(PREFIX), shapes[key]
+    dtype_of = functools.cache(lambda key: dtype or stored_dtype(source, key))
+    for key, index in pieces(source):
+        name, shape = key.removeprefix(PREFIX), source.shapes()[key][len(index) :]
         if name in leave_out:
             continue
-        axes = layout.numbered_axes(key)
-        for index in itertools.product(*(range(size) for size in shape[:axes])):
-            place = layout.place(key, index)
-            if place is None:
-                raise Unsupported(
-                    f"{architecture.class_name} has no weight for {name}; the model would compute "
-                    "something else."
-                )
-            rest = shape[axes:]
-            if name in _VOCABULARY:
-                rest = (vocab_rows, *rest[1:])
-            part: Slice = (*index, *map(partial(slice, 0), map(min, rest, shape[axes:])))
-            stored = stored_dtype(source, key)
-            result.append(Written(key, part, place, _shapes(layout, place, rest), dtype or stored))
+        place = layout.place(key, index)
+        if place is None:
+            raise Unsupported(
+                f"{architecture.class_name} has no weight for {name}; the model would compute "
+                "something else."
+            )
+        rest = shape
+        if name in _VOCABULARY:
+            rest = (vocab_rows, *rest[1:])
+        part: Slice = (*index, *map(functools.partial(slice, 0), map(min, rest, shape)))
+        result.append(Written(key, part, place, _shapes(layout, place, rest), dtype_of(key)))
     return sorted(result, key=_order)
 
 

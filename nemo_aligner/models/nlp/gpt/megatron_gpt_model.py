@@ -25,8 +25,9 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import adapters, hugging_face, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import adapters, nemo_archive, nemo_writing
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
+from nemo_aligner.checkpoint.hugging_face import reading, writing
 from nemo_aligner.checkpoint.stored_weights import TensorSource, load_weights, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
@@ -483,7 +484,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def check_hugging_face(self) -> None:
         """Check that Hugging Face can express the model; `UserError` names the keys."""
-        hugging_face.check(self.cfg)
+        writing.check(self.cfg)
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint, without the bias of a
@@ -500,15 +501,15 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             ) from error
 
     def _write_hugging_face(self, folder: Path, weights: Path) -> None:
-        rows = hugging_face.vocab_rows(self.cfg, lambda: self.tokenizer.vocab_size)
+        rows = reading.vocab_rows(self.cfg, lambda: self.tokenizer.vocab_size)
         source = TorchDistTensors(weights)
         self._warn_of_head_bias(folder, source)
-        hugging_face.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
+        writing.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
         logging.info(f"saved {folder}")
 
     @staticmethod
     def _warn_of_head_bias(folder: Path, source: TensorSource) -> None:
-        bias = hugging_face.head_bias(source)
+        bias = writing.head_bias(source)
         if bias and any(bias):
             logging.warning(
                 f"{folder} lacks the bias {bias} of the head, for which Hugging Face has no "
