@@ -7,6 +7,7 @@ of the examples one by one (`training/megatron_steps.py` tells the model where t
 """
 
 import bisect
+import collections
 import heapq
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ def pack(slots: Sequence[int], size: int) -> list[list[int]]:
     """
     packs: list[list[int]] = []
     rooms: list[int] = []  # the sizes of the room that open packs have, sorted
-    open_packs: dict[int, list[int]] = {}  # by room, a heap of packs
+    open_packs = collections.defaultdict[int, list[int]](list)  # by room, a heap of packs
     for number, needed in enumerate(slots):
         place = bisect.bisect_left(rooms, needed)
         if place == len(rooms):
@@ -41,13 +42,12 @@ def pack(slots: Sequence[int], size: int) -> list[list[int]]:
             room = rooms[place]
             chosen = heapq.heappop(open_packs[room])
             if not open_packs[room]:
-                del open_packs[room], rooms[place]
+                del rooms[place]
         packs[chosen].append(number)
         left = room - needed
         if left:
-            if left not in open_packs:
+            if not open_packs[left]:
                 bisect.insort(rooms, left)
-                open_packs[left] = []
             heapq.heappush(open_packs[left], chosen)
     return packs
 
