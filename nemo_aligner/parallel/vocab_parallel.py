@@ -68,16 +68,8 @@ def from_parallel_logits_to_logprobs(
         float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives
         -inf.
     """
-    logprobs, _ = _scores_of_tokens(
-        vocab_parallel_logits,
-        target,
-        ignore_last,
-        inference_only=inference_only,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        overwrite_logits=overwrite_logits,
-    )
-    return logprobs
+    how = inference_only, temperature, vocab_size, overwrite_logits
+    return _scores_of_tokens(vocab_parallel_logits, target, ignore_last, *how)[0]
 
 
 def logprobs_and_entropy(
@@ -98,15 +90,9 @@ def logprobs_and_entropy(
     Returns:
         (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`.
     """
+    how = inference_only, temperature, vocab_size, overwrite_logits
     logprobs, entropy = _scores_of_tokens(
-        vocab_parallel_logits,
-        target,
-        ignore_last,
-        with_entropy=True,
-        inference_only=inference_only,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        overwrite_logits=overwrite_logits,
+        vocab_parallel_logits, target, ignore_last, *how, with_entropy=True
     )
     assert entropy is not None
     return logprobs, entropy
@@ -165,12 +151,12 @@ class DistributedLogprob:
 
 
 def _scores_of_tokens(
-    logits: Tensor, target: Tensor, ignore_last: bool, **options: Any
+    logits: Tensor, target: Tensor, ignore_last: bool, *how: Any, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     if ignore_last:
         target = target.roll(shifts=-1, dims=-1)
     wanted = target.shape[1] - int(ignore_last)
-    scores, entropy = _scores(logits, target.unsqueeze(-1), wanted, **options)
+    scores, entropy = _scores(logits, target.unsqueeze(-1), wanted, 0, with_entropy, *how)
     return scores.squeeze(-1), entropy
 
 
@@ -178,13 +164,12 @@ def _scores(
     logits: Tensor,
     candidates: Tensor,
     wanted: int,
-    *,
+    rest_of: int,
+    with_entropy: bool,
     inference_only: bool,
     temperature: float,
     vocab_size: int | None,
     overwrite_logits: bool,
-    rest_of: int = 0,
-    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `candidates` [B, S, C] in the first `wanted` columns, and the entropy or None;
     arguments as of `candidate_logprobs`.
@@ -454,17 +439,8 @@ def candidate_logprobs(
         float32 [B, S, C], or with `rest_of` [B, S, C+1], the rest last. A candidate outside the
         vocabulary, and a rest without a token, give -inf.
     """
-    scores, _ = _scores(
-        vocab_parallel_logits,
-        candidates,
-        candidates.shape[1],
-        inference_only=inference_only,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        overwrite_logits=overwrite_logits,
-        rest_of=rest_of,
-    )
-    return scores
+    how = inference_only, temperature, vocab_size, overwrite_logits
+    return _scores(vocab_parallel_logits, candidates, candidates.shape[1], rest_of, False, *how)[0]
 
 
 @torch.no_grad()
