@@ -24,7 +24,7 @@ ARG TORCH_CUDA_ARCH_LIST="8.0 9.0"
 ARG MAX_JOBS=8
 ENV TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST} MAX_JOBS=${MAX_JOBS}
 
-# Some base images pin every package, but Triton's Python backend needs numpy below 2.
+# Some base images pin every package; pip then refuses PyTriton, which asks for numpy below 2.
 ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1
 
 # The served critic needs the shared libpython.

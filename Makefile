@@ -70,7 +70,7 @@ $(RUN):
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "error: no '$(PYTHON)' on this machine; install Python 3.10, 3.11 or 3.12, or name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else \
-	  "error: $(PYTHON) is Python %d.%d; this package needs 3.10, 3.11 or 3.12 (PyTriton needs numpy 1, which 3.13 and later lack). Name one: make PYTHON=python3.11 ..." % v)'
+	  "error: $(PYTHON) is Python %d.%d; this package needs 3.10, 3.11 or 3.12 (PyTriton asks for numpy 1, which 3.13 and later lack). Name one: make PYTHON=python3.11 ..." % v)'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "error: $(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

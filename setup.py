@@ -19,7 +19,7 @@ INSTALL_REQUIRES = [
     "triton>=3; python_version >= '3.12' and platform_system == 'Linux'",
     # 0.6 lets a remote client execute code; elsewhere servers need the extra asgi
     "nvidia-pytriton>=0.7.0,<0.8; platform_system == 'Linux'",
-    "numpy>=1.24,<2",  # with numpy 2 Triton's Python backend hands corrupted tensors to the server
+    "numpy>=1.24,<3",  # the tests ran with 1 and 2; pip takes 1, for which PyTriton asks
     # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
     "lightning>=2.4,<2.5",
     "hydra-core>=1.3.2,<1.4",  # hydra_runner and the YAML files
@@ -30,7 +30,7 @@ INSTALL_REQUIRES = [
     "transformers>=4.50,<6",  # Hugging Face tokenizers
     "sentencepiece>=0.2,<1",  # SentencePiece tokenizers
     "tokenizers>=0.20",  # the quickstart trains a byte-level BPE
-    "pyarrow<26",  # 26 refuses numpy 1, and with it NeMo's and trl's use of datasets
+    "pyarrow<26",  # 26 refuses numpy 1, for which PyTriton asks
     "datasets>=3,<6",  # maps tables into memory; folders of data files
     "packaging>=22",  # compares versions at start
     "filelock>=3.12",  # one rank makes an index, the others wait

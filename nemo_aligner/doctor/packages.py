@@ -16,7 +16,7 @@ from types import ModuleType
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding
 from nemo_aligner.launch import start_up
-from nemo_aligner.servers.triton_environment import check_libpython, check_numpy
+from nemo_aligner.servers.triton_environment import check_libpython
 
 PYTHONS = ((3, 10), (3, 13))  # the first, and the first that is too new; as in setup.py
 GLIBC = (2, 35)  # of the wheels of PyTriton 0.7
@@ -75,7 +75,7 @@ def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
 
 
 def unsupported() -> dict[str, str]:
-    """`versions.unsupported`, by the names of the packages: "numpy" -> "numpy<2 (installed: 2.1)".
+    """`versions.unsupported`, by the names of the packages: "numpy" -> "numpy<3 (installed: 3.1)".
     Without `packaging` nothing but that is known.
     """
     try:
@@ -104,11 +104,6 @@ def imported(package: str, wrong: dict[str, str]) -> Finding:
         return Finding(MISSING, package, there, f"pip install {again}'{wanted}'")
     finally:
         logging.disable(logging.NOTSET)
-    if package == "numpy":
-        try:
-            check_numpy()
-        except UserError as error:
-            return Finding(MISSING, package, *_sentences(error))
     if package in wrong:
         text = f"{version}; the tests ran with {wanted}"
         return Finding(WARNING, package, text, f"pip install '{wanted}'")

@@ -28,28 +28,16 @@ def find_libpython() -> str | None:
 def prepare_triton_environment() -> None:
     """Prepare this process to start Triton with a Python backend.
 
-    Triton runs Python models in a stub that loads libpython and numpy. Without the library path it
-    dies, or hangs for a minute, with an error that names neither; with numpy 2 it corrupts
-    tensors.
+    Triton runs Python models in a stub that loads libpython. Without the library path it dies, or
+    hangs for a minute, with an error that does not name it.
 
     Raises:
-        UserError: numpy 2, or no shared libpython.
+        UserError: no shared libpython.
     """
-    check_numpy()
     directory = check_libpython()
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if directory not in paths:
         os.environ["LD_LIBRARY_PATH"] = ":".join([directory] + paths)
-
-
-def check_numpy() -> None:
-    import numpy as np  # here: nemo_aligner/doctor/ runs without it too
-
-    if int(np.__version__.split(".")[0]) >= 2:
-        raise UserError(
-            f"numpy {np.__version__} is installed, but Triton's Python backend corrupts tensors "
-            "with numpy 2. Install it in the server's environment with: pip install 'numpy<2'"
-        )
 
 
 def check_libpython() -> str:
