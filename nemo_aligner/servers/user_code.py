@@ -67,13 +67,15 @@ class WorkerProcess:
         numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
         keeper = [sys.executable, "-I", "-S", worker_keeper.__file__, *numbers]
         program = [sys.executable, "-X", "faulthandler", worker_program.__file__, path, kind, name]
+        # The code may import nemo_aligner, also where the package is not installed.
+        paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])])
         try:
             self.process = subprocess.Popen(
                 keeper + program,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
                 start_new_session=True,
-                env=users_environment(),
+                env={**users_environment(), "PYTHONPATH": os.pathsep.join(paths)},
             )
         except BaseException:
             self.release()
