@@ -50,7 +50,8 @@ class RewardModelHead(RowParallelLinear):
         dtype: of weights and arithmetic.
         merge_attributes: reduce the A numbers to their weighted sum.
         attributes_weights: the A weights of that sum; 1/A each by default.
-        options: of `RowParallelLinear`.
+        init_method, bias, input_is_parallel, stride, keep_master_weight_for_test, skip_bias_add:
+            as `RowParallelLinear`'s.
     """
 
     def __init__(
@@ -59,12 +60,17 @@ class RewardModelHead(RowParallelLinear):
         output_size: int,
         *,
         config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        skip_bias_add: bool = False,
         output_sequence: bool = False,
         use_avg_pool: bool = False,
         dtype: torch.dtype = torch.float32,
         merge_attributes: bool = False,
         attributes_weights: Sequence[float] | None = None,
-        **options: Any,
     ):
         self.input_is_sequence_parallel = config.sequence_parallel
         config = copy.copy(config)
@@ -72,8 +78,17 @@ class RewardModelHead(RowParallelLinear):
         config.sequence_parallel = False
         config.use_cpu_initialization = True
         config.params_dtype = dtype
-        options = {"bias": True, "input_is_parallel": False, "skip_bias_add": False} | options
-        super().__init__(input_size, output_size, config=config, **options)
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            stride=stride,
+            keep_master_weight_for_test=keep_master_weight_for_test,
+            skip_bias_add=skip_bias_add,
+        )
         if attributes_weights is None:
             attributes_weights = [1.0 / output_size] * output_size
         if len(attributes_weights) != output_size:

@@ -117,9 +117,20 @@ def prepare_for_training_step(ptl_model: MegatronGPTModel, zero_grad: bool = Tru
     MegatronGPTModel.prepare_for_training_step(ptl_model)
 
 
-prepare_for_validation_step = MegatronGPTModel.prepare_for_validation_step
-finish_validation_step = MegatronGPTModel.finish_validation_step
-set_train, set_eval = MegatronGPTModel.set_train, MegatronGPTModel.set_eval
+def prepare_for_validation_step(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.prepare_for_validation_step(ptl_model)
+
+
+def finish_validation_step(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.finish_validation_step(ptl_model)
+
+
+def set_train(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.set_train(ptl_model)
+
+
+def set_eval(ptl_model: MegatronGPTModel) -> None:
+    MegatronGPTModel.set_eval(ptl_model)
 
 
 def set_sync_funcs(ptl_model: MegatronGPTModel, forward_only: bool) -> None:
