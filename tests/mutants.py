@@ -664,7 +664,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stopped command of constitutional AI asks everything again",
-        "synthetic/progress.py",
+        "synthetic/constitutional.py",
         "for number in range(self.count) if number not in self._found]",
         "for number in range(self.count)]",
         _unit("test_constitutional_ai.py", "test_a_stopped_command_asks_for_what_is_missing"),

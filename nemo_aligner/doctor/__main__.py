@@ -8,8 +8,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 
-from nemo_aligner.doctor import machine, packages
-from nemo_aligner.doctor.findings import MISSING, summary
+from nemo_aligner.doctor import MISSING, machine, packages, summary
 from nemo_aligner.launch.start_up import long_imports
 
 

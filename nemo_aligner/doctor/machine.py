@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding, graded
+from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, graded
 from nemo_aligner.launch.start_up import available_cores
 from nemo_aligner.servers.ports import find_free_port
 from nemo_aligner.servers.triton_environment import folder_of_workspaces

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding
+from nemo_aligner.doctor import MISSING, OK, WARNING, Finding
 from nemo_aligner.launch import start_up
 from nemo_aligner.servers.triton_environment import check_libpython
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards and win rates of policies: `nemo-aligner evaluate`.
 
-`sources.py` gets the responses of a policy or of a file, `rewards.py` scores them, `measures.py`
-computes the numbers (the mathematics is in `core/win_rate.py`), `page.py` and `table.py` show
-them.
+`__main__.py` gets the responses of a policy or of a file, `rewards.py` scores them, `measures.py`
+computes the numbers (the mathematics is in `core/win_rate.py`), `page.py` shows them.
 """

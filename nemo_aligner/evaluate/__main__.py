@@ -13,12 +13,23 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.responses import (
+    Response,
+    check_writable,
+    read_prompts,
+    read_responses,
+    replaced,
+    write_responses,
+)
 from nemo_aligner.generate.settings import CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from nemo_aligner.evaluate.measures import Results, Scored
-    from nemo_aligner.generate.responses import Response
+    from nemo_aligner.generate.policy import ChatForm
 
 DESCRIPTION = """\
 Say how good the responses of a policy are, and how often it beats another one.
@@ -89,8 +100,6 @@ def main(argv: list[str] | None = None) -> None:
     cfg = compose_settings("evaluate", settings)
 
     from nemo_aligner.config.checks import check_config
-    from nemo_aligner.evaluate.sources import check_sources, read_files
-    from nemo_aligner.generate.responses import check_writable
 
     check_sources(sources, args.prompts)
     _check_not_overwritten(sources, Path(args.out))
@@ -101,8 +110,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def _check_not_overwritten(sources: Sequence[str], out: Path) -> None:
     """Raise `UserError` if the responses of a policy would replace a file that is a source."""
-    from nemo_aligner.evaluate.sources import is_file_of_responses
-
     files = [Path(source).resolve() for source in sources if is_file_of_responses(source)]
     for number, source in enumerate(sources, 1):
         place = out / f"responses_{number}.jsonl"
@@ -114,13 +121,11 @@ def evaluate(
     cfg: DictConfig,
     sources: Sequence[str],
     args: argparse.Namespace,
-    files: "dict[str, list[Response]]",
+    files: dict[str, list[Response]],
 ) -> None:
     """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
     from nemo_aligner.evaluate.measures import Bootstrap, Scored, check_pairs, measure
     from nemo_aligner.evaluate.rewards import function_rewards, is_function
-    from nemo_aligner.generate.responses import Response, read_prompts
-    from nemo_aligner.parallel.environment import is_rank_zero
 
     names = distinct_names(sources)
     if len(files) == len(sources) == 2:  # before a model is loaded
@@ -157,13 +162,11 @@ def _with_models(
     cfg: DictConfig,
     sources: Sequence[str],
     args: argparse.Namespace,
-    files: "dict[str, list[Response]]",
-) -> "tuple[list[list[Response]], list[list[float]] | None]":
+    files: dict[str, list[Response]],
+) -> tuple[list[list[Response]], list[list[float]] | None]:
     """The responses of each source, and a reward model's rewards, one after the other."""
     from nemo_aligner.evaluate.rewards import is_function, model_rewards, reward_model_settings
-    from nemo_aligner.evaluate.sources import responses_of_policy
-    from nemo_aligner.generate.policy import quiet_logs
-    from nemo_aligner.generate.prompts import ChatForm
+    from nemo_aligner.generate.policy import ChatForm, quiet_logs
     from nemo_aligner.launch.processes import resolve_and_create_trainer
 
     quiet_logs()
@@ -190,9 +193,13 @@ def _report(
     facts: Sequence[tuple[str, str]],
 ) -> None:
     """Print the table, and write the page, the metrics and the scored responses."""
-    from nemo_aligner.evaluate.page import render
-    from nemo_aligner.evaluate.table import as_metrics, as_text, comparison_rows, policy_rows
-    from nemo_aligner.generate.responses import replaced
+    from nemo_aligner.evaluate.page import (
+        as_metrics,
+        as_text,
+        comparison_rows,
+        policy_rows,
+        render,
+    )
 
     for rows in (policy_rows(results), comparison_rows(results)):
         if rows:
@@ -212,6 +219,66 @@ def _report(
                 line = own | response.line | own
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     print(f"{out / 'evaluation.html'}, metrics.json, scores.jsonl")
+
+
+def is_file_of_responses(source: str) -> bool:
+    """Whether a word of the command line names responses and not a policy."""
+    return source.endswith((".jsonl", ".json"))
+
+
+def check_sources(sources: Sequence[str], prompts: str | None) -> None:
+    """Check what can be checked before anything expensive.
+
+    Raises:
+        UserError: a source does not exist, or prompts are missing or not needed.
+    """
+    policies = [source for source in sources if not is_file_of_responses(source)]
+    for source in sources:
+        if source in policies and not Path(source).expanduser().exists():
+            raise UserError(
+                f"{source} does not exist; name a policy (a .nemo file or folder, or the folder "
+                "of a job) or a .jsonl file of responses that nemo-aligner generate "
+                "wrote."
+            )
+    if policies and prompts is None:
+        raise UserError(
+            f"{policies[0]} is a policy, so --prompts FILE must give the prompts that it is to "
+            "respond to."
+        )
+    if prompts is not None and not policies:
+        raise UserError(
+            f"--prompts {prompts} is not used: {' and '.join(sources)} hold responses already; "
+            "leave it out."
+        )
+    if prompts is not None:
+        read_prompts(prompts)
+
+
+def read_files(sources: Sequence[str]) -> dict[str, list[Response]]:
+    return {source: read_responses(source) for source in sources if is_file_of_responses(source)}
+
+
+def responses_of_policy(
+    source: str, cfg: DictConfig, trainer: "Trainer", prompts: str, form: "ChatForm", out: Path
+) -> list[Response]:
+    """Have a policy respond to a file of prompts; all ranks call it, and all get the responses.
+
+    Rank 0 also writes them to `out`. The memory of the policy is free again afterwards.
+    """
+    from nemo_aligner.generate.batch import respond
+    from nemo_aligner.generate.policy import free, load_policy
+    from nemo_aligner.parallel.device import clear_memory
+
+    cfg = cfg.copy()
+    cfg.pretrained_checkpoint.restore_from_path = source
+    policy = load_policy(cfg, trainer)
+    responses = respond(policy, read_prompts(prompts), form, prompts)
+    if is_rank_zero():
+        write_responses(out, responses)
+    free(policy)
+    del policy
+    clear_memory()
+    return responses
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     from nemo_aligner.config.checks import check_config
-    from nemo_aligner.generate.prompts import ChatForm
+    from nemo_aligner.generate.policy import ChatForm
 
     if args.prompts is not None:
         from nemo_aligner.generate.responses import check_writable, read_prompts

@@ -20,8 +20,7 @@ from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.tokenizer import response_text, tokenizer_fingerprint
 from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm, prompt_text
+from nemo_aligner.generate.policy import ChatForm, Policy, prompt_text
 from nemo_aligner.generate.responses import Response, read_prompts, write_responses
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state

@@ -17,8 +17,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm
+from nemo_aligner.generate.policy import ChatForm, Policy
 from nemo_aligner.generation.text import TextStream
 from nemo_aligner.parallel import parallel_state
 

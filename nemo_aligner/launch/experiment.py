@@ -49,8 +49,8 @@ from nemo_aligner.launch.start_up import versions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.report.about import ABOUT_FILE
 from nemo_aligner.report.ending import LiveReport
+from nemo_aligner.report.page import ABOUT_FILE
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 

@@ -7,9 +7,9 @@ Every folder below RUN_DIR with a `metrics.jsonl` is a job (`training/loggers.py
 files). The page opens with what the policy learned, then shows alarms, then everything else. It
 works on a job that is still running and needs no script, font or picture from elsewhere.
 
-`reading.py` reads the files, `charts.py` draws the curves, `timeline.py` what the jobs did at the
-same time, `summary.py` says what a job learned, `about.py` how it was started, `page.py` puts the
-page together. `ending.py` writes it while a job runs, and the last lines of its log.
+`reading.py` reads the files and says what a job learned, `charts.py` draws the curves,
+`timeline.py` what the jobs did at the same time, `page.py` puts the page together. `ending.py`
+writes it while a job runs, and the last lines of its log.
 """
 
 from nemo_aligner.report.page import render, write_report

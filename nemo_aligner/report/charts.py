@@ -14,7 +14,7 @@ from nemo_aligner.report.reading import Curve
 # Families whose metrics of the same name share a chart, because their steps count the same thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
 TIMERS = "timers"
-COLORS, LINES = 6, 3  # in style.py
+COLORS, LINES = 6, 3  # in elements.py
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
 # Title, and curves by label.

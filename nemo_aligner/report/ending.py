@@ -20,8 +20,7 @@ from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_ch
 from nemo_aligner.config.rules import RESTORE_KEY
 from nemo_aligner.report.charts import format_number
 from nemo_aligner.report.page import write_report
-from nemo_aligner.report.reading import read_run
-from nemo_aligner.report.summary import alarms, what_it_learned
+from nemo_aligner.report.reading import alarms, read_run, what_it_learned
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARE = 0.02  # of the time of a job that writing its report takes

@@ -4,7 +4,6 @@
 
 `annotation.py` asks a served reward model for the attributes of responses (SteerLM);
 `constitutional.py` has a model criticize, revise and compare responses (constitutional AI), which
-`chat_models.py` gets from the engine or a server and `progress.py` keeps. `command_line.py`,
-`model_options.py`, `hub.py` and `conversations.py` are what the scripts in examples/nlp/data and
-examples/nlp/cai share.
+`chat_models.py` gets from the engine or a server. `command_line.py` is what the scripts in
+examples/nlp/data and examples/nlp/cai share.
 """

@@ -4,16 +4,17 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.responses import replaced
+from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.generate.responses import check_writable, replaced
 
 if TYPE_CHECKING:
+    from nemo_aligner.core.tokenizer import Tokenizer
     from nemo_aligner.data.nlp.records import Records
-    from nemo_aligner.data.nlp.sources import Record
 
 
 class DataParser(argparse.ArgumentParser):
@@ -47,14 +48,14 @@ def add_attributes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_records(path: str, inspect: "Callable[[Record], int]") -> "Records":
+def open_records(path: str, inspect: Callable[[Record], int]) -> "Records":
     """The records of a file, each checked by `inspect`; `UserError` names file and line."""
     from nemo_aligner.data.nlp.records import Records
 
     return Records([path], [], inspect)
 
 
-def write_records(path: Path | str, records: "Iterable[Record]") -> int:
+def write_records(path: Path | str, records: Iterable[Record]) -> int:
     """Write a jsonl file, which takes the place of `path` when it is complete; returns the number
     of records. `UserError`: it cannot be written.
     """
@@ -64,3 +65,86 @@ def write_records(path: Path | str, records: "Iterable[Record]") -> int:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             count += 1
     return count
+
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+def hub_parser(description: str | None, dataset: str) -> DataParser:
+    """A parser with `--output_directory` and the data set, by default `dataset`."""
+    parser = DataParser(description)
+    parser.add_argument("-dir", "--output_directory", required=True, help="folder to write to")
+    parser.add_argument(
+        "--dataset", default=dataset, help="name on the Hub, or a folder (default %(default)s)"
+    )
+    return parser
+
+
+def load_hub_dataset(name: str, **options: Any) -> Mapping[str, Rows]:
+    """The splits of a data set, by `datasets.load_dataset`; `UserError`: it cannot be loaded."""
+    from datasets import load_dataset
+
+    try:
+        splits: Mapping[str, Rows] = load_dataset(name, **options)
+    except Exception as error:  # of the Hub, the network, or the files
+        raise UserError(
+            f"the data set {name} cannot be loaded ({type(error).__name__}: {error}); name a "
+            "folder with its files in --dataset."
+        ) from error
+    return splits
+
+
+def write_conversations(
+    folder: str, rows: Mapping[str, Rows], make: Callable[[Mapping[str, Any]], list[Record]]
+) -> None:
+    """Write train.jsonl and val.jsonl of `train` and `validation`, by `make` of their rows.
+
+    Raises:
+        UserError: a split is missing, a row is broken, or a file cannot be written.
+    """
+    for split, name in (("train", "train"), ("validation", "val")):
+        path = Path(folder) / f"{name}.jsonl"
+        check_writable(path)
+        if split not in rows:
+            raise UserError(f"the data set has no split {split}, but {', '.join(rows)}.")
+        records = []
+        for number, row in enumerate(rows[split], start=1):
+            try:
+                records += make(row)
+            except UserError as error:
+                raise UserError(f"{split} data, row {number}: {error}") from None
+        print(f"{write_records(path, records)} conversations: {path}")
+
+
+def check_conversations(path: str) -> list[Record]:
+    """The conversations of a file; `UserError` names file and line."""
+    from nemo_aligner.synthetic.annotation import check_conversation
+
+    return list(open_records(path, check_conversation))
+
+
+def without_long(
+    records: Sequence[Record],
+    max_seq_length: int,
+    tokenizer: "Tokenizer | None",
+    library: str | None,
+    model: str | None,
+) -> list[Record]:
+    """The conversations of which something of a response lies within `max_seq_length` tokens.
+
+    Args:
+        tokenizer: that counts; None, or if `library` and `model` are given: that of them.
+    """
+    from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, NeMoChat
+
+    if library is not None and model is not None:
+        from omegaconf import OmegaConf
+
+        from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
+
+        kind = "type" if library == "huggingface" else "model"
+        tokenizer = build_tokenizer(OmegaConf.create({"library": library, kind: model}))
+    assert tokenizer is not None
+    form = NeMoChat(tokenizer, NEMO_TOKENS)
+    limit = max_seq_length + 1  # the last token of an example is predicted, but not read
+    return [record for record in records if any(form.conversation(record).is_response[:limit])]

@@ -26,8 +26,7 @@ def evaluate(
     from nemo_aligner.config.checks import check_config
     from nemo_aligner.evaluate.rewards import model_rewards, reward_model_settings
     from nemo_aligner.generate.batch import respond
-    from nemo_aligner.generate.policy import load_policy
-    from nemo_aligner.generate.prompts import ChatForm
+    from nemo_aligner.generate.policy import ChatForm, load_policy
     from nemo_aligner.generate.settings import compose_settings
 
     settings = ["trainer.accelerator=cpu", f"trainer.devices={ranks}", "micro_batch_size=3"]

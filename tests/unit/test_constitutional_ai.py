@@ -24,10 +24,15 @@ from nemo_aligner.synthetic.chat_models import (
     TextForm,
     Turn,
     read_api_key,
+    text_form,
 )
-from nemo_aligner.synthetic.constitutional import Generator, read_judgement, split, stream_seed
-from nemo_aligner.synthetic.model_options import text_form
-from nemo_aligner.synthetic.progress import Progress
+from nemo_aligner.synthetic.constitutional import (
+    Generator,
+    Progress,
+    read_judgement,
+    split,
+    stream_seed,
+)
 from tests.cases import some_of
 from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
@@ -557,7 +562,7 @@ def policy_file(tiny_tokenizer_dir, tmp_path_factory):
 
 def engine(policy_file, *options):
     """The engine with the options of a command line, in this process."""
-    from nemo_aligner.synthetic.model_options import ModelParser, open_model, text_form
+    from nemo_aligner.synthetic.chat_models import ModelParser, open_model, text_form
 
     parser = ModelParser(
         "", greedy="False", top_p=1.0, top_k=0, repetition_penalty=1.0, end_strings=None

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.doctor import machine, packages
-from nemo_aligner.doctor.findings import MISSING, OK, WARNING, Finding, summary
+from nemo_aligner.doctor import MISSING, OK, WARNING, Finding, machine, packages, summary
 from nemo_aligner.launch import start_up
 from nemo_aligner.servers import triton_environment
 

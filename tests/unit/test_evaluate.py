@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
-from nemo_aligner.evaluate import table
+from nemo_aligner.evaluate import page
 from nemo_aligner.evaluate.__main__ import main
 from nemo_aligner.evaluate.measures import Bootstrap, Number, Scored, measure
 from nemo_aligner.evaluate.page import render, share_below, spread
@@ -230,13 +230,13 @@ def test_numbers_by_hand():
 
 def test_rows_of_the_table():
     results = measure([scored("one", [0.0, 1.0]), scored("two", [1.0, 0.5])], SMALL)
-    lines = table.as_text(table.policy_rows(results)).splitlines()
+    lines = page.as_text(page.policy_rows(results)).splitlines()
     assert lines[0].split() == ["one", "two"]
     assert re.fullmatch(r"reward, mean +0\.5 \[0\.5, 0\.5\] +0\.75 \[0\.75, 0\.75\]", lines[3])
-    assert table.comparison_rows(results)[0] == ("", "one against two")
-    assert table.shown("win_rate", Number(0.5, (0.25, 1.0))) == "50.0% [25.0%, 100.0%]"
-    assert table.shown("reward", Number(1.25)) == "1.25"
-    assert table.comparison_rows(measure([scored("one", [0.0, 1.0])], SMALL)) == []
+    assert page.comparison_rows(results)[0] == ("", "one against two")
+    assert page.shown("win_rate", Number(0.5, (0.25, 1.0))) == "50.0% [25.0%, 100.0%]"
+    assert page.shown("reward", Number(1.25)) == "1.25"
+    assert page.comparison_rows(measure([scored("one", [0.0, 1.0])], SMALL)) == []
 
 
 def test_a_reward_model_reads_the_tokens_of_its_own_tokenizer(

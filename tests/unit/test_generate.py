@@ -28,8 +28,7 @@ from nemo_aligner.data.nlp.chat import chat_form
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.generate.__main__ import main
-from nemo_aligner.generate.policy import Policy
-from nemo_aligner.generate.prompts import ChatForm
+from nemo_aligner.generate.policy import ChatForm, Policy
 from nemo_aligner.generate.responses import Response, read_responses, replaced, write_responses
 from nemo_aligner.generate.settings import compose_settings, is_setting
 from nemo_aligner.generation import GenerationParams

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.report import about, charts, ending, page, reading, timeline
+from nemo_aligner.report import charts, ending, page, reading, timeline
 from nemo_aligner.report.__main__ import main
-from nemo_aligner.report.style import STYLE
+from nemo_aligner.report.elements import STYLE
 from nemo_aligner.training.loggers import CustomLoggerWrapper
 from tests.patience import wait_until
 
@@ -383,7 +383,7 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
         "command": "nemo-aligner train '++model.data={x: {y: 1}}' model.hidden_size=8",
         "versions": {"torch": "2"},
     }
-    (tmp_path / about.ABOUT_FILE).write_text(json.dumps(record))
+    (tmp_path / page.ABOUT_FILE).write_text(json.dumps(record))
     git = ["1a\ndiff --git a/old.py b/old.py", "2b\n+commit hash: 3c\ndiff --git a/x.py b/x.py"]
     (tmp_path / "git-info.log").write_text("".join(f"commit hash: {each}\n" for each in git))
     read = Page(page.render(tmp_path))

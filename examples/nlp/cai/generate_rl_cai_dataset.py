@@ -21,7 +21,17 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic.chat_models import Sampling, ServedChatModel, read_api_key
+from nemo_aligner.synthetic.chat_models import (
+    ModelParser,
+    Sampling,
+    ServedChatModel,
+    check_files,
+    engine_trainer,
+    open_model,
+    read_api_key,
+    text_form,
+    unescaped,
+)
 from nemo_aligner.synthetic.command_line import open_records, write_records
 from nemo_aligner.synthetic.constitutional import (
     Generator,
@@ -31,14 +41,6 @@ from nemo_aligner.synthetic.constitutional import (
     preference_texts,
     red_team_prompt,
     split,
-)
-from nemo_aligner.synthetic.model_options import (
-    ModelParser,
-    check_files,
-    engine_trainer,
-    open_model,
-    text_form,
-    unescaped,
 )
 
 NGC_URL = "https://integrate.api.nvidia.com/v1/chat/completions"

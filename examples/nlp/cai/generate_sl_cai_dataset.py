@@ -22,6 +22,13 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable, replaced
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.synthetic.chat_models import (
+    ModelParser,
+    check_files,
+    engine_trainer,
+    open_model,
+    text_form,
+)
 from nemo_aligner.synthetic.command_line import open_records, write_records
 from nemo_aligner.synthetic.constitutional import (
     Generator,
@@ -30,13 +37,6 @@ from nemo_aligner.synthetic.constitutional import (
     red_team_prompt,
     revise,
     revised_conversation,
-)
-from nemo_aligner.synthetic.model_options import (
-    ModelParser,
-    check_files,
-    engine_trainer,
-    open_model,
-    text_form,
 )
 
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 def write(args, out, log, results, tokenizer) -> None:
     """Write the data of supervised fine-tuning, alone and mixed with others."""
-    from nemo_aligner.synthetic.conversations import check_conversations, without_long
+    from nemo_aligner.synthetic.command_line import check_conversations, without_long
 
     samples = [revised_conversation(result) for result in results]
     if not samples:
