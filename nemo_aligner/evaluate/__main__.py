@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from nemo_aligner.evaluate.measures import Results, Scored
-    from nemo_aligner.generate.policy import ChatForm
 
 DESCRIPTION = """\
 Say how good the responses of a policy are, and how often it beats another one.
@@ -55,6 +54,7 @@ examples:
 It prints a table and writes evaluation.html, metrics.json, scores.jsonl (each response with its
 reward) and the responses of policies to --out.
 """
+RESPONSES = "responses_{}.jsonl"  # of the source with this number
 EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 
 
@@ -101,20 +101,11 @@ def main(argv: list[str] | None = None) -> None:
 
     from nemo_aligner.config.checks import check_config
 
-    check_sources(sources, args.prompts)
-    _check_not_overwritten(sources, Path(args.out))
+    check_sources(sources, args.prompts, Path(args.out))
     check_writable(Path(args.out) / "evaluation.html")
     check_config(cfg, "evaluate")
-    evaluate(cfg, sources, args, read_files(sources))
-
-
-def _check_not_overwritten(sources: Sequence[str], out: Path) -> None:
-    """Raise `UserError` if the responses of a policy would replace a file that is a source."""
-    files = [Path(source).resolve() for source in sources if is_file_of_responses(source)]
-    for number, source in enumerate(sources, 1):
-        place = out / f"responses_{number}.jsonl"
-        if not is_file_of_responses(source) and place.resolve() in files:
-            raise UserError(f"{place} is a source and would be replaced; give another --out.")
+    files = {each: read_responses(each) for each in sources if is_file_of_responses(each)}
+    evaluate(cfg, sources, args, files)
 
 
 def evaluate(
@@ -125,20 +116,38 @@ def evaluate(
 ) -> None:
     """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
     from nemo_aligner.evaluate.measures import Bootstrap, Scored, check_pairs, measure
-    from nemo_aligner.evaluate.rewards import function_rewards, is_function
+    from nemo_aligner.evaluate.rewards import (
+        function_rewards,
+        is_function,
+        model_rewards,
+        reward_model_settings,
+    )
 
-    names = distinct_names(sources)
+    names = list(sources)
+    if len(set(names)) < len(names):
+        names = [f"{source} ({number})" for number, source in enumerate(sources, start=1)]
     if len(files) == len(sources) == 2:  # before a model is loaded
         check_pairs(files[sources[0]], files[sources[1]], names)
-    if is_function(args.reward) and args.prompts:
+    by_function = is_function(args.reward)
+    if by_function and args.prompts:
         samples = [Response("", "", columns=prompt) for prompt in read_prompts(args.prompts)]
         function_rewards(args.reward, [samples], cfg.inference, check=True)
-    needs_models = len(files) < len(sources) or not is_function(args.reward)
-    responses, rewards = (
-        _with_models(cfg, sources, args, files)
-        if needs_models
-        else ([files[source] for source in sources], None)
-    )
+    responses = [files.get(source, []) for source in sources]
+    rewards = None
+    if not by_function or not all(source in files for source in sources):
+        from nemo_aligner.generate.policy import quiet_logs
+        from nemo_aligner.launch.processes import resolve_and_create_trainer
+
+        quiet_logs()
+        # First, so that a mistake ends the command before a policy has generated.
+        rm_cfg = None if by_function else reward_model_settings(args.reward, cfg)
+        trainer = resolve_and_create_trainer(cfg)
+        for number, source in enumerate(sources):
+            if source not in files:
+                out = Path(args.out) / RESPONSES.format(number + 1)
+                responses[number] = responses_of_policy(source, cfg, trainer, args, out)
+        if rm_cfg is not None:
+            rewards = model_rewards(rm_cfg, trainer, responses)
     if not is_rank_zero():
         return
     if len(sources) == 2:
@@ -149,40 +158,6 @@ def evaluate(
     results = measure(sides, Bootstrap(**cfg.bootstrap))
     facts = (("reward", args.reward), ("prompts", args.prompts or "those of the responses"))
     _report(results, sides, Path(args.out), cfg, facts)
-
-
-def distinct_names(sources: Sequence[str]) -> list[str]:
-    """What to call the sources: as the user did, numbered where both are the same."""
-    if len(set(sources)) == len(sources):
-        return list(sources)
-    return [f"{source} ({number})" for number, source in enumerate(sources, start=1)]
-
-
-def _with_models(
-    cfg: DictConfig,
-    sources: Sequence[str],
-    args: argparse.Namespace,
-    files: dict[str, list[Response]],
-) -> tuple[list[list[Response]], list[list[float]] | None]:
-    """The responses of each source, and a reward model's rewards, one after the other."""
-    from nemo_aligner.evaluate.rewards import is_function, model_rewards, reward_model_settings
-    from nemo_aligner.generate.policy import ChatForm, quiet_logs
-    from nemo_aligner.launch.processes import resolve_and_create_trainer
-
-    quiet_logs()
-    # First, so that a mistake ends the command before a policy has generated.
-    rm_cfg = None if is_function(args.reward) else reward_model_settings(args.reward, cfg)
-    trainer = resolve_and_create_trainer(cfg)
-    form = ChatForm(args.chat, args.system)
-    responses = [
-        files[source]
-        if source in files
-        else responses_of_policy(
-            source, cfg, trainer, args.prompts, form, Path(args.out) / f"responses_{number}.jsonl"
-        )
-        for number, source in enumerate(sources, start=1)
-    ]
-    return responses, None if rm_cfg is None else model_rewards(rm_cfg, trainer, responses)
 
 
 def _report(
@@ -226,12 +201,15 @@ def is_file_of_responses(source: str) -> bool:
     return source.endswith((".jsonl", ".json"))
 
 
-def check_sources(sources: Sequence[str], prompts: str | None) -> None:
-    """Check what can be checked before anything expensive.
-
-    Raises:
-        UserError: a source does not exist, or prompts are missing or not needed.
+def check_sources(sources: Sequence[str], prompts: str | None, out: Path) -> None:
+    """Raise `UserError` if a source does not exist or would be replaced by the responses of a
+    policy, or prompts are missing or not needed.
     """
+    files = [Path(source).resolve() for source in sources if is_file_of_responses(source)]
+    for number, source in enumerate(sources, start=1):
+        place = out / RESPONSES.format(number)
+        if not is_file_of_responses(source) and place.resolve() in files:
+            raise UserError(f"{place} is a source and would be replaced; give another --out.")
     policies = [source for source in sources if not is_file_of_responses(source)]
     for source in sources:
         if source in policies and not Path(source).expanduser().exists():
@@ -254,25 +232,23 @@ def check_sources(sources: Sequence[str], prompts: str | None) -> None:
         read_prompts(prompts)
 
 
-def read_files(sources: Sequence[str]) -> dict[str, list[Response]]:
-    return {source: read_responses(source) for source in sources if is_file_of_responses(source)}
-
-
 def responses_of_policy(
-    source: str, cfg: DictConfig, trainer: "Trainer", prompts: str, form: "ChatForm", out: Path
+    source: str, cfg: DictConfig, trainer: "Trainer", args: argparse.Namespace, out: Path
 ) -> list[Response]:
     """Have a policy respond to a file of prompts; all ranks call it, and all get the responses.
 
     Rank 0 also writes them to `out`. The memory of the policy is free again afterwards.
     """
     from nemo_aligner.generate.batch import respond
-    from nemo_aligner.generate.policy import free, load_policy
+    from nemo_aligner.generate.policy import ChatForm, free, load_policy
     from nemo_aligner.parallel.device import clear_memory
 
     cfg = cfg.copy()
     cfg.pretrained_checkpoint.restore_from_path = source
     policy = load_policy(cfg, trainer)
-    responses = respond(policy, read_prompts(prompts), form, prompts)
+    responses = respond(
+        policy, read_prompts(args.prompts), ChatForm(args.chat, args.system), args.prompts
+    )
     if is_rank_zero():
         write_responses(out, responses)
     free(policy)

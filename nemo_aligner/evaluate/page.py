@@ -3,12 +3,11 @@
 """The page of an evaluation, in the look of the training report."""
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from nemo_aligner.evaluate.measures import Number, Results, Scored
 from nemo_aligner.report.charts import chart_svg, format_number
-from nemo_aligner.report.elements import document, folded, sample_table
+from nemo_aligner.report.elements import document, folded, table
 from nemo_aligner.report.reading import Curve
 
 # Names of the numbers for the reader, in the order of the table.
@@ -95,12 +94,12 @@ def render(results: Results, sides: Sequence[Scored], facts: Sequence[Row]) -> s
     """The HTML page, with the `facts` (name, value) that the numbers were made with."""
     title = " against ".join(side.name for side in sides)
     curves = {side.name: share_below(side.rewards) for side in sides}
-    body = _table(comparison_rows(results)) + _table(policy_rows(results))
+    body = table(comparison_rows(results)) + table(policy_rows(results))
     if all(len(curve) > 1 for curve in curves.values()):
         chart = chart_svg("share of responses with at most this reward", curves, axis="reward")
         body += f'<div class="charts">{chart}</div>'
     body += _samples(sides)
-    body += folded("How this was made", _table([("", ""), *facts]))
+    body += folded("How this was made", table([("", ""), *facts]))
     return document(f"{title}: evaluation", body)
 
 
@@ -108,16 +107,6 @@ def share_below(rewards: Sequence[float]) -> Curve:
     """The share of responses with at most each reward."""
     ordered = sorted(rewards)
     return {reward: (number + 1) / len(ordered) for number, reward in enumerate(ordered)}
-
-
-def _table(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    head, *others = rows
-    text = f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"
-    for row in others:
-        text += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-    return f'<table class="numbers">{text}</table>'
 
 
 def _samples(sides: Sequence[Scored]) -> str:
@@ -146,8 +135,8 @@ def _samples(sides: Sequence[Scored]) -> str:
     sorted_by = "the first one's gain in reward" if len(sides) == 2 else "reward"
     return (
         f"<h3>Samples, from the highest to the lowest by {sorted_by}</h3>"
-        f"{sample_table(names, shown)}"
-        + folded(f"{len(more)} more", sample_table(names, more) if more else "")
+        f"{table([names, *shown], 'samples')}"
+        + folded(f"{len(more)} more", table([names, *more], "samples"))
     )
 
 

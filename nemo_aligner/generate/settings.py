@@ -7,6 +7,7 @@ it.
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,24 +19,25 @@ RESTORE_KEY = "pretrained_checkpoint.restore_from_path"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of words, options and `key=value` in any order.
+    """A parser of options, and of words and `key=value` in any order where it `takes_words`.
 
     A description keeps its lines, and a mistake ends the command like any other user's error.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, takes_words: bool = True, **options: Any) -> None:
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
-        self.add_argument(
-            "words", nargs="*", metavar="key=value", help="settings, as in the scripts"
-        )
+        if takes_words:
+            self.add_argument(
+                "words", nargs="*", metavar="key=value", help="settings, as in the scripts"
+            )
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise a `UserError` in place of the exit with the usage, which is long."""
-        raise UserError(f"{message}; {self.prog} --help shows examples.")
+        raise UserError(f"{message}; {self.prog} --help says more.")
 
-    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+    def split(self, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], list[str]]:
         """The options, the words that are no settings, and the settings."""
         args = self.parse_intermixed_args(argv)
         settings = [word for word in args.words if is_setting(word)]

@@ -5,7 +5,9 @@ the reader's light or dark theme.
 """
 
 import time
+from collections.abc import Sequence
 from html import escape
+from itertools import zip_longest
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -17,7 +19,7 @@ STYLE = """
 body { margin: 2rem auto; max-width: 1240px; padding: 0 1rem;
   background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
-p, small { color: var(--soft); }
+p { color: var(--soft); }
 p.good { color: var(--c3); } p.bad { color: var(--c2); font-weight: 600; }
 nav a { margin-right: 1rem; } a { color: var(--c1); }
 .charts { display: grid; gap: 1rem; margin-top: 1rem;
@@ -73,13 +75,25 @@ def folded(summary: str, body: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{body}</details>" if body else ""
 
 
-def sample_table(names: tuple[str, ...], cells: list[tuple[str, ...]]) -> str:
-    """A table of texts: `names` of the columns, and the rows."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells
+def table(
+    rows: Sequence[Sequence[object]], kind: str = "numbers", colors: Sequence[str] = ()
+) -> str:
+    """A table of texts, the head first; nothing without a row below the head.
+
+    Args:
+        kind: class of the style sheet.
+        colors: classes of the head's cells behind the first one.
+    """
+    if len(rows) < 2:
+        return ""
+    classes = ["", *(f' class="{color}"' for color in colors)]
+    text = "".join(
+        f"<th{name}>{escape(str(cell))}</th>"
+        for cell, name in zip_longest(rows[0], classes, fillvalue="")
     )
-    return f'<table class="samples"><tr>{head}</tr>{body}</table>'
+    for row in rows[1:]:
+        text += f"</tr><tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}"
+    return f'<table class="{kind}"><tr>{text}</tr></table>'
 
 
 def when(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.report.charts import chart_grid, color_of, format_number, group_curves, is_time
-from nemo_aligner.report.elements import document, folded, sample_table, when
+from nemo_aligner.report.elements import document, folded, table, when
 from nemo_aligner.report.reading import (
     TRAINED,
     Curve,
@@ -91,17 +91,16 @@ def _compared(jobs: list[JobRecord]) -> str:
                 charts = shown if key in titles or key in TRAINED else rest
                 curves = charts.setdefault(titles.get(key, key), {each.name: {} for each in jobs})
                 curves[job.name] = job.series[key]
-    names = [(color_of(number), escape(job.name)) for number, job in enumerate(jobs)]
-    head = "".join(f'<th class="{color}">{name}</th>' for color, name in names)
-    legend = "".join(f'<span class="{color}">{name}</span> ' for color, name in names)
-    rows = "".join(
-        f"<tr><td>{escape(title)}</td>{''.join(map(_ends, curves.values()))}</tr>"
-        for title, curves in shown.items()
+    colors = [color_of(number) for number in range(len(jobs))]
+    legend = "".join(
+        f'<span class="{color}">{escape(job.name)}</span> '
+        for color, job in zip(colors, jobs, strict=True)
     )
-    table = f'<table class="numbers"><tr><th>first, last</th>{head}</tr>{rows}</table>'
+    rows = [(title, *map(_ends, curves.values())) for title, curves in shown.items()]
+    ends = table([("first, last", *(job.name for job in jobs)), *rows], colors=colors)
     more = chart_grid([*rest.items()], labels=False)
     return (
-        f'<section><h2>Compared</h2>{table}<p class="legend">{legend}</p>'
+        f'<section><h2>Compared</h2>{ends}<p class="legend">{legend}</p>'
         f"{chart_grid([*shown.items()], labels=False)}"
         f"{folded(f'More curves ({len(rest)})', more)}</section>\n"
     )
@@ -109,7 +108,7 @@ def _compared(jobs: list[JobRecord]) -> str:
 
 def _ends(curve: Curve) -> str:
     ends = sorted({min(curve), max(curve)}) if curve else []
-    return f"<td>{', '.join(format_number(curve[step]) for step in ends)}</td>"
+    return ", ".join(format_number(curve[step]) for step in ends)
 
 
 def _job_section(job: JobRecord, anchor: str) -> str:
@@ -153,26 +152,24 @@ def _learned(measures: list[Found]) -> str:
     if not measures:
         return ""
     charts: dict[str, dict[str, Curve]] = {}
-    rows = ""
+    rows = [("", "first", "last", "change")]
     for measure in measures:
         curve, (first, last) = measure.curve, (min(measure.curve), max(measure.curve))
-        before = "<td></td>" if first == last else _at(curve, first)
-        change = "" if first == last else f"{curve[last] - curve[first]:+.4g}"
-        rows += f"<tr><td>{escape(measure.title)}</td>{before}{_at(curve, last)}"
-        rows += f"<td>{change}</td></tr>"
+        before, change = "", ""
+        if first != last:
+            before, change = _at(curve, first), f"{curve[last] - curve[first]:+.4g}"
+        rows.append((measure.title, before, _at(curve, last), change))
         charts.setdefault(measure.chart, {})[measure.key.rpartition("/")[0]] = curve
-    head = "<tr><th></th><th>first</th><th>last</th><th>change</th></tr>"
     moving = [
         (title, curves)
         for title, curves in charts.items()
         if len({value for curve in curves.values() for value in curve.values()}) > 1
     ]
-    table = f'<table class="numbers">{head}{rows}</table>'
-    return f"<h3>Did it learn?</h3>{table}{chart_grid(moving)}"
+    return f"<h3>Did it learn?</h3>{table(rows)}{chart_grid(moving)}"
 
 
 def _at(curve: Curve, step: float) -> str:
-    return f"<td>{format_number(curve[step])} <small>step {format_number(step)}</small></td>"
+    return f"{format_number(curve[step])} (step {format_number(step)})"
 
 
 def _alarms(job: JobRecord) -> str:
@@ -187,15 +184,13 @@ def _alarms(job: JobRecord) -> str:
             f"Warnings in {len(record.active)} of {record.steps} logged steps ({active}{more}); "
             "the job's log says which."
         )
-    body = "".join(
-        f"<tr><td>{escape(title)}</td><td>{format_number(worst)}</td>"
-        f"<td>{format_number(last)}</td></tr>"
-        for title, worst, last in record.watched
-    )
-    head = "<tr><th>watched</th><th>worst</th><th>last</th></tr>"
-    table = f'<table class="numbers">{head}{body}</table>' if body else ""
+    rows = [
+        (title, format_number(worst), format_number(last)) for title, worst, last in record.watched
+    ]
     kind = "bad" if record.active else "good"
-    return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>{table}'
+    return f'<h3>Alarms</h3><p class="{kind}">{escape(said)}</p>' + table(
+        [("watched", "worst", "last"), *rows]
+    )
 
 
 def _timer_table(series: dict[str, Curve]) -> str:
@@ -204,19 +199,17 @@ def _timer_table(series: dict[str, Curve]) -> str:
         for key, curve in series.items()
         if is_time(key)
     }
-    if not timers:
-        return ""
-    rows = sorted(timers.items(), key=lambda item: -sum(item[1]))
-    body = "".join(
-        f"<tr><td>{escape(name)}</td><td>{len(values)}</td>"
-        f"<td>{sum(values) / len(values):.3f}</td><td>{max(values):.3f}</td>"
-        f"<td>{sum(values):.1f}</td></tr>"
-        for name, values in rows
-    )
-    head = (
-        "<tr><th>phase</th><th>times</th><th>mean, s</th><th>longest, s</th><th>total, s</th></tr>"
-    )
-    return f'<table class="numbers">{head}{body}</table>'
+    rows = [
+        (
+            name,
+            len(values),
+            f"{sum(values) / len(values):.3f}",
+            f"{max(values):.3f}",
+            f"{sum(values):.1f}",
+        )
+        for name, values in sorted(timers.items(), key=lambda item: -sum(item[1]))
+    ]
+    return table([("phase", "times", "mean, s", "longest, s", "total, s"), *rows])
 
 
 # ----------------------------------------------------------------------------------------- samples
@@ -249,8 +242,9 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
         ]
     more = cells[FIRST_SAMPLES:]
     title = escape(key.removeprefix("table/"))
-    return f"<h3>{title} ({len(cells)})</h3>{sample_table(names, cells[:FIRST_SAMPLES])}" + folded(
-        f"{len(more)} more", sample_table(names, more) if more else ""
+    return f"<h3>{title} ({len(cells)})</h3>" + (
+        table([names, *cells[:FIRST_SAMPLES]], "samples")
+        + folded(f"{len(more)} more", table([names, *more], "samples"))
     )
 
 
@@ -264,7 +258,7 @@ def _response(row: dict[str, Any]) -> str:
 
 ABOUT_FILE = "run.json"
 TEMPORARY = re.compile(r"/nemo_[0-9a-f]{16}\b")  # where the files of a `.nemo` were unpacked
-Row = tuple[str, Any, Any]  # key, value, default
+SETTING = ("key", "value", "default")
 
 
 def about(folder: Path) -> str:
@@ -278,8 +272,8 @@ def about(folder: Path) -> str:
 
     record = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
     lines = [", ".join(map(" ".join, record["versions"].items())), _git(folder / "git-info.log")]
-    chosen: list[Row] = []
-    of_base: list[Row] = []
+    chosen: list[tuple[str, Any, Any]] = []
+    of_base: list[tuple[str, Any, Any]] = []
     if record["job"] is not None:
         cfg = OmegaConf.load(folder / "config.yaml")
         has_base = OmegaConf.select(cfg, restore_key(record["job"])) is not None
@@ -294,17 +288,9 @@ def about(folder: Path) -> str:
         f"How it was started, and {len(chosen)} settings that are not the defaults",
         f'<pre class="tokens">{escape(record["command"])}</pre>'
         + "".join(f"<p>{escape(line)}</p>" for line in lines)
-        + _table(chosen)
-        + folded(summary, _table(of_base) if of_base else ""),
+        + table([SETTING, *chosen], "settings")
+        + folded(summary, table([SETTING, *of_base], "settings")),
     )
-
-
-def _table(rows: list[Row]) -> str:
-    cells = (
-        "".join(f"<td>{escape(str(cell))}</td>" for cell in row)
-        for row in [("key", "value", "default"), *rows]
-    )
-    return f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 
 
 def _git(file: Path) -> str:

@@ -15,16 +15,14 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_aligner.config.access import is_web_address, shown_url
 from nemo_aligner.core.errors import UserError, one_line
 from nemo_aligner.data.nlp.chat_records import Message
-from nemo_aligner.generate.settings import RESTORE_KEY, compose_settings, is_setting
+from nemo_aligner.generate.settings import RESTORE_KEY, CommandParser, compose_settings
 from nemo_aligner.parallel.collectives import on_rank_zero
 from nemo_aligner.servers.web import TRY_AGAIN, NoReplyError, post_json
-from nemo_aligner.synthetic.command_line import DataParser
 
 if TYPE_CHECKING:
     from nemo_aligner.core.tokenizer import Tokenizer
@@ -291,22 +289,18 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 BOOLEAN = ("True", "False")
 
 
-class ModelParser(DataParser):
+class ModelParser(CommandParser):
     """A parser of options and of `key=value` words for the engine, in any order."""
 
     def __init__(self, description: str | None, **defaults: Any) -> None:
-        super().__init__(description)
-        self.add_argument(
-            "words", nargs="*", metavar="key=value", help="of the engine, as of generate"
-        )
+        super().__init__(description=description)
         _add_model(self)
         _add_sampling(self, defaults)
         _add_format(self, defaults)
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The options; `words` are settings. `UserError`: a word that is none."""
-        args = self.parse_intermixed_args(argv)
-        others = [word for word in args.words if not is_setting(word)]
+        args, others, _ = self.split(argv)
         if others:
             self.error(f"{' '.join(others)}: neither an option nor key=value")
         return args
@@ -377,7 +371,7 @@ def text_form(args: argparse.Namespace) -> TextForm:
     )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OpenModel:
     """A model that is ready."""
 

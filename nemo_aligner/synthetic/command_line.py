@@ -11,25 +11,11 @@ from typing import TYPE_CHECKING, Any
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.responses import check_writable, replaced
+from nemo_aligner.generate.settings import CommandParser
 
 if TYPE_CHECKING:
     from nemo_aligner.core.tokenizer import Tokenizer
     from nemo_aligner.data.nlp.records import Records
-
-
-class DataParser(argparse.ArgumentParser):
-    """A parser whose description keeps its lines, and whose mistakes are errors of the user."""
-
-    def __init__(self, description: str | None) -> None:
-        super().__init__(
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise a `UserError` in place of the exit with the usage, which is long."""
-        raise UserError(f"{message}; {self.prog} --help shows the options.")
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +56,9 @@ def write_records(path: Path | str, records: Iterable[Record]) -> int:
 Rows = Iterable[Mapping[str, Any]]
 
 
-def hub_parser(description: str | None, dataset: str) -> DataParser:
+def hub_parser(description: str | None, dataset: str) -> CommandParser:
     """A parser with `--output_directory` and the data set, by default `dataset`."""
-    parser = DataParser(description)
+    parser = CommandParser(takes_words=False, description=description)
     parser.add_argument("-dir", "--output_directory", required=True, help="folder to write to")
     parser.add_argument(
         "--dataset", default=dataset, help="name on the Hub, or a folder (default %(default)s)"

@@ -243,19 +243,29 @@ class Generator:
     def _is_final(self, error: Exception) -> bool:
         return self.skips_failed or isinstance(error, UserError)
 
-    def run(self, progress: Progress, work_on: Callable[[list[int]], list[_Work]]) -> None:
-        """Compute what is missing, a batch after the other, by `work_on` with its numbers.
+    def run(
+        self,
+        path: Path,
+        count: int,
+        begin: Callable[[int], Result],
+        work_on: Callable[[list[_Work]], None],
+    ) -> list[Result]:
+        """The results of `count` examples, kept in the file `path`: those that are missing there
+        `begin` with fields of this command, and `work_on` adds the others, a batch at a time.
 
         Raises:
             ServerRequestError: for examples of a batch the server gave no response. Those that
                 were complete are in the file.
         """
+        progress = Progress(path, count, begin)
         missing = progress.missing
         done = progress.count - len(missing)
         if done:
             logging.info(f"{progress.path} holds {done} of {progress.count} results already")
         for start in range(0, len(missing), self.batch_size):
-            works = work_on(missing[start : start + self.batch_size])
+            numbers = missing[start : start + self.batch_size]
+            works = [_Work({NUMBER: number, **begin(number)}) for number in numbers]
+            work_on(works)
             progress.add([work.result for work in works if work.error is None])
             failed = [work for work in works if work.error is not None]
             if failed:
@@ -266,6 +276,7 @@ class Generator:
                     "--skip-failed without these."
                 )
             logging.info(f"{done + start + len(works)} of {progress.count} done")
+        return progress.results()
 
 
 def stream_seed(seed: int, what: str, number: int) -> int:
@@ -305,8 +316,9 @@ def revise(
             "revision_prompt": chosen.revision,
         }
 
-    def work_on(numbers: list[int]) -> list[_Work]:
-        works = [_Work({NUMBER: n, **begin(n)}, list(few_shot)) for n in numbers]
+    def work_on(works: list[_Work]) -> None:
+        for work in works:
+            work.messages = list(few_shot)
         for what in ("initial", "critique", "revision"):
             for work in works:
                 work.say("user", work.result[f"{what}_prompt"])
@@ -315,11 +327,8 @@ def revise(
                 if work.goes_on:
                     work.result[f"{what}_response"] = found[work.result[NUMBER]]
                     work.say("assistant", found[work.result[NUMBER]])
-        return works
 
-    progress = Progress(path, len(prompts), begin)
-    generator.run(progress, work_on)
-    return progress.results()
+    return generator.run(path, len(prompts), begin, work_on)
 
 
 def revised_conversation(result: Result) -> Record:
@@ -351,9 +360,9 @@ def candidates(generator: Generator, prompts: Sequence[str], path: Path) -> list
     def begin(number: int) -> Result:
         return {**settings, "prompt": prompts[number]}
 
-    def work_on(numbers: list[int]) -> list[_Work]:
-        works = [_Work({NUMBER: n, **begin(n), "responses": {}}) for n in numbers]
+    def work_on(works: list[_Work]) -> None:
         for work in works:
+            work.result["responses"] = {}
             work.say("user", work.result["prompt"])
         for temperature in TEMPERATURES:
             found = generator.ask(works, f"response at temperature {temperature}", temperature)
@@ -364,11 +373,8 @@ def candidates(generator: Generator, prompts: Sequence[str], path: Path) -> list
         for work in works:
             if work.goes_on and len(set(work.result["responses"].values())) < 2:
                 work.result[SKIPPED] = "all responses are the same"
-        return works
 
-    progress = Progress(path, len(prompts), begin)
-    generator.run(progress, work_on)
-    return progress.results()
+    return generator.run(path, len(prompts), begin, work_on)
 
 
 def compare(
@@ -385,22 +391,16 @@ def compare(
         settings = judge.fingerprint(constitution, judge_request(found[number]))
         return {**settings, "prompt": found[number]["prompt"]}
 
-    def work_on(numbers: list[int]) -> list[_Work]:
-        works = []
-        for number in numbers:
-            work = _Work({NUMBER: number, **begin(number)})
+    def work_on(works: list[_Work]) -> None:
+        for work in works:
             work.say("system", constitution)
-            work.say("user", judge_request(found[number]))
-            works.append(work)
+            work.say("user", judge_request(found[work.result[NUMBER]]))
         texts = judge.ask(works, "judgement")
         for work in works:
             if work.goes_on:
                 _judge(work.result, found[work.result[NUMBER]]["responses"], texts)
-        return works
 
-    progress = Progress(path, len(found), begin)
-    judge.run(progress, work_on)
-    return progress.results()
+    return judge.run(path, len(found), begin, work_on)
 
 
 def judge_request(found: Result) -> str:

@@ -106,7 +106,7 @@ class Doors:
         self._modules, self._find = set(modules), find
 
     def install(self) -> None:
-        sys.meta_path.append(self)  # type: ignore[arg-type]
+        sys.meta_path.append(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -114,7 +114,7 @@ class Doors:
         is_package = any(module.startswith(f"{fullname}.") for module in self._modules)
         if not (is_package or fullname in self._modules):
             return None
-        return ModuleSpec(fullname, self, is_package=is_package)
+        return ModuleSpec(fullname, self, is_package=is_package)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Python makes it."""

@@ -117,12 +117,12 @@ def test_page_opens_with_what_the_policy_learned(tmp_path):
     )
     text = page.write_report(tmp_path).read_text(encoding="utf-8")
     read = Page(text)
-    assert after(read, "reward, validation", 5) == ["-1", "step 0", "1", "step 10", "+2"]
-    assert after(read, "reward, rollouts", 5) == ["0", "step 0", "0.9", "step 9", "+0.9"]
-    assert after(read, "KL to the reference, per token", 5) == [
-        "0", "step 0", "0.18", "step 9", "+0.18"
-    ]  # fmt: skip
-    assert after(read, "response length in tokens, rollouts", 5)[0::2] == ["30", "21", "-9"]
+    assert after(read, "reward, validation", 3) == ["-1 (step 0)", "1 (step 10)", "+2"]
+    assert after(read, "reward, rollouts", 3) == ["0 (step 0)", "0.9 (step 9)", "+0.9"]
+    kl = after(read, "KL to the reference, per token", 3)
+    assert kl == ["0 (step 0)", "0.18 (step 9)", "+0.18"]
+    lengths = after(read, "response length in tokens, rollouts", 3)
+    assert lengths == ["30 (step 0)", "21 (step 9)", "-9"]
     first_chart = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text).group())
     assert [t.text for t in first_chart.iter("text") if "label" in t.get("class")] == [
         "val_rollouts", "train_rollouts"
@@ -141,8 +141,8 @@ def test_page_opens_with_what_the_policy_learned(tmp_path):
 def test_a_single_validation_has_no_change(tmp_path):
     write_supervised(tmp_path / "sft", start=1000.0)
     read = Page(page.render(tmp_path))
-    assert after(read, "loss, validation", 3) == ["2.5", "step 2", "loss, training"]
-    assert after(read, "loss, training", 5) == ["4", "step 1", "2", "step 2", "-2"]
+    assert after(read, "loss, validation", 2) == ["2.5 (step 2)", "loss, training"]
+    assert after(read, "loss, training", 3) == ["4 (step 1)", "2 (step 2)", "-2"]
 
 
 def test_page_needs_nothing_from_elsewhere_and_no_script(tmp_path):

@@ -14,9 +14,9 @@ command goes on where it ended. See docs/steerlm.md.
 from pathlib import Path
 
 from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.synthetic.command_line import (
-    DataParser,
     add_attributes,
     add_files,
     open_records,
@@ -28,7 +28,7 @@ def main() -> None:
     from nemo_aligner.data.nlp.steerlm import read_attributes
     from nemo_aligner.synthetic.annotation import AttributeModel, annotate, check_conversation
 
-    parser = DataParser(__doc__)
+    parser = CommandParser(takes_words=False, description=__doc__)
     add_files(parser)
     parser.add_argument("--host", default="localhost", help="of the server (%(default)s)")
     parser.add_argument("--port", type=int, default=5555, help="of the server (%(default)s)")

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.synthetic.command_line import DataParser, open_records, write_records
+from nemo_aligner.synthetic.command_line import open_records, write_records
 
 TREES = "2023-04-12_oasst_all.trees.jsonl.gz"
 ADDRESS = f"https://huggingface.co/datasets/OpenAssistant/oasst1/resolve/main/{TREES}"
@@ -26,7 +27,7 @@ SHARE_OF_TRAINING, SEED = 0.95, 10  # of trees, not of conversations: none is in
 
 @user_errors_end_the_job
 def main() -> None:
-    parser = DataParser(__doc__)
+    parser = CommandParser(takes_words=False, description=__doc__)
     parser.add_argument("-dir", "--output_directory", required=True, help="folder to write to")
     args = parser.parse_args()
     folder = Path(args.output_directory)

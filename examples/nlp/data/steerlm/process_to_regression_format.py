@@ -11,9 +11,9 @@ See docs/steerlm.md.
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.generate.settings import CommandParser
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.synthetic.command_line import (
-    DataParser,
     add_attributes,
     add_files,
     open_records,
@@ -26,7 +26,7 @@ def main() -> None:
     from nemo_aligner.data.nlp.steerlm import read_attributes, regression_records
     from nemo_aligner.synthetic.annotation import check_conversation
 
-    parser = DataParser(__doc__)
+    parser = CommandParser(takes_words=False, description=__doc__)
     add_files(parser)
     add_attributes(parser)
     args = parser.parse_args()
