@@ -408,7 +408,7 @@ def test_a_running_job_keeps_its_page_current(tmp_path, monkeypatch):
 
     def last_step():
         text = file.read_text() if file.exists() else ""
-        return re.findall(r"step (\d+)</small>", text)[-1:]
+        return re.findall(r"\(step (\d+)\)</td>", text)[-1:]
 
     for step in range(20):
         logger.log_metrics({"loss": 1 / (step + 1)}, step=step, prefix="train/")
