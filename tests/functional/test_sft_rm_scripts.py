@@ -247,7 +247,7 @@ def test_sft_learns_and_resumes_exactly(data, tiny_tokenizer_dir, sft_run, tmp_p
     shown = nemo.relative_to(sft_run.parent)  # where the job ran
     assert lines[-2].startswith(f"      next: nemo-aligner convert nemo-to-hf {shown} ")
     page = (sft_run / "report.html").read_text()
-    assert "train_gpt_sft.py" in page and "step 4</small>" in page and "model.optim.lr" in page
+    assert "train_gpt_sft.py" in page and "(step 4)</td>" in page and "model.optim.lr" in page
 
     resume_from(sft_run, tmp_path / "again", lost_step=4)
     must_succeed(sft(data, tiny_tokenizer_dir, tmp_path / "again"))
