@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from nemo.utils import logging
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from nemo_aligner.core.errors import UserError
@@ -200,7 +201,6 @@ def _generate(
 
 def _padded(batch: Sequence[Sample], pad_id: int) -> Prompts:
     lengths = torch.tensor([len(sample.tokens) for sample in batch])
-    padded = torch.full((len(batch), int(lengths.max())), pad_id, dtype=torch.int64)
-    for row, sample in zip(padded, batch, strict=True):
-        row[: len(sample.tokens)] = torch.tensor(sample.tokens)
+    tokens = [torch.tensor(sample.tokens) for sample in batch]
+    padded = pad_sequence(tokens, batch_first=True, padding_value=pad_id)
     return padded, lengths, torch.tensor([sample.seed for sample in batch])

@@ -8,7 +8,6 @@ import importlib
 import io
 import signal
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -96,23 +95,18 @@ def _respond(policy: Policy, asked: Record, turn: int, show: bool) -> str:
             f"response: {remedy}"
         )
     stream = TextStream(tokenizer)
+
+    def print_tokens(_places: Tensor, tokens: Tensor) -> None:
+        print(stream.push(int(tokens[0])), end="", flush=True)
+
     output = policy.generator.generate(
         torch.tensor([tokens]),
         torch.tensor([len(tokens)]),
         sample_seeds(policy.seed, 0, torch.tensor([turn])),
         dataclasses.replace(policy.params, return_logprobs=False),
-        on_tokens=_printer(stream) if show else None,
+        on_tokens=print_tokens if show else None,
     )
     if show:
         print(stream.finish(), flush=True)
     length = int(output.response_lengths[0])
     return response_text(tokenizer, output.response_tokens[0, len(tokens) : length].tolist())
-
-
-def _printer(stream: TextStream) -> Callable[[Tensor, Tensor], None]:
-    """What prints the tokens of the only sample as they come."""
-
-    def print_tokens(_places: Tensor, tokens: Tensor) -> None:
-        print(stream.push(int(tokens[0])), end="", flush=True)
-
-    return print_tokens
