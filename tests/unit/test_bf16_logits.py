@@ -7,6 +7,7 @@ inference to the bit.
 import torch
 
 from benchmarks.logprob_memory import peak_bytes
+from nemo_aligner.models.nlp.gpt import log_probs
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.parallel.vocab_parallel import from_parallel_logits_to_logprobs
 from tests.tiny_models import PPO, tiny_config
@@ -14,7 +15,7 @@ from tests.tiny_models import PPO, tiny_config
 ROWS, WIDTH, VOCABULARY = 4, 40, 16384  # the tokenizer's few hundred ids, and padding
 
 
-def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir):
+def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir, monkeypatch):
     cfg = tiny_config(
         tiny_tokenizer_dir,
         precision="bf16",
@@ -47,14 +48,14 @@ def test_bf16_logits_without_a_float32_copy(tiny_tokenizer_dir):
 
     actor.setup_megatron_optimization(max_steps=10)
     seen = []
-    score = actor.logprobs_and_entropy
+    score = log_probs.logprobs_and_entropy
 
-    def recorded(logits, tokens, inference_only):
-        results = score(logits, tokens, inference_only)
+    def recorded(logits, tokens, **options):
+        results = score(logits, tokens, **options)
         seen.append((logits.dtype, results[0].detach()))
         return results
 
-    actor.logprobs_and_entropy = recorded
+    monkeypatch.setattr(log_probs, "logprobs_and_entropy", recorded)
     actor.prepare_for_training_step()
     ones = torch.ones(ROWS, WIDTH - 1)
     batch = {

@@ -133,7 +133,7 @@ def test_keys_of_the_experiment_have_no_effect(tmp_path):
         trainer = resolve_and_create_trainer(cfg, "ppo")
         folder = setup_experiment(trainer, cfg)
         callback = vars(build_checkpoint_callback(cfg, folder, None, None, None))
-        options = {key: value for key, value in callback.items() if key != "root"}
+        options = {key: value for key, value in callback.items() if key not in ("root", "log_dir")}
         assert trainer.default_root_dir == str(folder)
         values, kinds = attributes(trainer)
         del values["default_root_dir"]

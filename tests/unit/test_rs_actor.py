@@ -144,9 +144,9 @@ def test_masked_slots_may_be_nan_and_nothing_selected_gives_a_zero_gradient(
         if poison:
             own = model.logprobs
 
-            def poisoned(logits, tokens, **options):
+            def poisoned(logits, tokens, inference_only):
                 mask = torch.stack([mask_of(batch, row) for row in tokens])
-                return own(logits, tokens, **options).masked_fill(mask == 0, float("nan"))
+                return own(logits, tokens, inference_only).masked_fill(mask == 0, float("nan"))
 
             monkeypatch.setattr(model, "logprobs", poisoned)
         model.prepare_for_training_step()
