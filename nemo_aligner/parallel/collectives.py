@@ -64,19 +64,22 @@ def rebalance_nd_tensor(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return torch.cat([piece[: other[0]] for piece, other in zip(pieces, shapes)])
 
 
+def _own(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    if tensor is None:
+        raise ValueError("the source rank of a broadcast needs a tensor, not None")
+    return tensor.to(dtype=dtype)
+
+
 def broadcast_tensor(
     tensor: Tensor | None, src: int, group: ProcessGroup | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the tensor of rank `src` on every rank; only `src` needs to know its shape, elsewhere
     it may be None.
     """
-    several = _several_ranks(group)
-    if not several or dist.get_rank() == src:
-        if tensor is None:
-            raise ValueError("the source rank of a broadcast needs a tensor, not None")
-        if not several:
-            return tensor.to(dtype=dtype)
-        result = _ready(tensor, dtype)
+    if not _several_ranks(group):
+        return _own(tensor, dtype)
+    if dist.get_rank() == src:
+        result = _ready(_own(tensor, None), dtype)
         dist.broadcast_object_list([(result.dtype, result.shape)], src=src, group=group)
     else:
         meta: list[Any] = [None]
@@ -100,19 +103,24 @@ def broadcast_2d_tensor_within_mp(
     tensor: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """The tensor of the first rank of this TP x PP x CP group on all its ranks, in its dtype."""
-    src = parallel_state.get_model_parallel_src_rank()
-    return broadcast_tensor(tensor, src, parallel_state.get_model_parallel_group(), dtype)
+    group = parallel_state.get_model_parallel_group()
+    if group is None:  # without Megatron's groups each process is a model's only one
+        return _own(tensor, dtype)
+    return broadcast_tensor(tensor, parallel_state.get_model_parallel_src_rank(), group, dtype)
 
 
 def broadcast_tensor_within_pp(
     tensor: Tensor | None, dtype: torch.dtype | None = None, from_last: bool = True
 ) -> Tensor:
     """The tensor of the last (or first) pipeline stage on all stages, in its dtype."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group is None:  # as above
+        return _own(tensor, dtype)
     if from_last:
         src = parallel_state.get_pipeline_model_parallel_last_rank()
     else:
         src = parallel_state.get_pipeline_model_parallel_first_rank()
-    return broadcast_tensor(tensor, src, parallel_state.get_pipeline_model_parallel_group(), dtype)
+    return broadcast_tensor(tensor, src, group, dtype)
 
 
 broadcast_2d_tensor_within_pp = broadcast_tensor_within_pp  # its older name
@@ -287,8 +295,10 @@ def run_distributed_inference(
     outputs = infer_fn(inputs=(tokens[share], lengths[share]))
 
     def collect(tensor: Tensor) -> np.ndarray:
-        group = parallel_state.get_data_parallel_group()
-        return rebalance_nd_tensor(tensor.detach(), group).float().cpu().numpy()
+        group, whole = parallel_state.get_data_parallel_group(), tensor.detach()
+        if group is not None:
+            whole = rebalance_nd_tensor(whole, group)
+        return whole.float().cpu().numpy()
 
     if isinstance(outputs, tuple):
         rewards, values = outputs

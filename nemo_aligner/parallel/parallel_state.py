@@ -169,10 +169,10 @@ def get_world_size() -> int:
 def _of_megatron(name: str, alone: T, **options: Any) -> Callable[..., T]:
     """Megatron Core's function `name`, called with `options`; `alone` without its groups."""
 
-    def get(**more: Any) -> T:
+    def get(*given: Any, **more: Any) -> T:
         if not is_initialized():
             return alone
-        result: T = getattr(_mcore, name)(**options, **more)
+        result: T = getattr(_mcore, name)(*given, **options, **more)
         return result
 
     get.__name__ = name
