@@ -388,7 +388,7 @@ class _Decoding:
         self.generator, self.model = generator, model
         self.longest = generator.max_sequence_length
         self.copy = generator.split.copy
-        self.params, self.queue = params, self._numbered(prompts)
+        self.params, self.queue = params, _numbered(prompts, params.max_length, self.longest)
         self.environment, self.on_tokens = environment, on_tokens
         self.cache = model.new_cache(slots)
         self.batch = DecodingBatch(
@@ -402,18 +402,6 @@ class _Decoding:
         )
         self.graphs = generator.step_graphs()
         self.conversations: dict[int, Conversation] = {}
-
-    def _numbered(self, batches: Iterator[Prompts]) -> Iterator[list[WaitingSample]]:
-        """The samples of each batch, numbered in the order in which they come."""
-        number = 0
-        for prompts, lengths, seeds in batches:
-            rows = zip(prompts.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
-            samples = []
-            for tokens, length, seed in rows:
-                limit = min(length + self.params.max_length, self.longest)
-                samples.append(WaitingSample(number, tuple(tokens[:length]), limit, seed))
-                number += 1
-            yield samples
 
     def samples(self) -> Iterator[FinishedSample]:
         """The samples as they end; all ranks of a TP x PP group iterate to the end."""
@@ -573,6 +561,21 @@ class _Decoding:
         self._reserve()
         self._feed(fed)
         return over
+
+
+def _numbered(
+    batches: Iterator[Prompts], max_length: int, longest: int
+) -> Iterator[list[WaitingSample]]:
+    """The samples of each batch, numbered in the order in which they come."""
+    number = 0
+    for prompts, lengths, seeds in batches:
+        rows = zip(prompts.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
+        samples = []
+        for tokens, length, seed in rows:
+            limit = min(length + max_length, longest)
+            samples.append(WaitingSample(number, tuple(tokens[:length]), limit, seed))
+            number += 1
+        yield samples
 
 
 def _feeding_passes(
