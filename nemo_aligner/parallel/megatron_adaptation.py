@@ -29,11 +29,6 @@ from typing import Any, NamedTuple
 import megatron.core
 import megatron.core.optimizer
 import torch
-from megatron.core.distributed import param_and_grad_buffer as buffers
-from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from packaging.version import Version
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -58,12 +53,15 @@ class Touched(NamedTuple):
     reason: str
     where: str
     counterpart: Any = None  # what replaces it for the whole process
+    from_original: bool = False  # that is what `counterpart` gives when called with the original
 
 
-def _touched(where: str, reason: str, names: str, counterpart: Any = None) -> list[Touched]:
+def _touched(
+    where: str, reason: str, names: str, counterpart: Any = None, from_original: bool = False
+) -> list[Touched]:
     """`names`, "module:name ...", as far as the installed release has them."""
     return [
-        Touched(module, name, reason, where, counterpart)
+        Touched(module, name, reason, where, counterpart, from_original)
         for module, name in (each.split(":") for each in names.split())
         if Version(SINCE.get(f"{module}:{name}", "0")) <= _RELEASE
         and _RELEASE < Version(UNTIL.get(f"{module}:{name}", "99"))
@@ -121,7 +119,7 @@ def _chunks_of_context_rank(embeddings: Tensor, seq_dim: int, cp_group: ProcessG
 
 
 def _sizes_on_host(
-    self: MoEAlltoAllTokenDispatcher, _point: str, tokens_per_expert: Tensor | None = None
+    self: Any, _point: str, tokens_per_expert: Tensor | None = None
 ) -> Tensor | None:
     for name in ("input_splits", "output_splits"):
         sizes = getattr(self, name)
@@ -143,9 +141,7 @@ def _unless_alone(
     return None if alone else original(output, input_, group=group, async_op=async_op, **options)
 
 
-def _set_optimizer_states(
-    self: DistributedOptimizer, model_param: Tensor, tensors: dict[str, Tensor]
-) -> None:
+def _set_optimizer_states(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
     group, order = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group]["params"][order]
     destination = {"param": main_param, **self.optimizer.state[main_param]}
@@ -156,7 +152,7 @@ def _set_optimizer_states(
 
 def _loading_with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load_state_dict)
-    def load(self: DistributedOptimizer, state_dict: dict) -> None:
+    def load(self: Any, state_dict: dict) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
@@ -197,8 +193,15 @@ REMAPPED_CONSTANTS = _touched(
 )
 
 
-def _replaced(reason: str, counterpart: Any, names: str) -> list[Touched]:
-    return _touched(_ADAPT, reason, names, counterpart)
+def _replaced(
+    reason: str, counterpart: Any, names: str, from_original: bool = False
+) -> list[Touched]:
+    return _touched(_ADAPT, reason, names, counterpart, from_original)
+
+
+def _around(function: Callable[..., Any], reason: str, names: str) -> list[Touched]:
+    """Replaced by `function`, which gets the original as its first argument."""
+    return _replaced(reason, functools.partial(functools.partial, function), names, True)
 
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -230,9 +233,9 @@ REPLACED = [
         lambda tensor, *_args, **_kwargs: tensor,
         "torch:Tensor.cuda",
     ),
-    *_replaced(
+    *_around(
+        apply_rotary,
         "reads and writes the heads six times where two are enough",
-        functools.partial(apply_rotary, rope_utils._apply_rotary_pos_emb_bshd),
         f"{_EMBEDDINGS}.rope_utils:_apply_rotary_pos_emb_bshd",
     ),
     *_replaced(
@@ -241,14 +244,11 @@ REPLACED = [
         f"{_EMBEDDINGS}.rotary_pos_embedding:get_pos_emb_on_this_cp_rank "
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:get_pos_emb_on_this_cp_rank",
     ),
-    *(
-        touched
-        for name in ("dist_all_gather_func", "dist_reduce_scatter_func")
-        for touched in _replaced(
-            "gloo copies the whole buffer, twice, in a group of one rank",
-            functools.partial(_unless_alone, getattr(buffers, name)),
-            f"megatron.core.distributed.param_and_grad_buffer:{name}",
-        )
+    *_around(
+        _unless_alone,
+        "gloo copies the whole buffer, twice, in a group of one rank",
+        "megatron.core.distributed.param_and_grad_buffer:dist_all_gather_func "
+        "megatron.core.distributed.param_and_grad_buffer:dist_reduce_scatter_func",
     ),
     *_replaced(
         "the constructor makes a CUDA stream unless there is one",
@@ -260,16 +260,14 @@ REPLACED = [
         _sizes_on_host,
         f"{_DISPATCHER}._maybe_dtoh_and_synchronize",
     ),
-    *_replaced(
+    *_around(
+        _gather_unequal_shares,
         "experts with tensor parallelism gather shares of unequal sizes, which gloo cannot",
-        functools.partial(_gather_unequal_shares, mappings._gather_along_first_dim),
         "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
     ),
-    *_replaced(
+    *_around(
+        _reduce_scatter_unequal_shares,
         "the backward pass of the same",
-        functools.partial(
-            _reduce_scatter_unequal_shares, mappings._reduce_scatter_along_first_dim
-        ),
         "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
     ),
 ]
@@ -284,8 +282,9 @@ REPLACED_FOR_NATIVE_ADAM = [
     ),
     *_replaced(
         "one 'step' tensor shared by all parameters would be advanced once per parameter",
-        _loading_with_own_steps(DistributedOptimizer.load_state_dict),
+        _loading_with_own_steps,
         f"{_OPTIMIZER}.load_state_dict",
+        from_original=True,
     ),
 ]
 
@@ -489,5 +488,6 @@ def adapt_megatron_core() -> None:
             function = inspect.unwrap(getattr(function, "__func__", function))
             function.__code__ = _cpu_constant(function.__code__)
     for touched in replaced:
-        owner, name, _value = resolve(touched.module, touched.name)
-        setattr(owner, name, touched.counterpart)
+        owner, name, original = resolve(touched.module, touched.name)
+        given = touched.counterpart
+        setattr(owner, name, given(original) if touched.from_original else given)
