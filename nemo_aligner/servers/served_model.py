@@ -150,7 +150,10 @@ class ModelProbe:
         try:
             reply = self.peer.get(f"/v2/models/{self.name}/ready", timeout_s)
             status = None if reply is None else reply[0].status
-            unknown = None if reply is None else self._unknown(*reply, timeout_s)
+            if reply is not None:
+                unknown = self._unknown(*reply, timeout_s)
+            else:  # it may be starting anew
+                self._up_since = None
         except UntrustedServerError as error:
             status, self.state = None, str(error)
             self.unusable = (

@@ -17,8 +17,8 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import exchange
 from nemo_aligner.servers import fleet as fleet_module
+from nemo_aligner.servers import served_model
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
@@ -307,7 +307,7 @@ def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, line
 
 def test_a_name_that_a_server_does_not_serve_is_named_early(pair, monkeypatch):
     """By a server that does not say what it serves, and may be loading."""
-    monkeypatch.setattr(exchange, "UNKNOWN_MODEL_S", 2.0)
+    monkeypatch.setattr(served_model, "UNKNOWN_MODEL_S", 2.0)
     cfg = section(pair[0], init_timeout_s=600)
     cfg.reward_model.name = "helpfulness"
     start = time.monotonic()

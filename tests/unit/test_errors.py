@@ -101,3 +101,13 @@ def test_a_server_of_others_gets_time_to_load(monkeypatch):
         assert "has been ready without one for" in probe.unusable and "cfg.name" in probe.unusable
         server.ready = 503  # it is not ready itself
         assert probe.status(patience(5)) == 400 and probe.unusable is None
+
+        server.ready = 200
+        monkeypatch.setattr(served_model, "UNKNOWN_MODEL_S", 0.5)
+        assert probe.status(patience(5)) == 400 and probe.unusable is None
+    time.sleep(0.6)
+    assert probe.status(patience(5)) is None
+    with ScriptedServer(ready=200) as server:  # started anew, it gets the time again
+        server.replies = {b"/v2/models/x/ready": reply(400, "unknown")}
+        probe.peer = Peer("127.0.0.1", server.port)
+        assert probe.status(patience(5)) == 400 and probe.unusable is None
