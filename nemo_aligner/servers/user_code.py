@@ -276,13 +276,12 @@ class Pool:
 
     def start(self) -> Any:
         """Start a worker and wait until it has loaded the code; `UserError`: it cannot."""
-        worker = self._make()
         with self._lock:
-            self._running.add(worker)
-            closed = self._closed
-        try:
-            if closed:
+            if self._closed:
                 raise UserError("the workers are shut down")
+            worker = self._make()
+            self._running.add(worker)
+        try:
             self.told = worker.load()
         except BaseException:
             self._end(worker)
@@ -302,7 +301,7 @@ class Pool:
         try:
             worker = self.start()
             ready.set_result(None)
-            while (task := tasks.get()) is not None:
+            while (task := tasks.get()) is not None and not self._closed:
                 if task.is_over():  # it has failed on another sample
                     continue
                 worker = self._work_off(worker, task) or self._start_ahead()

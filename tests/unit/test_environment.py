@@ -298,6 +298,17 @@ def test_nothing_is_left_after_the_end(tmp_path):
     wait_until(lambda: not any(p.is_running() for p in started), 10, lambda: str(started))
 
 
+def test_what_waits_when_it_is_closed_starts_no_more_workers(tmp_path, monkeypatch):
+    with environment(tmp_path, workers=1, timeout_s=60.0) as played:
+        started = []
+        monkeypatch.setattr(played._pool, "_make", lambda: started.append(1))
+        for number in range(8):
+            played.submit(number, 1, ids("start"), (ids("sleep"),))
+        time.sleep(0.2)
+    (thread,) = played._pool.threads
+    assert not thread.is_alive() and not started
+
+
 def test_rewards_of_conversations_are_scores():
     nan = float("nan")
     rewards = torch.tensor([[nan, 0.25, nan, 1.0], [nan, nan, -2.0, nan]])
