@@ -4,7 +4,7 @@
 
 What may pass is a GET to the general paths and to those of an endpoint that is served, and a POST
 to an endpoint that is served, in one body of known and limited size, whose JSON can be read; with
-the token, if the server has one; and with the lease, if it changes the server (admission.py). A
+the token, if the server has one; and with the lease, if it changes the server (`LeaseBook`). A
 request for an earlier start of this server is refused: its client does not know that the weights
 went back to the last checkpoint. A tensor without elements is refused: no endpoint takes one, and
 in PyTriton it would fail every request that Triton hands over with it. Nothing here reads a
@@ -252,6 +252,10 @@ def failure_of(name: str, error: Exception) -> tuple[int, str]:
 class LeaseBook:
     """Who holds the lease of a server; any thread may call it. Unless `required`, clients that
     know no lease, such as NeMo-Aligner's, may change the server while nobody holds it.
+
+    An actor takes the lease when it connects, renews it every few seconds (connection.py), and
+    gives it back at its end. One that dies or falls silent loses it LEASE_S after its last sign of
+    life, but never while a request of its own is being worked on, and only if another one asks.
     """
 
     def __init__(self, required: bool):

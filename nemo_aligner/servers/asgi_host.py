@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
 
-The wire is that of Triton (kserve.py), what may enter is the same (admission.py), and requests are
-worked on by the same threads (admission.py): those to one endpoint one after the other, large
-scoring requests in a line of their own, those to several endpoints side by side. It needs no
-process beside rank 0, no shared memory and no PyTriton, and it can encrypt.
+The wire is that of Triton (kserve.py), what may enter is the same, and requests are worked on by
+the same threads (admission.py): those to one endpoint one after the other, large scoring requests
+in a line of their own, those to several endpoints side by side. It needs no process beside rank 0,
+no shared memory and no PyTriton, and it can encrypt.
 
 uvicorn reads and writes HTTP. ASGI has no message for a sign of life ("100 Continue" while a
 request is worked on), so the connections are of a subclass of uvicorn's. Imports uvicorn, so only

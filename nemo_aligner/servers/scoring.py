@@ -281,7 +281,9 @@ class Scorer:
 
 
 class Turns:
-    """Several threads may score at once, but none while one changes the model."""
+    """Several threads may score at once, but none while one changes the model: all slices of a
+    request are scored by the same weights.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
