@@ -23,7 +23,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from nemo.utils import logging
@@ -33,6 +33,8 @@ from nemo_aligner.core.errors import ServerRequestError, UserError, cause_in, on
 from nemo_aligner.servers.kserve import Buffer, decode_reply, encode_request
 from nemo_aligner.servers.schema import Arrays
 
+# Where a client takes the lease of a critic (admission.py), what its requests name it in, and how
+# long it is kept for a client that gives no sign of life.
 LEASE_PATH = "/v2/nemo_aligner/lease"
 LEASE_HEADER = "NeMo-Aligner-Lease"
 LEASE_S = 30.0
@@ -90,7 +92,7 @@ class Peer:
 
     host: str
     port: int
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
 
     def __str__(self) -> str:

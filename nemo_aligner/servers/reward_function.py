@@ -369,7 +369,9 @@ def shown(value: Any) -> str:
 
 
 class Steps(NamedTuple):
-    """The steps of a response."""
+    """The steps of a response. Each ends with the token that completes the text `step_end`, such
+    as a line break or the step token of a process reward model.
+    """
 
     # of the response, with special tokens, one of which may end a step, but without those that
     # stand behind the last step, such as the end token
