@@ -53,7 +53,7 @@ class Touched(NamedTuple):
     reason: str
     where: str
     counterpart: Any = None  # what replaces it for the whole process
-    from_original: bool = False  # that is what `counterpart` gives when called with the original
+    from_original: bool = False  # it is replaced by what `counterpart` makes of it
 
 
 def _touched(
@@ -201,7 +201,12 @@ def _replaced(
 
 def _around(function: Callable[..., Any], reason: str, names: str) -> list[Touched]:
     """Replaced by `function`, which gets the original as its first argument."""
-    return _replaced(reason, functools.partial(functools.partial, function), names, True)
+    return _replaced(
+        reason,
+        lambda original: functools.partial(function, original),
+        names,
+        from_original=True,
+    )
 
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
