@@ -119,6 +119,7 @@ class _Writer(FileSystemWriter):
             if self.files.error is None:
                 raise
             raise self.files.error from error
+        self._data = None  # an optimizer's is gathered for the save, and large
 
     def finish_together(self, metadata: Any) -> None:
         """Write the metadata, which rank 0 has; all ranks call it after their `write`."""
@@ -208,7 +209,7 @@ def _common_written_together() -> Iterator[None]:
 class Save:
     """A sharded state dict that is written, and small files beside it, this rank's. All ranks make
     one and call `finish`. `in_background` a thread of each rank writes a copy in host memory.
-    `SaveError`, on all ranks: there is no space.
+    `SaveError`, on all ranks: there is no space, or one of them cannot begin.
     """
 
     def __init__(
@@ -221,10 +222,17 @@ class Save:
         self._folder, self._files = folder, files
         self._needed = _check_space(sharded_state_dict, folder)
         strategy = _InProcessSave(from_copies=in_background)
-        with _common_written_together():
-            self._request: AsyncRequest = dist_checkpointing.save(
-                sharded_state_dict, str(folder), sharded_strategy=strategy, async_sharded_save=True
-            )
+        try:
+            with _common_written_together():
+                self._request: AsyncRequest = dist_checkpointing.save(
+                    sharded_state_dict,
+                    str(folder),
+                    sharded_strategy=strategy,
+                    async_sharded_save=True,
+                )
+        except CheckpointException as error:  # not an Exception; says what went wrong on each rank
+            failure, _trace = next(iter(error.failures.values()))
+            raise self._failure(failure) from error
         self._writer = strategy.writer
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -253,15 +261,17 @@ class Save:
         if self._thread is not None:
             self._thread.join()
         with failing_together(self._folder):
-            if isinstance(self._error, OSError):
-                raise save_error(self._folder, self._error, self._needed) from self._error
             if self._error is not None:
-                message = f"{self._folder} cannot be written: {self._error!r}"
-                raise SaveError(message) from self._error
+                raise self._failure(self._error) from self._error
         for finish in self._request.finalize_fns:
             finish()
         parts = gathered(self._writer.files.checksums)
         return {name: found for part in parts for name, found in part.items()}
+
+    def _failure(self, error: BaseException) -> SaveError:
+        if isinstance(error, OSError):
+            return save_error(self._folder, error, self._needed)
+        return SaveError(f"{self._folder} cannot be written: {error!r}")
 
 
 def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:

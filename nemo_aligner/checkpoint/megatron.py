@@ -300,7 +300,7 @@ TOKEN_KINDS = ("mask", "bos", "eos", "pad", "sep", "cls", "unk")
 
 
 def nemo2_weights(path: Path) -> TorchDistTensors:
-    """The nemo2_weights in a folder of NeMo 2.0; `UserError` if there are none."""
+    """The weights in a folder of NeMo 2.0; `UserError` if there are none."""
     folder = path / NEMO2_WEIGHTS
     if not folder.is_dir():
         raise UserError(f"{path} has no folder {NEMO2_WEIGHTS}; copy it again.")

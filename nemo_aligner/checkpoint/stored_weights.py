@@ -154,9 +154,9 @@ def pieces(source: TensorSource) -> list[tuple[str, tuple[int, ...]]]:
     """Each tensor that belongs to one layer, or one expert of it, layer by layer: a key, and the
     numbers of layer and expert in the tensor of that key.
     """
-    found = []
-    for key in distinct(source.shapes()):
-        shape, (_, layer) = source.shapes()[key], unnumbered(key)
+    found, shapes = [], source.shapes()
+    for key in distinct(shapes):
+        shape, (_, layer) = shapes[key], unnumbered(key)
         stacked = is_stacked(key) and ADAPTER not in key
         axes = (1 if stacked else 0) + (1 if EXPERTS in key else 0)
         for index in itertools.product(*(range(size) for size in shape[:axes])):

@@ -118,7 +118,7 @@ def merge(source: Path, target: Path, options: Options) -> None:
     adapters, their base is absent or another one, or the target exists.
     """
     target = check_target(source, target, options)
-    if not are_adapters(source):
+    if not are_adapters(source, key="ADAPTERS"):
         raise UserError(f"{source} holds a model with all its weights; there is nothing to merge.")
     source, section = _read_section(source, options)
     with nemo_archive.stored_tensors(source, options.base) as weights:
@@ -163,9 +163,10 @@ def _write_nemo(
 def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
     """What is written, cut by layers and experts, in order, and the part that it is read from."""
     found: dict[Chunk, Slice] = {}
+    shapes = weights.shapes()
     dtype_of = functools.cache(lambda key: options.torch_dtype() or stored_dtype(weights, key))
     for key, index in pieces(weights):
-        shape = weights.shapes()[key]
+        shape = shapes[key]
         rest = shape[len(index) :]
         offset, size = (*index, *(0 for _ in rest)), (*(1 for _ in index), *rest)
         chunk = Chunk(key, shape, offset, size, dtype_of(key))

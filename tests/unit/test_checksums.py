@@ -326,6 +326,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
     assert re.search(r"no space left .* MB are needed, .* MB are free", messages[0])
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_that_cannot_begin_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
+    folder = copy_of(saved, tmp_path / "job")
+
+    def mkdir(*_arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checksums.ChecksummedFiles, "mkdir", mkdir)
+    callback = CheckpointCallback(folder, *other_job, name="rm", async_save=async_save)
+    with pytest.raises(SaveError, match="cannot be written: .*Read-only"):
+        callback.custom_save({"step": 3}, trainer_state={"step": 3})
+    assert folders_in(folder / "checkpoints") == ["checkpoint-step=1", "checkpoint-step=2"]
+
+
 def test_a_full_disk_is_named_though_another_rank_removed_the_folder(tmp_path):
     gone = tmp_path / "checkpoint-step=2.writing" / "weights"
     error = checksums.save_error(gone, OSError(errno.ENOSPC, "No space left on device"))

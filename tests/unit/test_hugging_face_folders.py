@@ -207,6 +207,15 @@ def test_a_missing_shard_is_named(write_folder):
         load(folder)
 
 
+def test_a_tensor_that_the_index_does_not_list_does_not_count(write_folder):
+    from safetensors.torch import load_file, save_file
+
+    folder = _tiny_llama(write_folder, max_shard_size="20KB")
+    shard = min(folder.glob("*.safetensors"))
+    save_file(load_file(shard) | {"left.over": torch.zeros(2)}, shard, {"format": "pt"})
+    load(folder)
+
+
 def test_a_truncated_file_is_named(write_folder):
     folder = _tiny_llama(write_folder)
     file = folder / "model.safetensors"

@@ -346,10 +346,6 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-# Copyright (c) 2026 the nemo_aligner authors.
-# SPDX-License-Identifier: Apache-2.0
-
-
 PREFIX = "model."  # of all names in a sharded state dict
 LAYERS = "decoder.layers."
 HEAD = "rm_head."

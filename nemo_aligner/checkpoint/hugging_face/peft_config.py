@@ -126,7 +126,7 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
     """Raise `Unsupported` if a key asks for something else than LoRA as it is computed here."""
 
     def refuse(key: str, why: str, remedy: str = REMEDY) -> Unsupported:
-        return Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {remedy}")
+        return Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {remedy}".rstrip())
 
     if given.get("peft_type") != "LORA":
         raise refuse("peft_type", "is not supported; what is: LORA")

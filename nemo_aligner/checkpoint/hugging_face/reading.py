@@ -84,7 +84,7 @@ class Tensors:
                         f"{path / file} holds {name} of the type {tensor.get_dtype()}; what is "
                         f"read: {', '.join(DTYPES)}. Name a folder that is not quantized."
                     )
-                if listed.get(name, file) == file:
+                if listed.get(name) == file or not listed:  # else it does not count
                     self.files[name] = file
                     self._shapes[name] = tuple(tensor.get_shape())
         absent = sorted(listed.keys() - self._shapes.keys())

@@ -101,10 +101,10 @@ def plan(
         dtype: to convert to; None: as stored.
         leave_out: names of weights after `model.` that are not written.
     """
-    result = []
+    result, shapes = [], source.shapes()
     dtype_of = functools.cache(lambda key: dtype or stored_dtype(source, key))
     for key, index in pieces(source):
-        name, shape = key.removeprefix(PREFIX), source.shapes()[key][len(index) :]
+        name, shape = key.removeprefix(PREFIX), shapes[key][len(index) :]
         if name in leave_out:
             continue
         place = layout.place(key, index)
