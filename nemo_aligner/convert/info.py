@@ -64,7 +64,7 @@ def _described(settings: LoRASettings, base: adapters.Base) -> dict[str, Any]:
 
 def _collect_peft(source: Path) -> dict[str, Any]:
     """Of a folder of PEFT, which does not hold the keys of its model; its base is not read."""
-    config = peft_config.read(source)
+    config, tensors = peft_config.read(source), peft.file_tensors(source)
     return {
         "path": str(source),
         "adapters": {
@@ -77,7 +77,7 @@ def _collect_peft(source: Path) -> dict[str, Any]:
             "base": config.base,
             "base_checksum": peft.base_checksum(source),
         },
-        **_tensors(peft.file_tensors(source)),
+        **_tensors(tensors),
         "keys": {},
         "tokenizer": None,
     }

@@ -316,6 +316,7 @@ def test_damaged_folders_are_named(kept, folder):
     (folder / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(UserError, match="pickled adapters .*save_pretrained"):
         PeftTensors(folder, base)
+    assert main(["nemo-info", str(folder)]) == 2
     file.write_bytes(whole)
     (folder / CONFIG).write_text("{")
     with pytest.raises(UserError, match=f"{CONFIG} cannot be read"):
