@@ -4,7 +4,7 @@
 the look of the training report.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -23,42 +23,48 @@ from nemo_aligner.inspection.findings import (
     pieces,
     visible,
 )
-from nemo_aligner.report.elements import document
+from nemo_aligner.report.elements import document, folded
 
 MARKED, SPECIAL, PLAIN = "\033[32m", "\033[7m", "\033[0m"
 BAR = 40  # characters of the longest bar
 EXAMPLES, MOST_PLACES = 3, 200  # places that a finding names, on the terminal and on the page
+Write = Callable[[Piece], str]  # a piece of a sample as text
 
 
-def show(
-    job: InspectedJob,
-    samples: Sequence[Sample],
-    findings: Findings,
-    write: Callable[[Piece], str],
-    most_places: int = EXAMPLES,
-) -> str:
-    """The whole text; `write`: a piece of a sample, or of the rest."""
-    blocks = [summary(job, findings)]
+def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, write: Write) -> str:
+    """The whole text."""
+    blocks = [summary(job, findings), *_legend(samples, write)]
+    for head, parts in _texts(job, samples, write):
+        blocks.append("\n".join([f"--- {head}", *(f"{facts}\n{text}" for facts, text in parts)]))
+    if len(findings.lengths):
+        blocks.append("\n".join([length_text(findings), *_bars(findings)]))
+    blocks.append("\n".join(map(finding_text, findings.bad)) or "Nothing to report.")
+    return "\n\n".join(blocks)
+
+
+def _legend(samples: Sequence[Sample], write: Write) -> list[str]:
+    """How the marked tokens look; nothing if all are prompts, which have none."""
     shown = [part for sample in samples for part in sample.parts]
-    if any(part.name != "prompt" for part in shown):
-        blocks.append(f"{shown[0].legend}: ")
-    texts = [write(Piece("\n\n".join(blocks)))]
-    texts += [write(Piece("so", marked=True))] if len(blocks) > 1 else []
+    if all(part.name == "prompt" for part in shown):
+        return []
+    return [f"{shown[0].legend}: {write(Piece('so', marked=True))}"]
+
+
+def _texts(
+    job: InspectedJob, samples: Sequence[Sample], write: Write
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Of each sample its place, and for each of its parts what it is and its text."""
     for number, sample in enumerate(samples, start=1):
-        head = f"\n\n--- sample {number}: {sample.place}" + f"; {sample.note}" * bool(sample.note)
-        texts.append(write(Piece(head)))
+        parts = []
         for part in sample.parts:
             trained = f", {sum(part.marked)} {part.legend}"
             marked = "" if part.name == "prompt" or part.scored else trained
-            texts.append(write(Piece(f"\n{part.name} ({len(part.tokens)} tokens{marked})\n")))
-            texts += [
+            text = "".join(
                 write(piece._replace(text=visible(piece.text)))
                 for piece in pieces(job.tokenizer, part)
-            ]
-    found = "\n".join(finding_text(finding, most_places) for finding in findings.bad)
-    lengths = _lengths(findings) if len(findings.lengths) else ""
-    end = "".join(f"\n\n{text}" for text in (lengths, found or "Nothing to report.") if text)
-    return "".join([*texts, write(Piece(end))])
+            )
+            parts.append((f"{part.name} ({len(part.tokens)} tokens{marked})", text))
+        yield f"sample {number}: {sample.place}" + f"; {sample.note}" * bool(sample.note), parts
 
 
 def in_colour(piece: Piece) -> str:
@@ -72,16 +78,30 @@ def in_brackets(piece: Piece) -> str:
     return f"[[{piece.text}]]" if piece.marked else piece.text
 
 
+def in_html(piece: Piece) -> str:
+    """A piece for a page, in the classes of its style sheet."""
+    classes = " ".join(["marked"] * piece.marked + ["special"] * piece.special)
+    text = escape(piece.text)
+    return f'<span class="{classes}">{text}</span>' if classes else text
+
+
 def render(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> str:
-    """The same text as one HTML page, in the look of the training report."""
-
-    def in_html(piece: Piece) -> str:
-        classes = " ".join(["marked"] * piece.marked + ["special"] * piece.special)
-        text = escape(piece.text)
-        return f'<span class="{classes}">{text}</span>' if classes else text
-
-    text = show(job, samples, findings, in_html, MOST_PLACES)
-    return document("Data as the model sees them", f'<pre class="tokens">{text}</pre>')
+    """The page: what was found, the samples, the lengths."""
+    body = f"<p>{escape(summary(job, findings))}</p>"
+    for finding in findings.bad:
+        what, *places = finding_text(finding, MOST_PLACES).split("\n    ")
+        listed = "".join(f"<li>{escape(place)}</li>" for place in places)
+        body += f'<p class="bad">{escape(what)}</p>{folded("where", f"<ul>{listed}</ul>")}'
+    body += "" if findings.bad else '<p class="good">Nothing to report.</p>'
+    body += "".join(f"<p>{text}</p>" for text in _legend(samples, in_html))
+    for head, parts in _texts(job, samples, in_html):
+        body += f"<h2>{escape(head)}</h2>"
+        for facts, text in parts:
+            body += f'<p>{escape(facts)}</p><pre class="tokens">{text}</pre>'
+    if len(findings.lengths):
+        bars = escape("\n".join(_bars(findings)))
+        body += f"<h2>Lengths</h2><p>{escape(length_text(findings))}</p><pre>{bars}</pre>"
+    return document("Data as the model sees them", body)
 
 
 def summary(job: InspectedJob, findings: Findings) -> str:
@@ -127,18 +147,21 @@ def finding_text(finding: Finding, most_places: int = EXAMPLES) -> str:
     return f"{len(finding.places)} {finding.text}:{listed}{rest}"
 
 
-def _lengths(findings: Findings) -> str:
-    """Quantiles of the lengths, the limit, and how many there are of each."""
+def length_text(findings: Findings) -> str:
+    """Quantiles of the lengths, and the limit."""
     low, middle, high, top = np.quantile(findings.lengths, [0, 0.5, 0.95, 1], method="higher")
-    text = (
+    return (
         f"lengths in tokens: shortest {low:g}, median {middle:g}, 95% up to {high:g}, longest "
         f"{top:g}; {findings.limit}"
     )
+
+
+def _bars(findings: Findings) -> list[str]:
+    """How many samples there are of each length."""
     bins = histogram(findings.lengths)
     most = max(count for _, _, count in bins)
     width = len(str(bins[-1][1]))
-    rows = [
+    return [
         f"{first:>{width}} to {last:>{width}}  {'█' * -(-BAR * count // most)} {count}"
         for first, last, count in bins
     ]
-    return "\n".join([text, *rows])

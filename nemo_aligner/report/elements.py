@@ -49,7 +49,6 @@ td { white-space: pre-wrap; overflow-wrap: anywhere; }
 pre.tokens { white-space: pre-wrap; overflow-wrap: anywhere; padding: .8rem;
   border: 1px solid var(--line); }
 .marked { color: var(--c3); font-weight: 600; } .special { border: 1px solid var(--soft); }
-.bar { display: inline-block; height: .8em; background: var(--c1); }
 details { margin: 1rem 0; } summary { cursor: pointer; color: var(--soft); }
 """
 

@@ -127,6 +127,9 @@ def test_conversations_for_sft(model, write, tmp_path, capsys):
     text = page.read_text(encoding="utf-8")
     assert '<span class="marked">the film⏎\nwas a joy</span>' in text
     assert '<span class="marked special">&lt;|im_end|&gt;</span>' in text
+    assert '<p class="bad">1 with an empty response:</p><details>' in text
+    assert f"<li>{path}, record 3</li>" in text and "█ 1" in text
+    assert 'trained on: <span class="marked">so</span>' in text
     assert "<script" not in text and "http" not in text
     colored = shown(capsys, path, "--model", model, *settings, "--color", "always")
     assert "\033[32mthe film⏎\nwas a joy\033[0m\033[32m\033[7m<|im_end|>\033[0m" in colored
