@@ -249,7 +249,7 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         )
     if layers:
         stage = (min(uneven_stages(v)) if is_uneven(v) else layers // pp) // vpp
-        again = v.get(RECOMPUTE + "num_layers", 0)
+        again = v.whole(RECOMPUTE + "num_layers", 1) or 0
         if v.get(RECOMPUTE + "granularity") == "full" and again > stage:
             raise ConfigError(
                 f"{RECOMPUTE}num_layers={again} is more than the {stage} layers of a pipeline "

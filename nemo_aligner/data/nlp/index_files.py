@@ -99,9 +99,14 @@ def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], 
     def write(path: Path) -> None:
         made.append(make())
         arrays = made[0]._replace(numbers=made[0].numbers.view(np.int64))
-        with path.open("wb") as file:  # one array, which can be mapped: the lengths, then they
-            parts: list[Any] = [[len(array) for array in arrays], *arrays]
-            np.save(file, np.concatenate(parts, dtype=np.int64, casting="unsafe"))
+        sizes = [len(array) for array in arrays]
+        shape = (len(sizes) + sum(sizes),)
+        # One array, which can be mapped: the sizes, then the arrays, of which no copy is made.
+        with path.open("wb") as file:
+            header = {"descr": np.dtype(np.int64).str, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for part in (np.array(sizes), *arrays):
+                part.astype(np.int64, copy=False).tofile(file)
 
     path = keep_file(data, index_dir, name, write)
     if made:

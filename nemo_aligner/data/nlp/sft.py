@@ -235,6 +235,12 @@ class SFTDataset(Examples):
         kept = NO_RESPONSE_LEFT if response_start >= len(tokens) else int(is_truncated)
         return kept, len(tokens), not said
 
+    @property
+    def lengths(self) -> np.ndarray:
+        if not self.keep_lengths:
+            raise ValueError("the dataset was built without keep_lengths")
+        return super().lengths
+
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the response, True if truncated)."""
         pieces = [
@@ -384,9 +390,6 @@ def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str
         pieces.append((space, part[1:-1]))
         literal = ""
     return pieces
-
-
-WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
 
 
 def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
