@@ -7,7 +7,7 @@ a file: the table below says where the names of each are now, and nothing inside
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +53,8 @@ DOORS = {
     "utils.loggers": "nemo_aligner.parallel.environment nemo_aligner.training.loggers",
     "utils.megatron_steps": "nemo_aligner.training.megatron_steps",
     "utils.nemo_archive": (
-        "nemo_aligner.checkpoint.nemo_archive nemo_aligner.checkpoint.nemo_writing"
+        "nemo_aligner.checkpoint.nemo_archive nemo_aligner.checkpoint.nemo_writing "
+        "check_restore_path=nemo_aligner.checkpoint.forms:check_restore_path"
     ),
     "utils.optim": "nemo_aligner.config.optim_rules nemo_aligner.training.optim",
     "utils.parallel_rules": "nemo_aligner.config.parallel_rules",
@@ -99,21 +100,23 @@ DOORS = {
 
 class Doors:
     """Finds `modules` that are no files, and the packages above them; `find(module, name)` gives
-    each name when it is asked for.
+    each name when it is asked for, also `__all__`.
     """
 
     def __init__(self, modules: Iterable[str], find: Callable[[str, str], Any]) -> None:
         self._modules, self._find = set(modules), find
 
     def install(self) -> None:
-        sys.meta_path.append(self)
+        # First: of a module that was a folder once, Python's own finder finds what is left of it.
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         is_package = any(module.startswith(f"{fullname}.") for module in self._modules)
-        if not (is_package or fullname in self._modules):
-            return None
+        if fullname not in self._modules:
+            if not is_package or PathFinder.find_spec(fullname, path) is not None:
+                return None
         return ModuleSpec(fullname, self, is_package=is_package)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -123,7 +126,10 @@ class Doors:
         def __getattr__(name: str) -> Any:
             return self._find(module.__name__, name)
 
-        module.__dict__["__getattr__"] = __getattr__
+        def __dir__() -> list[str]:
+            return sorted({*vars(module), *getattr(module, "__all__", ())})
+
+        vars(module).update(__getattr__=__getattr__, __dir__=__dir__)
 
 
 def _present(door: str, name: str) -> Any:
@@ -131,14 +137,22 @@ def _present(door: str, name: str) -> Any:
     from nemo_aligner.core.retired import retired_names
 
     places = [word.rpartition("=") for word in DOORS[door.removeprefix("nemo_aligner.")].split()]
-    if name == "__all__":  # import *
+    if name == "__all__":  # import *, dir()
         modules = [importlib.import_module(place) for alias, _, place in places if not alias]
-        return [each for module in modules for each in vars(module) if not each.startswith("_")]
+        own = [each for module in modules for each in vars(module) if _is_own(module, each)]
+        return [*own, *(alias for alias, _, _ in places if alias)]
     for alias, _, place in places if not name.startswith("__") else ():
         own_module, _, own_name = place.partition(":")
         if alias == name or (not alias and hasattr(importlib.import_module(own_module), name)):
             return getattr(importlib.import_module(own_module), own_name or name)
     return retired_names(door, stacklevel=4)(name)
+
+
+def _is_own(module: ModuleType, name: str) -> bool:
+    """Whether a name of `module` is public and not of what it imports."""
+    value, here = vars(module)[name], module.__name__
+    is_here = not isinstance(value, ModuleType) and getattr(value, "__module__", here) == here
+    return is_here and not name.startswith("_")
 
 
 def open_doors() -> None:

@@ -8,11 +8,13 @@ import ast
 import functools
 import importlib
 import re
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from nemo_aligner import utils
 from tests.cases import in_one_test
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,8 +53,9 @@ def _module(path: Path) -> str:
 MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-# `compat` takes its mechanism.
+# `compat` takes the mechanism of the first.
 DOORS = {"nemo_aligner.utils", "nemo_aligner.models.nlp.gpt.reward_critic_clients"}
+DOORS |= {f"nemo_aligner.{door}" for door in utils.DOORS}  # no files
 INSIDE = [module for module in MODULES if module not in {*DOORS, "nemo_aligner"}]
 
 
@@ -67,8 +70,8 @@ def _imports(module: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import in line {node.lineno}"
             both = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in MODULES else node.module for name in both]
-        found |= {name for name in names if name in MODULES}
+            names = [name if name in {*MODULES, *DOORS} else node.module for name in both]
+        found |= {name for name in names if name in {*MODULES, *DOORS}}
     return found - {module}
 
 
@@ -131,6 +134,29 @@ DOOR_NAMES = (Path(__file__).parent / "door_names.txt").read_text().split()
 def test_public_names_stay_where_scripts_import_them(where):
     module, name = where.split(":")
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_a_door_lists_its_names_and_not_what_stands_beside_them():
+    names = dir(importlib.import_module("nemo_aligner.losses"))
+    assert {"ppo_actor_loss", "dpo_loss", "loss_weights"} <= set(names)
+    assert not {"torch", "Tensor", "dataclass"} & set(names)
+    scope = {}
+    exec("from nemo_aligner.utils.config_rules import *", scope)
+    assert {"check_flags", "ADVANTAGE_ESTIMATORS"} <= scope.keys()
+    assert "DictConfig" not in scope
+
+
+def test_a_folder_that_is_left_of_a_former_module_is_no_door(tmp_path, monkeypatch):
+    for folder in ("room/__pycache__", "room/door/__pycache__"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "room" / "__init__.py").write_text("real = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    utils.Doors(["room.door"], lambda module, name: (module, name)).install()
+    assert importlib.import_module("room").real == 1
+    assert importlib.import_module("room.door").name == ("room.door", "name")
+    for module in ("room", "room.door"):
+        monkeypatch.delitem(sys.modules, module)
 
 
 # Modules that write down the time of day, or compare two clocks for the user.
