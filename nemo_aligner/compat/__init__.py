@@ -55,7 +55,7 @@ def _stand_in(module: str, name: str) -> Any:
     if own is not None:
         own_module, _, own_name = own.partition(":")
         return getattr(importlib.import_module(own_module), own_name)
-    is_module = any(each.startswith(f"{module}.{name}") for each in STAND_INS)
+    is_module = any(f"{each}.".startswith(f"{module}.{name}.") for each in STAND_INS)
     # Of an AttributeError Python keeps only "cannot import name", and imports a module after it.
     raise (AttributeError if is_module or name.startswith("__") else ImportError)(
         f"nothing of nemo_aligner stands in for {module}.{name}, which NeMo removed; remove it "

@@ -75,7 +75,7 @@ def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
 
 
 def unsupported() -> dict[str, str]:
-    """`versions.unsupported`, by the names of the packages: "numpy" -> "numpy<3 (installed: 3.1)".
+    """`start_up.unsupported`, by the names of the packages: "numpy" -> "numpy<3 (installed: 3.1)".
     Without `packaging` nothing but that is known.
     """
     try:

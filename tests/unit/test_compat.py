@@ -43,6 +43,8 @@ def test_every_stand_in_can_be_imported(installed):
 def test_what_has_no_stand_in_says_so(installed):
     with pytest.raises(ImportError, match="nothing of nemo_aligner stands in for .*FSDPStrategy"):
         exec(f"from {REMOVED} import NLPFSDPStrategy")
+    with pytest.raises(ImportError, match="stands in for .*.megatron_gpt,"):  # begins like another
+        exec("from nemo.collections.nlp.models.language_modeling import megatron_gpt")
     assert not hasattr(importlib.import_module(REMOVED), "__wrapped__")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("nemo.collections.nlp.modules")
