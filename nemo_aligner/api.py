@@ -63,6 +63,13 @@ def _tree(settings: Mapping[str, Any] | None) -> DictConfig:
     return tree
 
 
+def _checked(columns: Batch) -> Batch:
+    rows = {name: len(column) for name, column in columns.items()}
+    if len({*rows.values()}) != 1:
+        raise UserError(f"columns have as many rows as there are samples, but these have {rows}.")
+    return columns
+
+
 def _texts(given: Sequence[str]) -> Sequence[str]:
     if isinstance(given, str):
         raise UserError(f"{given!r} is one text; give a list of them.")
@@ -193,7 +200,7 @@ class Policy:
         """A response to each prompt.
 
         Args:
-            max_length, min_length: tokens of a response.
+            max_length, min_length: tokens of a response; a long prompt leaves room for fewer.
             use_greedy: take the likeliest token; None: unless one of the next three is given.
             temperature, top_k, top_p, repetition_penalty, end_strings: as `sampling_params` of
                 jobs.
@@ -283,8 +290,11 @@ class Policy:
 
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite; no weight has changed.
+            UserError: a clip that is not positive, columns of unequal length.
         """
-        model = self.model
+        if clip is not None and not clip > 0:
+            raise ConfigError(f"clip={clip!r}: give a norm above 0, or None for no clipping.")
+        model, columns = self.model, _checked(columns)
         if model._optimizer is None:
             model.setup_megatron_optimization(max_steps=1)
         assert model._optimizer is not None and model._scheduler is not None
@@ -301,7 +311,7 @@ class Policy:
     ) -> dict[str, float]:
         """The metrics of `loss`, as for `train`, without learning and without dropout."""
         self.model.set_eval()
-        _, metrics = self.model.compute_loss(loss, columns, True, **options)
+        _, metrics = self.model.compute_loss(loss, _checked(columns), True, **options)
         return metrics
 
     def save(self, path: str | Path) -> None:

@@ -85,8 +85,7 @@ def test_responses_are_greedy_unless_sampling_is_asked_for(saved):
 
 def weighted(logprobs, weights, rewards):
     """A loss of one's own."""
-    loss = -(weights * rewards.unsqueeze(1) * logprobs).sum()
-    return loss, {"loss": loss.detach()}
+    return -(weights * rewards.unsqueeze(1) * logprobs).sum(), {}
 
 
 def test_it_learns_by_a_loss_of_ones_own(saved, tmp_path):
@@ -106,8 +105,13 @@ def test_it_learns_by_a_loss_of_ones_own(saved, tmp_path):
     assert likely > by_hand[0] and unlikely < by_hand[1]
     with pytest.raises(TypeError, match="rewards"):
         policy.train(weighted, {"tokens": tokens}, mask=mask)
-    with pytest.raises(UserError, match="a loss needs a mask"):
-        policy.train(weighted, columns)
+    for wrong, options, says in (
+        (columns, {}, "a loss needs a mask"),
+        ({**columns, "rewards": torch.ones(3)}, {"mask": mask}, "'tokens': 2, 'rewards': 3"),
+        (columns, {"mask": mask, "clip": 0.0}, "clip=0.0: give a norm above 0, or None"),
+    ):
+        with pytest.raises(UserError, match=says):
+            policy.train(weighted, wrong, **options)
 
     policy.save(tmp_path / "trained.nemo")
     policy.save_hf(f"{tmp_path}/hf-3.2/")

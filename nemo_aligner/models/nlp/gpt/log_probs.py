@@ -84,9 +84,9 @@ class LogProbsMixin(NLPAdapterModelMixin):
 
         Args:
             loss: `loss(**tensors) -> (loss, metrics)`, partial sums of a micro-batch (those of
-                `core/losses.py`, or your own). By the names of its parameters it gets `logprobs`
-                float32 `[b, S-1]` (if there are `labels`, theirs, `[b, S]`), `entropy` `[b, S-1]`,
-                and the other columns.
+                `core/losses.py`, or your own); `loss` is a metric by itself. By the names of its
+                parameters it gets `logprobs` float32 `[b, S-1]` (if there are `labels`, theirs,
+                `[b, S]`), `entropy` `[b, S-1]`, and the other columns.
             columns: this data-parallel rank's share of the global batch: `tokens` int64 `[B, S]`
                 and what `loss` needs; `labels` int64 `[B, S]` and `packed_position_ids` if the
                 batch has them.
@@ -110,7 +110,8 @@ class LogProbsMixin(NLPAdapterModelMixin):
                 )
             else:
                 given["logprobs"] = self.logprobs(logits, tokens, forward_only)
-            return loss(**given)
+            value, metrics = loss(**given)
+            return value, {"loss": value.detach(), **metrics}
 
         metrics, _ = self.run_loss(loss_fn, columns, forward_only, **options)
         return metrics["loss"], metrics
