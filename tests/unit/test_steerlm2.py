@@ -278,12 +278,13 @@ def test_the_call_of_nemo_aligners_script(tmp_path):
         sep_id=0,
         label_key="output",
         answer_only_loss=True,
-        index_mapping_dir=None,
+        index_mapping_dir=str(tmp_path),
         hf_dataset=True,
         special_tokens=MARKS,
         output_original_text=False,
     )
     assert bytes(data[0]["responses"][2].tokens).decode() == f"{PROMPT}x\n\x11"
+    assert data.data_cfg["index_mapping_dir"] == str(tmp_path)
 
 
 def whole(model):

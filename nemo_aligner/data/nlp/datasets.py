@@ -328,8 +328,8 @@ class RewardModelDataset(EncodedDataset):
     def pair_tokens(self, pair: int) -> tuple[list[int], list[int]]:
         """The tokens of both samples of a pair, the better one first."""
         if self.pair_in_line:
-            chosen, rejected = self.encoder.pair(self.as_pair(self.lines[pair]))
-            return chosen.tokens, rejected.tokens
+            chosen, rejected = self.encoder.pair_tokens(self.as_pair(self.lines[pair]))
+            return chosen, rejected
         first, second = 2 * pair, 2 * pair + 1
         return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
 

@@ -204,10 +204,16 @@ class RecordEncoder:
         text = self._text(record, has_conversation=False)
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
+    def pair_tokens(self, record: Record) -> list[list[int]]:
+        """The tokens of both samples of a pair that stands in one record, the better one first."""
+        if self.form_of(record) is not None:
+            return [sample.tokens for sample in self.pair(record)]
+        prompt, *responses = self._pair_texts(record)
+        return [self.encode_text(prompt + text) for text in responses]
+
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The tokens of both samples of a pair that stands in one record, the better one first,
-        and which of them are of the response: what follows `prompt`, or the messages of the
-        assistant from the first one that differs.
+        """The same, and which tokens are of the response: what follows `prompt`, or the messages
+        of the assistant from the first one that differs.
         """
         form = self.form_of(record)
         if form is not None:
@@ -242,12 +248,12 @@ class RecordEncoder:
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
         if self.form_of(record) is not None:
-            pair = self.pair(record)
+            pair = self.pair_tokens(record)
             _check_differ(*pair)
-            return max(len(sample.tokens) for sample in pair)
+            return max(map(len, pair))
         prompt, *responses = self._pair_texts(record)
         if self._may_be_the_same(*responses):  # encoding all pairs would take long
-            _check_differ(*self.pair(record))
+            _check_differ(*self.pair_tokens(record))
         return max(self.encode_text.length(prompt + text, limit) for text in responses)
 
     def in_common(self, first: Record, second: Record) -> int:
@@ -367,8 +373,8 @@ class RecordEncoder:
         return record if fix is None else fixed(record)
 
 
-def _check_differ(chosen: Encoded, rejected: Encoded) -> None:
-    if chosen.tokens == rejected.tokens:
+def _check_differ(chosen: list[int], rejected: list[int]) -> None:
+    if chosen == rejected:
         raise EqualPairError(
             "have the same tokens (they differ only in what the tokenizer or the chat template "
             "leaves out, such as spaces at the end)"

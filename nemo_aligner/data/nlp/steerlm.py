@@ -223,7 +223,8 @@ class SteerLM2Dataset(Examples):
     Args:
         max_seq_length, pad_to_max_length, data_cfg: of `Examples`.
         special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
-        options: others of NeMo's data set of texts, which have no effect on this form.
+        options: `columns` and `index_mapping_dir`, where there is no `data_cfg`; others of NeMo's
+            data set of texts have no effect on this form.
 
     Items: `responses`, a list of `Encoded`; `ws` and `log(Q(y|a,x))`, float64 arrays; `idx`.
     `collate_fn` makes batches of them.
@@ -240,6 +241,7 @@ class SteerLM2Dataset(Examples):
         data_cfg: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        data_cfg = options if data_cfg is None else data_cfg
         super().__init__(
             tokenizer, max_seq_length, data_cfg, pad_to_max_length=pad_to_max_length, name=name
         )
@@ -332,8 +334,8 @@ class SteerLM2Dataset(Examples):
 
         Returns:
             `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`, as
-            `collate_examples` makes them; `ws` and `log(Q(y|a,x))` float32 and float64
-            `[B, n]`. A response that is missing has no label that counts.
+            `collate_examples` makes them; `ws` and `log(Q(y|a,x))` float64 `[B, n]`. A
+            response that is missing has no label that counts.
         """
         n = self.num_responses
         missing = Encoded([self.tokenizer.eos_id] * 2, [False] * 2)
