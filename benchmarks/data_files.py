@@ -26,7 +26,7 @@ import random, sys, time
 from pathlib import Path
 import datasets.table, pyarrow.parquet  # imports are not counted
 from nemo.collections.common.tokenizers import AutoTokenizer
-from nemo_aligner.data.nlp.sft_examples import SFTDataset
+from nemo_aligner.data.nlp.sft import SFTDataset
 
 def peak():  # getrusage would count the process that started this one
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -5,8 +5,8 @@
 A batch is a dict of tensors with one entry per sample of this data-parallel rank; `tokens` (int64
 `[B, S]`, right-padded) is required. It is cut into micro-batches. With `lengths`, the tokens of
 each sample that matter, samples of similar length share one, and each is as wide as its longest
-sample (`rank_plans.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and are
-cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
+sample (`micro_batches.py`): entries `[B, S]` and `[B, S-1]` have a column for each position and
+are cut with the tokens; what belongs to a sample as a whole has one dimension, or more than two.
 
 The model is called as `model(tokens, position_ids, attention_mask=None, ...)`: the mask is causal,
 which is enough with right padding. Rows may hold several samples one behind the other: then the

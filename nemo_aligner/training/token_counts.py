@@ -34,7 +34,7 @@ _counts = {FORWARD: [0, 0, 0, 0], TRAIN: [0, 0, 0, 0]}
 
 def count_tokens(phase: str, samples: int, real: int, computed: int, flops: int) -> None:
     """Add a pass over so many samples: the tokens up to their lengths, all tokens, and FLOPs for
-    the former (`model_flops.py`).
+    the former (`flops_per_token`).
     """
     for index, number in enumerate((samples, real, computed, flops)):
         _counts[phase][index] += number
