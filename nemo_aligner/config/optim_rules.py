@@ -34,7 +34,6 @@ OPTIMIZERS = {
     "adam": OptimizerKind(decoupled_weight_decay=False),
     "sgd": OptimizerKind(kind="sgd", decoupled_weight_decay=False),
 }
-DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
 # Names of NeMo that are refused: Megatron Core has Adam and SGD only.
 OTHER_OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adamax", "adan"),
