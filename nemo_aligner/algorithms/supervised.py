@@ -160,7 +160,10 @@ class SupervisedTrainer(TrainingLoop):
     def fit(self) -> None:
         """See the base class."""
         self.batches = self.training_batches()
-        super().fit()
+        try:
+            super().fit()
+        finally:
+            del self.batches  # it knows the trainer: in a circle, its workers would live on
 
     def run_step(self) -> dict[str, float]:
         metrics = self.train_single_step(next(self.batches))
@@ -212,11 +215,10 @@ class SupervisedTrainer(TrainingLoop):
     def validate(self) -> dict[str, float]:
         return self.run_validation()
 
-    def finish_saves(self) -> None:
-        """See the base class; after the last step the test data are run through before."""
-        if self.step >= self.max_steps and self.test_dataloader is not None:
+    def after_last_step(self) -> None:
+        """Run through the test data."""
+        if self.test_dataloader is not None:
             self._score("test", self.test_dataloader, limit_batches=None)
-        super().finish_saves()
 
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None

@@ -145,6 +145,8 @@ class TrainingLoop(ABC):
                         is_train_end=is_train_end,
                     )
                     stop = stop or stop_requests.signalled()
+            if stop is None:
+                self.after_last_step()
             self.finish_saves()
         self.logger.finalize()
         if is_complete:
@@ -156,6 +158,9 @@ class TrainingLoop(ABC):
         """What a fresh run does before its first step."""
         if self.run_init_validation and self.limit_val_batches != 0:
             self.validate()
+
+    def after_last_step(self) -> None:  # noqa: B027
+        """What a run does after its last step, and again if it was complete: it may have died."""
 
     @abstractmethod
     def run_step(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 
 import copy
 import itertools
+import multiprocessing
 import re
 from types import SimpleNamespace
 
@@ -383,6 +384,14 @@ def test_resume_equals_the_uninterrupted_run(workers):
         assert resumed.state_dict() == whole.state_dict()
         if workers:
             break
+
+
+def test_workers_end_with_the_training():
+    before = set(multiprocessing.active_children())
+    trainer = make(train=dataloader(22, workers=2))
+    trainer.fit()
+    left = set(multiprocessing.active_children()) - before
+    assert trainer.step == 10 and not left  # at the end of Python they would be waited for
 
 
 @some_of("workers", [0, 2])
