@@ -284,8 +284,8 @@ def test_a_model_that_hangs_behind_a_living_triton(pair, lines):
     "first, words",
     [
         (RAISE, r"failed: ArithmeticError: the toy met .* \(toy_reward_server.py:\d+ in infer\)$"),
-        (NAN, "'rewards' is nan in sample .*weights of the served model"),
-        (WRONG_SHAPE, r"'rewards' has shape \[2, 2\] for 2 sample.*one reward per sample"),
+        (NAN, "'rewards' is nan in sample .*weights of the served one"),
+        (WRONG_SHAPE, r"'rewards' came as .* of shape \[2, 2\] for 2 sample.*is needed"),
     ],
 )
 def test_answers_that_cannot_be_used_are_raised_at_once(pair, first, words, lines):
