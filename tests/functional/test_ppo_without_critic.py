@@ -343,7 +343,7 @@ def test_own_loss_and_advantages(tmp_path, inputs, answers):  # noqa: F811
         if key == "train_optim/grad_norm":
             assert halved != pytest.approx(theirs, rel=1e-2)
     for name, words in {
-        "narrow": "has the shape",
+        "narrow": "returns the shape",
         "other": "It is called as other(logprobs=",
     }.items():
         with grpo(inputs, tmp_path / name, *few, own["loss"] + name) as job:
