@@ -19,7 +19,7 @@ INSTALL_REQUIRES = [
     "triton>=3; python_version >= '3.12' and platform_system == 'Linux'",
     # 0.6 lets a remote client execute code; elsewhere servers need the extra asgi
     "nvidia-pytriton>=0.7.0,<0.8; platform_system == 'Linux'",
-    "numpy>=1.24,<3",  # the tests ran with 1 and 2; pip takes 1, for which PyTriton asks
+    "numpy>=1.24,<3",  # pip takes 1, for which PyTriton asks; our servers run with 2 too
     # the series NeMo 3.0 accepts; imported as lightning.pytorch, never pytorch_lightning
     "lightning>=2.4,<2.5",
     "hydra-core>=1.3.2,<1.4",  # hydra_runner and the YAML files

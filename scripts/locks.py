@@ -12,9 +12,6 @@ ask for it); no other interpreter needs to be there.
 PyTorch is in none, nor are the CUDA libraries that it brings: which build of it a machine gets is
 the machine's choice (`TORCH` in the Makefile). Nor is the extra `gpu`, which is compiled against
 that build.
-
-PyTriton asks for numpy 1. That of Python 3.12 is locked to numpy 2 all the same, so that the tests
-run with both: tensors do not pass through Triton's Python backend, which numpy 2 is wrong in.
 """
 
 import argparse
@@ -28,7 +25,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 PYTHONS = ("3.10", "3.11", "3.12")
-OVERRIDES = {"3.12": "numpy>=2,<3"}
 DEV_EXTRAS = ("test", "dev", "docs")
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)", re.MULTILINE)
 HEADER = "# Written by `make lock`. PyTorch and the CUDA libraries that it brings are left out.\n"
@@ -62,10 +58,6 @@ def compile_lock(python: str, dev: bool, upgrade: bool) -> str:
     if upgrade:
         command += ["--upgrade"]
     with tempfile.TemporaryDirectory() as folder:
-        if python in OVERRIDES:
-            overrides = Path(folder) / "overrides.txt"
-            overrides.write_text(OVERRIDES[python])
-            command += ["--override", str(overrides)]
         new = Path(folder) / "new.lock"  # begins as the old one, whose versions are kept
         if lock_file(python, dev).exists():
             shutil.copy(lock_file(python, dev), new)
