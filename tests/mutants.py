@@ -1418,7 +1418,7 @@ MUTANTS = [
     Mutant(
         "an error of the disk in the background is not noticed",
         "checkpoint/dist_ckpt.py",
-        "            if isinstance(self._error, OSError):\n",
+        "            if self._error is not None:\n",
         "            if self._error is None:\n",
         _unit("test_full_disk.py", "test_a_full_disk_is_named_and_spoils_nothing"),
     ),

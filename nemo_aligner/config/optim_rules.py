@@ -34,6 +34,8 @@ OPTIMIZERS = {
     "adam": OptimizerKind(decoupled_weight_decay=False),
     "sgd": OptimizerKind(kind="sgd", decoupled_weight_decay=False),
 }
+# For scripts: the package itself reads the table.
+DISTRIBUTED_OPTIMIZERS = tuple(name for name, kind in OPTIMIZERS.items() if kind.distributed)
 # Names of NeMo that are refused: Megatron Core has Adam and SGD only.
 OTHER_OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adamax", "adan"),
