@@ -56,7 +56,11 @@ def two_servers():
 @pytest.fixture
 def pair(two_servers):
     """Two servers of the same model, both running; a test may end or damage them."""
-    restarted = [server for server in two_servers if server.rows() and not server.is_ready()]
+    restarted = [
+        server
+        for server in two_servers
+        if (server.rows() or server.process.poll() is not None) and not server.is_ready()
+    ]
     for server in restarted:
         server.kill()
         server.start()
