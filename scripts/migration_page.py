@@ -25,7 +25,7 @@ from nemo_aligner.config.optim_rules import (
     SCHEDULES,
 )
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
-from nemo_aligner.core.retired import CHANGED_CALLS, NOT_HERE, RETIRED
+from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import RETIRED_HOOKS
 from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES
 from nemo_aligner.servers import schema
@@ -93,6 +93,47 @@ FREE_DATA_SCRIPTS = (
     "nlp/data/steerlm/common.py",
 )
 BOUND_DATA_SCRIPTS = ("nlp/cai/cai_utils.py", "nlp/data/sft/remove_long_dialogues.py")
+_OWN_VALUE = "an inner constant of a server; the address and port are keys of the configuration"
+# Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
+NOT_HERE: dict[str, str] = {
+    "nemo_aligner.data.mm": "data sets of images",
+    "nemo_aligner.models.mm": "models of images",
+    "nemo_aligner.data.nlp.scripts": "a script that changes special tokens of SteerLM's data",
+    "nemo_aligner.data.nlp.tests": "tests",
+    "nemo_aligner.utils.tests": "tests",
+    "nemo_aligner.testing": "helpers of tests",
+    "nemo_aligner.package_info": "the version; use nemo_aligner.__version__",
+    "nemo_aligner.algorithms.critic_server_trainer:ENDPOINT_BIND_ADDRESS": _OWN_VALUE,
+    "nemo_aligner.algorithms.critic_server_trainer:MAX_BATCH": _OWN_VALUE,
+    "nemo_aligner.algorithms.reward_server:ENDPOINT_BIND_ADDRESS": _OWN_VALUE,
+    "nemo_aligner.algorithms.reward_server:MAX_BATCH": _OWN_VALUE,
+    "nemo_aligner.algorithms.supervised:IMAGE_CAPTION_KEY": "a metric of image models",
+    "nemo_aligner.utils.trt_llm:HAVE_TRTLLM": "whether TensorRT-LLM is there; it is not used",
+}
+_INTERFACE = "nemo_aligner.models.alignable_interface"
+_CLIENTS = "nemo_aligner.models.nlp.gpt.reward_critic_clients"
+_DATASETS = "nemo_aligner.data.nlp.datasets"
+_ENCODE = "`dataset.encode(text)` returns the token ids alone, not with their number"
+# Calls (`module:name`) that need another form here.
+CHANGED_CALLS: dict[str, str] = {
+    f"{_DATASETS}:DPOModelDataset.__init__": (
+        "there is no argument `pad_chosen_rejected_to_max`; items are padded to `seq_length`"
+    ),
+    f"{_DATASETS}:DPOModelDataset.convert": (
+        "conversations get the form that `model.data.chat` or `model.data.chat_template` asks for"
+    ),
+    f"{_DATASETS}:DPOModelDataset.encode": _ENCODE,
+    f"{_DATASETS}:KTOModelDataset.encode": _ENCODE,
+    f"{_DATASETS}:RLHFDataset.encode": _ENCODE,
+    f"{_DATASETS}:RewardModelDataset.encode": _ENCODE,
+    f"{_INTERFACE}:AlignableGenerativeInterface.get_init_policy_logprobs": (
+        "it belongs to `PolicyWithReference`, the interface of a policy for PPO"
+    ),
+    f"{_CLIENTS}:RemoteGPTRMCriticClient.train": (
+        "the argument is called `rollout_batch`; by position nothing changes"
+    ),
+    f"{_CLIENTS}:SaveFuture.__init__": "`RemoteGPTRMCriticClient.save` makes it; do not build one",
+}
 INTRODUCTION = """# From NeMo-Aligner
 
 <!-- Written by scripts/migration_page.py from the lists that the code uses; do not edit. -->

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Names of NeMo-Aligner that have lost their meaning: what they were, and what takes their place.
-Calls that need another form here.
 
 The names can still be imported, with a warning, because a script may import what it never uses.
 Using one is an error that says what to do.
@@ -57,25 +56,6 @@ RETIRED: dict[str, dict[str, str]] = {
     },
 }
 
-_OWN_VALUE = "an inner constant of a server; the address and port are keys of the configuration"
-_GPT = "nemo_aligner.models.nlp.gpt"
-# Modules of NeMo-Aligner that cannot be imported, and constants (`module:NAME`): what they were.
-NOT_HERE: dict[str, str] = {
-    "nemo_aligner.data.mm": "data sets of images",
-    "nemo_aligner.models.mm": "models of images",
-    "nemo_aligner.data.nlp.scripts": "a script that changes special tokens of SteerLM's data",
-    "nemo_aligner.data.nlp.tests": "tests",
-    "nemo_aligner.utils.tests": "tests",
-    "nemo_aligner.testing": "helpers of tests",
-    "nemo_aligner.package_info": "the version; use nemo_aligner.__version__",
-    "nemo_aligner.algorithms.critic_server_trainer:ENDPOINT_BIND_ADDRESS": _OWN_VALUE,
-    "nemo_aligner.algorithms.critic_server_trainer:MAX_BATCH": _OWN_VALUE,
-    "nemo_aligner.algorithms.reward_server:ENDPOINT_BIND_ADDRESS": _OWN_VALUE,
-    "nemo_aligner.algorithms.reward_server:MAX_BATCH": _OWN_VALUE,
-    "nemo_aligner.algorithms.supervised:IMAGE_CAPTION_KEY": "a metric of image models",
-    "nemo_aligner.utils.trt_llm:HAVE_TRTLLM": "whether TensorRT-LLM is there; it is not used",
-}
-
 
 class RetiredName:
     """What a retired name is bound to: making an object of it, or calling it, is an error."""
@@ -97,31 +77,3 @@ def retired_names(module: str, stacklevel: int = 2) -> Callable[[str], Any]:
         return type(name, (RetiredName,), {"instead": instead, "__module__": module})
 
     return __getattr__
-
-
-# ------------------------------------------------------------------- calls that need another form
-
-_INTERFACE = "nemo_aligner.models.alignable_interface"
-_CLIENTS = "nemo_aligner.models.nlp.gpt.reward_critic_clients"
-_DATASETS = "nemo_aligner.data.nlp.datasets"
-_ENCODE = "`dataset.encode(text)` returns the token ids alone, not with their number"
-
-CHANGED_CALLS: dict[str, str] = {
-    f"{_DATASETS}:DPOModelDataset.__init__": (
-        "there is no argument `pad_chosen_rejected_to_max`; items are padded to `seq_length`"
-    ),
-    f"{_DATASETS}:DPOModelDataset.convert": (
-        "conversations get the form that `model.data.chat` or `model.data.chat_template` asks for"
-    ),
-    f"{_DATASETS}:DPOModelDataset.encode": _ENCODE,
-    f"{_DATASETS}:KTOModelDataset.encode": _ENCODE,
-    f"{_DATASETS}:RLHFDataset.encode": _ENCODE,
-    f"{_DATASETS}:RewardModelDataset.encode": _ENCODE,
-    f"{_INTERFACE}:AlignableGenerativeInterface.get_init_policy_logprobs": (
-        "it belongs to `PolicyWithReference`, the interface of a policy for PPO"
-    ),
-    f"{_CLIENTS}:RemoteGPTRMCriticClient.train": (
-        "the argument is called `rollout_batch`; by position nothing changes"
-    ),
-    f"{_CLIENTS}:SaveFuture.__init__": "`RemoteGPTRMCriticClient.save` makes it; do not build one",
-}

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from nemo_aligner import compat
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.core.retired import NOT_HERE, RETIRED
+from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.alignable_interface import (
     AlignableGenerativeInterface,
     PolicyWithReference,
@@ -183,7 +183,7 @@ def test_a_script_without_the_decorator_ends_with_a_traceback(tmp_path):
 # --- names
 
 
-@pytest.mark.parametrize("name", NOT_HERE)
+@pytest.mark.parametrize("name", PAGE.NOT_HERE)
 def test_what_is_not_here_cannot_be_imported(name):
     module, _, constant = name.partition(":")
     if constant:

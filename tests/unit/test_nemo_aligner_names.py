@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.retired import CHANGED_CALLS, RETIRED
+from nemo_aligner.core.retired import RETIRED
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import RETIRED_HOOKS
 from tests.cases import in_one_test
+from tests.unit.test_migration_page import generator
 
+CHANGED_CALLS = generator().CHANGED_CALLS
 FACTS = [
     line.partition(" ")[::2]
     for line in (Path(__file__).parent / "nemo_aligner_names.txt").read_text().splitlines()
