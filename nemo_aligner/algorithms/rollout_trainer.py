@@ -500,41 +500,24 @@ class RolloutTrainer(TrainingLoop):
             RuntimeError: a rank read another state than the first.
             UserError: the state is of a job with another `num_rollout_samples`.
         """
-        check_all_ranks_agree({k: state_dict[k] for k in self.state_dict() if k in state_dict})
-        check_rollout_size(state_dict, self.SECTION, self.num_rollout_samples)
+        states = gathered({k: state_dict[k] for k in self.state_dict() if k in state_dict})
+        for rank, other in enumerate(states):
+            if other != states[0]:
+                raise RuntimeError(
+                    f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
+                    "checkpoint."
+                )
+        before = state_dict.get("num_rollout_samples", self.num_rollout_samples)
+        if before != self.num_rollout_samples:
+            key = f"model.{self.SECTION}.num_rollout_samples"
+            raise UserError(
+                f"{key}={self.num_rollout_samples}, but the checkpoint to resume is of a job with "
+                f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
+                f"{before} prompts. Set {key}={before}, or start again from the checkpoint's "
+                ".nemo file (pretrained_checkpoint.restore_from_path) in another "
+                "exp_manager.explicit_log_dir."
+            )
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.optimization_step = int(state_dict[f"{self.SECTION}_optimization_step"])
         self.set_max_steps()
-
-
-# --------------------------------------------------------------- checks of a state to resume from
-
-
-def check_rollout_size(state: dict[str, Any], section: str, num_rollout_samples: int) -> None:
-    """Refuse the state of a job with rollouts of another size: its steps count something else.
-
-    Raises:
-        UserError: with the remedy.
-    """
-    before = state.get("num_rollout_samples", num_rollout_samples)
-    if before != num_rollout_samples:
-        key = f"model.{section}.num_rollout_samples"
-        raise UserError(
-            f"{key}={num_rollout_samples}, but the checkpoint to resume is of a job with "
-            f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
-            f"{before} prompts. Set {key}={before}, or start again from the checkpoint's .nemo "
-            "file (pretrained_checkpoint.restore_from_path) in another "
-            "exp_manager.explicit_log_dir."
-        )
-
-
-def check_all_ranks_agree(state: dict[str, Any]) -> None:
-    """Raise `RuntimeError` unless all ranks, which all call it, have read the same state."""
-    states = gathered(state)
-    for rank, other in enumerate(states):
-        if other != states[0]:
-            raise RuntimeError(
-                f"rank {rank} resumes from {other}, but rank 0 from {states[0]}: give all one "
-                "checkpoint."
-            )
