@@ -76,10 +76,7 @@ def build_dataloaders(
     )
     sets = {name: prepare(dataset, name) for name, dataset in sets.items() if dataset is not None}
 
-    def loader(dataset: Any, random: bool, drop_last: bool) -> DataLoader[Any]:
-        size, collate_fn = cfg.model.global_batch_size, getattr(dataset, "collate_fn", None)
-        return _loader(cfg, dataset, size, drop_last, random, collate_fn, samples_per_item)
-
+    loader = partial(_loader, cfg, samples_per_item=samples_per_item)
     drop_last = cfg.model.data.validation_drop_last
     return Loaders(
         train=loader(train, train_random, drop_last=True),
@@ -93,22 +90,23 @@ def build_dataloaders(
 def _loader(
     cfg: DictConfig,
     dataset: Any,
-    gbs: int,
-    drop_last: bool,
     random: bool,
-    collate_fn: Callable[..., Any] | None,
+    drop_last: bool,
+    gbs: int | None = None,
+    collate_fn: Callable[..., Any] | None = None,
     samples_per_item: int = 1,
 ) -> DataLoader[Any]:
+    """`gbs` None: `model.global_batch_size`; `collate_fn` None: that of `dataset`, if any."""
     return build_dataloader(
         cfg,
         dataset,
         consumed_samples=0,  # the trainer says where to go on
         mbs=cfg.model.micro_batch_size // samples_per_item,
-        gbs=gbs // samples_per_item,
+        gbs=(gbs or cfg.model.global_batch_size) // samples_per_item,
         drop_last=drop_last,
         pad_samples_to_global_batch_size=not drop_last,
         use_random_sampler=random,
-        collate_fn=collate_fn,
+        collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
     )
 
 
@@ -176,18 +174,13 @@ def build_sft_loaders(
         collate_fn: of the training data, in place of its own.
     """
     train, validation = cfg.model.data.train_ds, cfg.model.data.validation_ds
-
-    def loader(section: DictConfig, gbs: int, drop_last: bool, own: Any = None) -> DataLoader[Any]:
-        dataset = build(section, tokenizer)
-        return _loader(cfg, dataset, gbs, drop_last, section.shuffle, own or dataset.collate_fn)
-
-    return Loaders(
-        loader(train, cfg.model.global_batch_size, drop_last=True, own=collate_fn),
-        {"validation": loader(validation, validation.global_batch_size, validation.drop_last)}
-        if validation.file_path
-        else {},
-        test=None,
-    )
+    dataset = build(train, tokenizer)
+    train_loader = _loader(cfg, dataset, train.shuffle, drop_last=True, collate_fn=collate_fn)
+    sets = {}
+    if validation.file_path:
+        dataset, gbs = build(validation, tokenizer), validation.global_batch_size
+        sets["validation"] = _loader(cfg, dataset, validation.shuffle, validation.drop_last, gbs)
+    return Loaders(train_loader, sets, test=None)
 
 
 def train_supervised(
