@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.builders import (
     Datasets,
@@ -116,20 +115,21 @@ def train_on_preferences(
     """The whole job of DPO or KTO."""
     job, model = start_with_model(cfg, model_class)
     # Before a checkpoint is resumed: the reference stays the model that the job started from.
-    loaders = build_preference_dataloaders(cfg, f"gpt_{job.section}", model)
+    loaders = build_preference_dataloaders(cfg, job.section, model)
     train_supervised(cfg, job, model, loaders, trainer_class)
 
 
-def build_preference_dataloaders(cfg: DictConfig, config_name: str, model: Any) -> Loaders:
+def build_preference_dataloaders(cfg: DictConfig, kind: str, model: Any) -> Loaders:
     """`build_dataloaders` for a job that learns from preferences, whose reference policy is
     `model` with its present weights. With `ref_log_probs_dir` the batches have the log-probs of
     the reference policy; without, `model` keeps a copy of its weights. All ranks call it, before a
     checkpoint is resumed.
 
     Args:
+        kind: "dpo" or "kto".
         model: a `ReferencePolicyMixin` with `REFERENCE_COLUMNS`.
     """
-    kind, build = JOBS[config_name].algo, datasets_of_job(config_name, cfg.model)
+    build = datasets_of_job(f"gpt_{kind}", cfg.model)
     root = cfg.model[kind].ref_log_probs_dir
     if root is None:
         model.set_reference_policy()

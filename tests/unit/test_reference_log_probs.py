@@ -329,12 +329,12 @@ def test_no_copy_is_kept_and_the_loss_is_that_of_log_probs_of_the_batch(
         }
     )
     cfg.model[kind].ref_log_probs_dir = str(tmp_path / "kept")
-    kept = build_preference_dataloaders(cfg, f"gpt_{kind}", model)
+    kept = build_preference_dataloaders(cfg, kind, model)
     assert model.init_policy_state_dict is None and model._swap_buffer is None
     assert len(list((tmp_path / "kept").iterdir())) == 2  # of training and validation data
 
     cfg.model[kind].ref_log_probs_dir = None
-    fresh = build_preference_dataloaders(cfg, f"gpt_{kind}", model)
+    fresh = build_preference_dataloaders(cfg, kind, model)
     assert (model.init_policy_state_dict is None) == (peft == "lora")
     with torch.no_grad():
         for chunk in model.model:
