@@ -110,8 +110,9 @@ def check_optim(optim: Mapping[str, Any]) -> None:
                 f"{key}={name!r} is not supported{reason}; use one of {', '.join(names)}."
             )
     v.number("model.optim.momentum", 0, 1)
-    if name is not None:  # of the schedule
-        _check_schedule(v, SCHEDULES[name])
+    schedule = v.get("model.optim.sched.name")
+    if schedule is not None:
+        _check_schedule(v, SCHEDULES[schedule])
 
 
 def unread_keys(sched: Mapping[str, Any]) -> list[str]:
