@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.types import DirectPairBatch, SelfPlayBatch, SFTBatch
-from nemo_aligner.models.nlp.gpt.log_probs import MovingReferenceMixin
+from nemo_aligner.models.nlp.gpt.log_probs import REFERENCE_PREFIX, MovingReferenceMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import DirectPreferenceMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel.collectives import sum_over_dp
@@ -116,9 +116,8 @@ def _preference_pairs(batch: Mapping[str, Tensor]) -> DirectPairBatch:
         pairs[name] = batch[own]
         for suffix in ("length", "mask"):
             pairs[f"{name}_{suffix}"] = batch[f"{own}_{suffix}"]
-        reference = "ref_policy_log_probs_"
-        if reference + own in batch:
-            pairs[reference + name] = batch[reference + own]
+        if REFERENCE_PREFIX + own in batch:
+            pairs[REFERENCE_PREFIX + name] = batch[REFERENCE_PREFIX + own]
     return pairs
 
 
