@@ -18,7 +18,7 @@ from nemo_aligner.config.keys.common import (
     wandb,
 )
 from nemo_aligner.config.keys.data import Lines
-from nemo_aligner.config.keys.model import Peft, RewardHead, TrainedModel
+from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE, Peft, RewardHead, TrainedModel
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 
@@ -121,7 +121,7 @@ JOB = Job(
         "model.use_avg_pool": False,
         "model.force_head_dtype": "bfloat16",
         "model.regression.num_attributes": 1,
-        "model.regression.loss_mask_val": -100,
+        "model.regression.loss_mask_val": DEFAULT_MASK_VALUE,
         "model.regression.loss_func": "regression",
         "model.regression.load_rm_head_weights": False,
         **below("model.reward_standardization", dict.fromkeys(("enable", "mean", "std"), ABSENT)),

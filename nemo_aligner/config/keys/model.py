@@ -400,6 +400,9 @@ class TrainedModel(Model):
     optim: Optim = section()
 
 
+DEFAULT_MASK_VALUE = -100  # the number that means "no label"
+
+
 @dataclass
 class Regression:
     """The numbers that a regression model gives.
@@ -418,7 +421,7 @@ class Regression:
     num_attributes: Any = key(None, of_checkpoint=True, fallback=1)
     merge_attributes: bool = key(False, fallback=False)
     attribute_weights: Any = key(None, of_checkpoint=True, fallback=None)
-    loss_mask_val: Any = key(ABSENT, fallback=-100)
+    loss_mask_val: Any = key(ABSENT, fallback=DEFAULT_MASK_VALUE)
     loss_func: str | None = key(ABSENT, fallback="regression")
     load_rm_head_weights: bool = key(ABSENT, fallback=False)
 

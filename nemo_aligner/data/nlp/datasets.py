@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from nemo_aligner.config.data_rules import check_labels_can_be_read, check_prompts_can_be_read
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -47,7 +48,6 @@ from nemo_aligner.data.nlp.records import first_record
 from nemo_aligner.data.nlp.sft import SFTChatDataset as SFTChatDataset
 from nemo_aligner.data.nlp.sft import SFTDataset as SFTDataset
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.data.nlp.steerlm import DEFAULT_MASK_VALUE
 from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset as SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import (
     KnowledgeDistillationDataset as KnowledgeDistillationDataset,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
 from nemo_aligner.core.tokenizer import Tokenizer
@@ -43,8 +44,6 @@ from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
-# Default of `model.regression.loss_mask_val`: the number that means "no label".
-DEFAULT_MASK_VALUE = -100.0
 # As NeMo-Aligner orders the numbers of a label. Values are whole numbers from 0 to 4.
 OPEN_ASSISTANT_ATTRIBUTES = ("quality", "toxicity", "humor", "creativity")
 HELPSTEER_ATTRIBUTES = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -145,7 +144,7 @@ def regression_records(
         label = record["conversations"][number].get("label")
         if label:
             values = parse_label(label, attributes)
-            numbers = [values.get(name, DEFAULT_MASK_VALUE) for name in attributes]
+            numbers = [values.get(name, float(DEFAULT_MASK_VALUE)) for name in attributes]
             found.append({"text": text, "label": numbers})
     return found
 
