@@ -51,7 +51,9 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
         self, batch: SFTBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """`compute_sft_loss`."""
-        return self.compute_sft_loss(batch, forward_only)
+        return self.compute_sft_loss(
+            batch, forward_only, self.loss_reduction, self.cfg.micro_batch_size
+        )
 
     def set_inference_params(
         self,

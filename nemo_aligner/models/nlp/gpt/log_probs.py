@@ -120,9 +120,8 @@ class LogProbsMixin(NLPAdapterModelMixin):
         self,
         batch: SFTBatch,
         forward_only: bool,
-        *,
-        loss_reduction: str | None = None,
-        micro_batch_size: int | None = None,
+        loss_reduction: str,
+        micro_batch_size: int,
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of the labels of a global batch, and its gradient unless
         `forward_only`; all ranks call it with their share.
@@ -131,8 +130,6 @@ class LogProbsMixin(NLPAdapterModelMixin):
             The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
             how many of what `loss_reduction` averages over.
         """
-        micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
-        loss_reduction = loss_reduction or self.loss_reduction
         mask = batch["loss_mask"].to(get_device())
         columns = {"tokens": batch["tokens"], "labels": batch["labels"]}
         if "packed_position_ids" in batch:

@@ -102,10 +102,7 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         fine-tuning: what validation measures, since it needs no generation. All ranks call it.
         """
         return self.compute_sft_loss(
-            batch,
-            forward_only,
-            loss_reduction="token",
-            micro_batch_size=self.validation_micro_batch_size,
+            batch, forward_only, "token", self.validation_micro_batch_size
         )
 
 
