@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class Part:
         return "the reward is read at the token" if self.scored else "trained on"
 
 
-class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
+class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     """A dataset over files that serves some of their documents.
 
     The arguments of most: `paths`, the files; `tokenizer`, NeMo's; `seq_length`, S; `data_cfg`,
@@ -161,9 +162,9 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Indices whose own documents are served, not others in their place."""
         return np.arange(len(self))
 
+    @abstractmethod
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
         """What the model sees of an item; `padding`: `model.pad_token_id`."""
-        raise NotImplementedError
 
     def note(self, item: dict[str, Any]) -> str:
         """More to know of an item, such as its label."""
@@ -285,13 +286,13 @@ class EncodedDataset(FileDataset):
         )
         self._choose_documents()
 
+    @abstractmethod
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is kept of a record; see `Records`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _choose_documents(self) -> None:
         """Set `documents`, and check what no record says alone."""
-        raise NotImplementedError
 
 
 def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
