@@ -160,10 +160,6 @@ def _loading_with_own_steps(load_state_dict: Callable[..., None]) -> Callable[..
     return load
 
 
-def native_adam_is_used() -> bool:
-    return megatron.core.optimizer.Adam is torch.optim.AdamW
-
-
 _ADAPT = "megatron_adaptation.adapt_megatron_core"
 
 # The constants of these functions say "cuda" or name CUDA's types of tensors; they are rewritten
@@ -485,7 +481,8 @@ def adapt_megatron_core() -> None:
     for touched in TOUCHED:
         if importlib.util.find_spec(touched.module.split(".")[0]) is not None:
             resolve(touched.module, touched.name)
-    replaced = REPLACED_FOR_NATIVE_ADAM if native_adam_is_used() else []
+    native_adam_is_used = megatron.core.optimizer.Adam is torch.optim.AdamW
+    replaced = REPLACED_FOR_NATIVE_ADAM if native_adam_is_used else []
     if not torch.cuda.is_available():
         replaced = [*replaced, *REPLACED]
         for touched in REMAPPED_CONSTANTS:

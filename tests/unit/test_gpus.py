@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import megatron.core.optimizer
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -14,7 +13,6 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.generate.settings import compose_settings
 from nemo_aligner.launch import processes
-from nemo_aligner.parallel import megatron_adaptation
 
 FINDS = """
 import importlib.util
@@ -94,12 +92,6 @@ def test_code_of_the_user_keeps_the_gpus(tmp_path):
     )
     code += "; print(users_environment()['CUDA_VISIBLE_DEVICES'])"
     assert run(tmp_path, code, "0,1").splitlines()[0] == "0,1"
-
-
-def test_the_adam_of_pytorch_is_known(monkeypatch):
-    assert megatron_adaptation.native_adam_is_used()
-    monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.SGD)
-    assert not megatron_adaptation.native_adam_is_used()
 
 
 def test_the_tests_see_no_gpu():

@@ -123,6 +123,16 @@ assert changed is not torch.cuda.is_available()
 
 
 @pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it has an Adam of its own"
+)
+def test_checkpoints_of_the_adam_of_pytorch_are_loaded_our_way():
+    megatron_adaptation.adapt_megatron_core()
+    for touched in megatron_adaptation.REPLACED_FOR_NATIVE_ADAM:
+        _owner, _name, function = megatron_adaptation.resolve(touched.module, touched.name)
+        assert function.__code__.co_filename == megatron_adaptation.__file__
+
+
+@pytest.mark.skipif(
     torch.cuda.is_available(), reason="looks at the adaptation of a machine without CUDA"
 )
 def test_remapped_functions_name_no_cuda_device():
