@@ -1810,7 +1810,7 @@ MUTANTS = [
     Mutant(
         "a server lets every path through",
         "servers/admission.py",
-        "if endpoint not in self._largest_body and not general:",
+        "if name not in self.endpoints and not general:",
         "if False:",
         _unit("test_front.py", "test_what_must_not_enter_is_refused"),
     ),

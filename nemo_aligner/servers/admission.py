@@ -119,11 +119,7 @@ class Admission:
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
         self.endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
         self.replies = DirectReplies(endpoints)
-        self._largest_body = {
-            name: SMALL_BODY if endpoint.has_fixed_size else access.largest_body
-            for name, endpoint in self.endpoints.items()
-        }
-        self._exclusive = {name for name, each in self.endpoints.items() if each.is_exclusive}
+        self._largest_body = access.largest_body
         self.leases = LeaseBook(access.lease_required)
         self.instance = uuid.uuid4().hex
         self._credentials = token_header(access.token).get("Authorization")
@@ -142,7 +138,7 @@ class Admission:
         if method not in METHODS:
             raise RefusedError(501, f"Unsupported method ({method[:40]!r})")
         length = _body_length(header)
-        if path == LEASE_PATH and self._exclusive:
+        if path == LEASE_PATH and any(each.is_exclusive for each in self.endpoints.values()):
             self._change_lease(method, length, header(LEASE_HEADER))
             return None
         return self._check(method, path, length, header)
@@ -164,29 +160,30 @@ class Admission:
 
     def _check(self, method: str, path: str, length: int, header: GetHeader) -> Admitted:
         model, general = _MODEL.fullmatch(path), _GENERAL.fullmatch(path)
-        endpoint, what = model.groups() if model else (None, general and general[1])
-        if endpoint not in self._largest_body and not general:
-            served = ", ".join(self._largest_body)
+        name, what = model.groups() if model else (None, general and general[1])
+        if name not in self.endpoints and not general:
+            served = ", ".join(self.endpoints)
             raise RefusedError(
                 404, f"Request for unknown model: nothing at {path[:200]!r}; it serves {served}"
             )
         if method == "GET" and what != "infer":
             if length:
                 raise RefusedError(400, "a GET has no body")
-            return Admitted(endpoint, what)
-        if method != "POST" or what != "infer" or endpoint is None:
+            return Admitted(name, what)
+        if method != "POST" or what != "infer" or name is None:
             raise RefusedError(405, f"{path[:200]!r} does not take {method}")
-        largest = self._largest_body[endpoint]
+        endpoint = self.endpoints[name]
+        largest = SMALL_BODY if endpoint.has_fixed_size else self._largest_body
         if length > largest:
             raise RefusedError(
                 413,
-                f"a request to {endpoint} has {length} bytes, but this server takes at most "
+                f"a request to {name} has {length} bytes, but this server takes at most "
                 f"{largest}. Send fewer samples at once, or raise max_request_mb of the server.",
             )
-        problem = self.leases.refusal(endpoint, header(LEASE_HEADER))
-        if endpoint in self._exclusive and problem:
+        problem = self.leases.refusal(name, header(LEASE_HEADER))
+        if endpoint.is_exclusive and problem:
             raise RefusedError(403, problem)
-        return Admitted(endpoint, what, length, _head_size(header, length))
+        return Admitted(name, what, length, _head_size(header, length))
 
 
 def _body_length(header: GetHeader) -> int:
@@ -330,8 +327,7 @@ class DirectReplies:
     """The endpoints of a server, each with its function, and the threads that work on requests."""
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]]):
-        self._endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
-        self._handlers = {endpoint.name: function for endpoint, function in endpoints}
+        self._served = {endpoint.name: (endpoint, function) for endpoint, function in endpoints}
         self._lines = {
             (endpoint.name, large): concurrent.futures.ThreadPoolExecutor(
                 1, thread_name_prefix=f"{endpoint.name}{'-large' if large else ''}"
@@ -347,7 +343,7 @@ class DirectReplies:
         """Have a request, whose body has `length` bytes, worked on in its line, unless the server
         is ending.
         """
-        large = self._endpoints[name].batching and is_large(head, length)
+        large = (name, True) in self._lines and is_large(head, length)
         try:
             return self._lines[name, large].submit(self._reply, name, head, tensors)
         except RuntimeError:  # after `close`
@@ -362,10 +358,10 @@ class DirectReplies:
 
     def _reply(self, name: str, head: dict[str, Any], tensors: Buffer) -> Reply:
         """Thread of a line: work on one request."""
-        endpoint = self._endpoints[name]
+        endpoint, handler = self._served[name]
         try:
             wanted = wanted_outputs(endpoint, head)
-            arrays = self._handlers[name](**decode_request(endpoint, head, tensors))
+            arrays = handler(**decode_request(endpoint, head, tensors))
             size, body = encode_reply(endpoint, arrays, head, wanted)
         except Exception as error:
             return error_reply(*failure_of(name, error))
