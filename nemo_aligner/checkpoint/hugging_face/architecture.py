@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nemo_aligner.checkpoint.stored_weights import LAYERS, is_stacked, unnumbered
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
@@ -347,7 +348,6 @@ def _plain(value: Any) -> Any:
 
 
 PREFIX = "model."  # of all names in a sharded state dict
-LAYERS = "decoder.layers."
 HEAD = "rm_head."
 KINDS = ("weight", "bias")
 
@@ -383,28 +383,20 @@ class Layout:
         for name, rule in self.outside.items():
             yield PREFIX + name, rule, False
         for name, rule in self.names.layer.items():
-            yield PREFIX + LAYERS + name, rule, True
+            yield LAYERS + name, rule, True
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
         """The place of the tensor `key`, a global name, of layers with or without their number;
         None: it has none. `index`: number of the layer (if it is not in the name) and of the
         expert.
         """
-        name = key.removeprefix(PREFIX)
-        layer = None
-        table: Mapping[str, Rule] = self.outside
-        if name.startswith(LAYERS):
-            table = self.names.layer
-            name = name.removeprefix(LAYERS)
-            number, _, rest = name.partition(".")
-            if number.isdigit():
-                layer, name = int(number), rest
-            elif index:
-                layer, index = index[0], index[1:]
-        for kind in KINDS:
-            stem = name.removesuffix(kind)
-            if stem != name and stem in table:
-                return Place(table[stem], kind, layer, index[0] if index else None)
+        name, layer = unnumbered(key)
+        if index and is_stacked(key):
+            layer, index = index[0], index[1:]
+        for stem, rule, _in_layer in self.rules():
+            kind = name.removeprefix(stem)
+            if name.startswith(stem) and kind in KINDS:
+                return Place(rule, kind, layer, index[0] if index else None)
         return None
 
     def name(self, template: str, place: Place) -> str:

@@ -32,7 +32,6 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     HEAD,
     KINDS,
-    LAYERS,
     PER_TOKEN,
     PREFIX,
     Architecture,
@@ -52,7 +51,7 @@ from nemo_aligner.checkpoint.hugging_face.writing import (
     role_of,
     write_json,
 )
-from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, whole_tensor
+from nemo_aligner.checkpoint.stored_weights import LAYERS, Slice, TensorSource, whole_tensor
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
@@ -84,7 +83,7 @@ class Weight:
         layers go by their numbers from 0 too.
         """
         number = f"{layer - 1}." * numbered
-        stem = f"{PREFIX}{LAYERS}{number}{TARGETS[self.target]}.lora.{layer}."
+        stem = f"{LAYERS}{number}{TARGETS[self.target]}.lora.{layer}."
         return [stem + "a", stem + "b"]
 
 
