@@ -112,7 +112,7 @@ class _Begun:
     state: dict[str, Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CheckpointCallback:
     """Saves and loads the training state of one job.
 
