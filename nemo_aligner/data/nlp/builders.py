@@ -240,7 +240,11 @@ def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datase
         cls = ResponseDataset if on_policy else KnowledgeDistillationDataset
         return partial(build_train_valid_test_datasets, cls, n_chunks=model.data.n_chunks)
     if records != "scored":
-        kinds = {"prompt": RLHFDataset, "pair": DPOModelDataset, "labelled": KTOModelDataset}
+        kinds: dict[str, type[FileDataset]] = {
+            "prompt": RLHFDataset,
+            "pair": DPOModelDataset,
+            "labelled": KTOModelDataset,
+        }
         cls = kinds[records]
     elif learns_labelled_pairs(model):
         cls = LabelledPairDataset
