@@ -21,8 +21,11 @@ from nemo_aligner.training.schedule import compute_max_steps
 from nemo_aligner.training.stop_requests import stop_requests
 from tests import ppo_fakes
 from tests.ppo_fakes import NUM_PROMPTS, fit_until_stopped, make_trainer
+from tests.rs_fakes import make_rs_trainer
 
 NAN = float("nan")
+
+both = pytest.mark.parametrize("make, name", [(make_trainer, "ppo"), (make_rs_trainer, "rs")])
 
 
 def test_stand_ins_for_unusable_prompts_are_left_out_of_the_means():
@@ -220,44 +223,45 @@ def test_resume_continues_exactly(tmp_path):
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_counters_beyond_float32_survive():
-    trainer = make_trainer()
-    trainer.load_state_dict(
-        {"step": 1, "consumed_samples": 2**40 + 1, "ppo_optimization_step": 2**24 + 1}
-    )
+@both
+def test_counters_beyond_float32_survive(make, name):
+    trainer, updates = make(), f"{name}_optimization_step"
+    trainer.load_state_dict({"step": 1, "consumed_samples": 2**40 + 1, updates: 2**24 + 1})
     assert trainer.state_dict()["consumed_samples"] == 2**40 + 1
-    assert trainer.state_dict()["ppo_optimization_step"] == 2**24 + 1
+    assert trainer.state_dict()[updates] == 2**24 + 1
 
 
-def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch):
-    lines = []
+@both
+def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch, make, name):
+    lines, updates = [], f"{name}_optimization_step"
     monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
-    trainer = make_trainer()
-    trainer.load_state_dict({"step": 3, "consumed_samples": 24, "ppo_optimization_step": 6})
+    trainer = make()
+    trainer.load_state_dict({"step": 3, "consumed_samples": 24, updates: 6})
     monkeypatch.setattr(stop_requests, "has_trained", False)
     trainer.fit()
     assert not stop_requests.has_trained  # so that nothing is said after it
     assert trainer.events == ["prepare_for_training", "finish_export", "finish_training"]
     assert trainer.logger.finalized == 1
-    said = "step 3 of 3: training is already complete, nothing was trained; raise trainer.ppo.max"
-    assert lines[-1].startswith(said)
+    said = "step 3 of 3: training is already complete, nothing was trained; raise trainer."
+    assert lines[-1].startswith(f"{said}{name}.max")
     lines.clear()
-    ongoing = make_trainer(max_steps=3)
-    ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "ppo_optimization_step": 4})
+    ongoing = make(max_steps=3)
+    ongoing.load_state_dict({"step": 2, "consumed_samples": 16, updates: 4})
     ongoing.fit()
     assert stop_requests.has_trained
     assert ongoing.step == 3 and not any("complete" in line for line in lines)
 
 
-def test_resume_with_other_steps_is_refused():
+@both
+def test_resume_with_other_steps_is_refused(make, name):
     """Epochs and max_steps count steps, so a step must stay what it was."""
-    state = make_trainer(rollout_size=8).state_dict()
+    state = make(rollout_size=8).state_dict()
     assert state["num_rollout_samples"] == 8
-    other = make_trainer(rollout_size=12)
+    other = make(rollout_size=12)
     with pytest.raises(
         UserError,
-        match="model.ppo.num_rollout_samples=12, but .* a job with 8: .* Set "
-        "model.ppo.num_rollout_samples=8, or start again from .*nemo",
+        match=f"model.{name}.num_rollout_samples=12, but .* a job with 8: .* Set "
+        f"model.{name}.num_rollout_samples=8, or start again from .*nemo",
     ):
         other.load_state_dict(state | {"step": 1})
     assert other.step == 0
@@ -366,8 +370,9 @@ def test_saves_in_the_background_are_waited_for_by_the_next_one():
             assert events[number - 1] == "actor_saved"
 
 
-def test_time_limit_saves_and_stops():
-    trainer = make_trainer(val_check_interval=10, save_interval=10, time_limit=2)
+@both
+def test_time_limit_saves_and_stops(make, name):
+    trainer = make(val_check_interval=10, save_interval=10, time_limit=2)
     assert fit_until_stopped(trainer).code == ExitCode.TIME
     assert (
         trainer.step == 2
@@ -377,13 +382,14 @@ def test_time_limit_saves_and_stops():
     assert not trainer.ckpt_callback.saved[0][1]
 
 
-def test_text_and_batches_do_not_depend_on_the_micro_batch():
-    one, four = make_trainer(micro_batch_size=1), make_trainer(micro_batch_size=4)
+@both
+def test_text_and_batches_do_not_depend_on_the_micro_batch(make, name):
+    one, four = make(micro_batch_size=1), make(micro_batch_size=4)
     one.fit()
     four.fit()
     for a, b in zip(one.model.batches, four.model.batches, strict=True):
-        torch.testing.assert_close(a["response_tokens"], b["response_tokens"], rtol=0, atol=0)
-        torch.testing.assert_close(a["advantages"], b["advantages"], rtol=0, atol=0)
+        for key in ("response_tokens", "mask", *(["advantages"] if name == "ppo" else [])):
+            torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
 def test_epochs_with_the_projects_own_sampler_and_a_remainder():
@@ -446,9 +452,11 @@ def test_micro_batches_must_divide_the_rollout():
 def test_horizons():
     assert compute_max_steps(10, 3, -1) == 30
     assert compute_max_steps(10, 3, 7) == 7
-    assert (
-        compute_num_optimizer_steps(7, samples_per_step=512, global_batch_size=64, epochs=2) == 112
-    )
+    for size, epochs in ((512, 2), (512 * 2, 1)):
+        steps = compute_num_optimizer_steps(
+            7, samples_per_step=size, global_batch_size=64, epochs=epochs
+        )
+        assert steps == 112
 
 
 # ------------------------------------------------------------------------ numbers of one rollout

@@ -1,15 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The rejection-sampling trainer with a fake policy and a fake reward model: order of calls,
-selection against a brute-force loop, the mask, resume, epochs, bad values."""
+selection against a brute-force loop, the mask, resume, epochs, bad values. test_ppo_trainer.py has
+what all trainers with rollouts share.
+"""
 
 import pytest
 import torch
-from nemo.utils import logging
 
-from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.core.advantages import select_topk
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
 from nemo_aligner.core.tensors import sample_seeds
 from tests.ppo_fakes import (
@@ -329,40 +328,6 @@ def test_resume_continues_exactly():
             torch.testing.assert_close(resumed[key], value, rtol=0, atol=0)
 
 
-def test_finished_run_writes_only_what_is_missing_and_says_so(monkeypatch):
-    lines = []
-    monkeypatch.setattr(logging, "warning", lambda message, *_args: lines.append(message))
-    trainer = make_rs_trainer()
-    trainer.load_state_dict({"step": 3, "consumed_samples": 24, "rs_optimization_step": 12})
-    trainer.fit()
-    assert trainer.events == ["prepare_for_training", "finish_export", "finish_training"]
-    assert trainer.logger.finalized == 1
-    said = "step 3 of 3: training is already complete, nothing was trained; raise trainer.rs.max"
-    assert lines[-1].startswith(said)
-    lines.clear()
-    ongoing = make_rs_trainer(max_steps=3)
-    ongoing.load_state_dict({"step": 2, "consumed_samples": 16, "rs_optimization_step": 8})
-    ongoing.fit()
-    assert ongoing.step == 3 and not any("complete" in line for line in lines)
-
-
-def test_resume_with_other_steps_is_refused():
-    """Epochs and max_steps count steps, so a step must stay what it was."""
-    state = make_rs_trainer(rollout_size=8).state_dict()
-    assert state["num_rollout_samples"] == 8
-    other = make_rs_trainer(rollout_size=12)
-    with pytest.raises(
-        UserError,
-        match="model.rs.num_rollout_samples=12, but .* a job with 8: .* Set "
-        "model.rs.num_rollout_samples=8, or start again from .*nemo",
-    ):
-        other.load_state_dict(state | {"step": 1})
-    assert other.step == 0
-    del state["num_rollout_samples"]  # an older checkpoint does not say
-    other.load_state_dict(state | {"step": 1})
-    assert other.step == 1
-
-
 def test_loader_that_runs_ahead_changes_nothing():
     """Worker processes draw indices before they are needed."""
     ahead, plain = make_rs_trainer(max_epochs=2, num_workers=1), make_rs_trainer(max_epochs=2)
@@ -417,35 +382,6 @@ def test_no_prompts_left_is_one_clear_error():
         trainer.fit()
 
 
-def test_text_and_batches_do_not_depend_on_the_micro_batch():
-    one, four = make_rs_trainer(micro_batch_size=1), make_rs_trainer(micro_batch_size=4)
-    one.fit()
-    four.fit()
-    for a, b in zip(one.model.batches, four.model.batches, strict=True):
-        torch.testing.assert_close(a["response_tokens"], b["response_tokens"], rtol=0, atol=0)
-        torch.testing.assert_close(a["mask"], b["mask"], rtol=0, atol=0)
-
-
-def test_counters_beyond_float32_survive():
-    trainer = make_rs_trainer()
-    trainer.load_state_dict(
-        {"step": 1, "consumed_samples": 2**40 + 1, "rs_optimization_step": 2**24 + 1}
-    )
-    assert trainer.state_dict()["consumed_samples"] == 2**40 + 1
-    assert trainer.state_dict()["rs_optimization_step"] == 2**24 + 1
-
-
-def test_time_limit_saves_and_stops():
-    trainer = make_rs_trainer(val_check_interval=10, save_interval=10, time_limit=2)
-    assert fit_until_stopped(trainer).code == ExitCode.TIME
-    assert (
-        trainer.step == 2
-        and len(trainer.ckpt_callback.saved) == 1
-        and trainer.logger.finalized == 1
-    )
-    assert not trainer.ckpt_callback.saved[0][1]
-
-
 # ------------------------------------------------------------------------------------ bad values
 
 
@@ -469,11 +405,6 @@ def test_time_limit_saves_and_stops():
 def test_values_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         make_rs_trainer(**changes)
-
-
-def test_horizon_counts_the_kept_responses():
-    steps = compute_num_optimizer_steps(7, samples_per_step=512 * 2, global_batch_size=64)
-    assert steps == 112
 
 
 def test_responses_of_the_fake_policy_are_ragged():
