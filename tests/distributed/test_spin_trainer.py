@@ -11,6 +11,7 @@ from megatron.core.parallel_state import destroy_model_parallel
 from nemo_aligner.parallel import parallel_state
 from tests.distributed.launcher import run_ranks
 from tests.distributed.matrix import ADAM_EPS, deviation, gathered
+from tests.preference_jobs import write
 from tests.spin_jobs import (
     LORA,
     STEPS,
@@ -18,7 +19,6 @@ from tests.spin_jobs import (
     sft_data,
     tiny_model,
     trainer_of,
-    write,
 )
 
 SPLITS = {

@@ -10,7 +10,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,21 +18,27 @@ from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.dpo import DPOTrainer, dpo_custom_collate
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    build_train_valid_test_dpo_datasets,
-)
+from nemo_aligner.data.nlp.builders import build_train_valid_test_dpo_datasets
 from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
-from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from tests import hugging_face
+from tests import preference_jobs
 from tests.cases import some_of
 from tests.chat_forms import TEMPLATES
 from tests.oracles import trl_dpo
+from tests.preference_jobs import (
+    CHAT,
+    RESPONSES,
+    adamw,
+    assert_same_weights,
+    exported,
+    padded,
+    random_llama,
+    update,
+    write,
+)
 from tests.tiny_models import tiny_config
 from tests.trl_dpo_steps import PEERS
 from tests.unit.test_config_checks import check
@@ -41,18 +46,7 @@ from tests.unit.test_script_steps import job_configuration
 
 pytestmark = pytest.mark.slow
 
-STEPS, PAIRS, LENGTH = 20, 4, 44
-TEXTS = [
-    "was a joy",
-    " is dull, and far too long",
-    " bad",
-    "ly made, but well played; warm",
-]
-
-
-def write(path, records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+STEPS, PAIRS, LENGTH = 20, preference_jobs.BATCH, 44
 
 
 def records(count):
@@ -60,8 +54,8 @@ def records(count):
     for i in range(count):
         yield {
             "prompt": "the film" + " so" * (i % 5) + f" {i}",
-            "chosen": TEXTS[i % 4],
-            "rejected": TEXTS[(i + 1 + i // 4 % 3) % 4],
+            "chosen": RESPONSES[i % 4],
+            "rejected": RESPONSES[(i + 1 + i // 4 % 3) % 4],
             "chosen_reward": 0.5 * (i % 3),
         }
 
@@ -103,11 +97,7 @@ def test_only_the_last_response_of_a_conversation_counts(tiny_tokenizer, tmp_pat
         "rejected": [{"role": "assistant", "content": "a warm one"}],
     }
     template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
+    template.write_text(CHAT)
     path = write(tmp_path / "chat.jsonl", [{"prompt": prompt, **pair}])
     data = DPOModelDataset([path], tiny_tokenizer, 90, {"chat_template": str(template)})
     item = data[0]
@@ -191,37 +181,11 @@ def test_files_of_tokens_are_refused(tiny_tokenizer):
 
 
 def job(**dpo):
-    cfg = tiny_config("unused")
-    model = {"micro_batch_size": 2, "global_batch_size": PAIRS, "precision": 32, "seed": 1}
-    optim = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "betas": cfg.optim.betas}
-    optim |= {"eps": 1e-6, "sched": {"name": "constant"}}
-    settings = {"ref_policy_kl_penalty": 0.3, **dpo}
-    return OmegaConf.create({**model, "optim": optim, "dpo": settings, "data": {"num_workers": 0}})
+    return preference_jobs.job_of("dpo", **{"ref_policy_kl_penalty": 0.3, **dpo})
 
 
-class Log(list):
-    def log_metrics(self, metrics, step=None, prefix=""):
-        if prefix == "train/":
-            self.append(metrics)
-
-    def log_hyperparams(self, *_):
-        pass
-
-    def finalize(self):
-        pass
-
-
-def trainer_of(model, dataset, **overrides):
-    """A `DPOTrainer` over `dataset` in its order, and its log."""
-    sizes = dict(mbs=2, gbs=PAIRS, use_random_sampler=False)
-    loader = build_dataloader(OmegaConf.create({"model": model.cfg}), dataset, 0, **sizes)
-    optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
-    log, timer = Log(), SimpleNamespace(start_time=lambda: None, is_finished=lambda: False)
-    saving = FakeCheckpointCallback()
-    cfg = {"val_check_interval": -1, "save_interval": -1, "gradient_clip_val": 1.0, **overrides}
-    loops = (optimizer, scheduler, loader, None, None)
-    trainer = DPOTrainer(OmegaConf.create(cfg), model, *loops, log, saving, timer)
-    return trainer, log
+def trainer_of(model, data, **settings):
+    return preference_jobs.trainer_of(DPOTrainer, model, data, STEPS, **settings)
 
 
 def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
@@ -229,10 +193,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
     loss, PyTorch's optimizer.
     """
     trl = trl_dpo(beta=0.3, label_smoothing=0.0, loss_type=loss_type)
-    reference = copy.deepcopy(hf)
-    optimizer = torch.optim.AdamW(
-        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
-    )
+    reference, optimizer = copy.deepcopy(hf), adamw(hf)
     losses, margins = [], []
     for step in range(STEPS):
         batch = given[step * PAIRS : (step + 1) * PAIRS]
@@ -242,9 +203,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
                 prompt = tokenizer.text_to_ids(record["prompt"])
                 rows.append(tokenizer.text_to_ids(record["prompt"] + record[name]))
                 labels.append([-100] * len(prompt) + rows[-1][len(prompt) :])
-        width = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        labels = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        tokens, labels = padded(rows, labels)
 
         def logps(model, tokens=tokens, labels=labels):
             sums, counts = trl.get_batch_logps(model(tokens).logits, labels)
@@ -255,10 +214,7 @@ def steps_of_trl(hf, given, tokenizer, loss_type, average, sft_weight):
         policy = logps(hf)
         terms, chosen, rejected = trl.dpo_loss(*policy, *before)
         loss = terms.mean() - sft_weight * policy[0].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
-        optimizer.step()
+        update(hf, optimizer, loss)
         losses.append(loss.item())
         margins.append((chosen - rejected).mean().item() / 0.3)
     return losses, margins
@@ -273,23 +229,7 @@ def trained(hf_folder, data, tmp_path, **dpo):
     model.set_reference_policy()
     trainer, log = trainer_of(model, data)
     trainer.fit()
-    callback = CheckpointCallback(
-        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="dpo", save_hf=True
-    )
-    callback.custom_save({"step": STEPS}, is_train_end=True)
-    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "dpo-hf")
-    return log, dict(written.named_parameters())
-
-
-def random_llama():
-    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
-    return hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
-
-
-def assert_same_weights(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+    return log, exported(trainer, tmp_path / "run", "dpo")
 
 
 @some_of(

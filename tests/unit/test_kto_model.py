@@ -5,45 +5,37 @@ on the same model of transformers. test_kto.py has the loss.
 """
 
 import copy
-import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.kto import KTOTrainer, kto_custom_collate
-from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import (
-    build_dataloader,
-    build_train_valid_test_kto_datasets,
-)
+from nemo_aligner.data.nlp.builders import build_train_valid_test_kto_datasets
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
-from nemo_aligner.launch.script_steps import FakeCheckpointCallback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
-from tests import hugging_face
+from tests import preference_jobs
 from tests.oracles import trl_kto
+from tests.preference_jobs import (
+    CHAT,
+    RESPONSES,
+    adamw,
+    assert_same_weights,
+    exported,
+    padded,
+    random_llama,
+    update,
+    write,
+)
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAMPLES, LENGTH = 20, 4, 44
-RESPONSES = [
-    "was a joy",
-    " is dull, and far too long",
-    " bad",
-    "ly made, but well played; warm",
-]
-
-
-def write(path, records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+STEPS, SAMPLES, LENGTH = 20, preference_jobs.BATCH, 44
 
 
 def records(count):
@@ -112,13 +104,6 @@ def test_a_mismatched_sample_is_cut_to_the_longest_length(tiny_tokenizer, tmp_pa
     data = KTOModelDataset([path], tiny_tokenizer, limit)
     lengths = [int(item["kl_sample_length"]) for item in data]
     assert max(lengths) == limit and all(item["kl_sample_mask"].any() for item in data)
-
-
-CHAT = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def test_only_the_response_to_a_conversation_counts(tiny_tokenizer, tmp_path):
@@ -219,37 +204,11 @@ def test_files_of_tokens_are_refused(tiny_tokenizer):
 
 
 def job(**kto):
-    cfg = tiny_config("unused")
-    model = {"micro_batch_size": 2, "global_batch_size": SAMPLES, "precision": 32, "seed": 1}
-    optim = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "betas": cfg.optim.betas}
-    optim |= {"eps": 1e-6, "sched": {"name": "constant"}}
-    settings = {"ref_policy_kl_penalty": 0.3, **kto}
-    return OmegaConf.create({**model, "optim": optim, "kto": settings, "data": {"num_workers": 0}})
+    return preference_jobs.job_of("kto", **{"ref_policy_kl_penalty": 0.3, **kto})
 
 
-class Log(list):
-    def log_metrics(self, metrics, step=None, prefix=""):
-        if prefix == "train/":
-            self.append(metrics)
-
-    def log_hyperparams(self, *_):
-        pass
-
-    def finalize(self):
-        pass
-
-
-def trainer_of(model, dataset, **overrides):
-    """A `KTOTrainer` over `dataset` in its order, and its log."""
-    sizes = dict(mbs=2, gbs=SAMPLES, use_random_sampler=False)
-    loader = build_dataloader(OmegaConf.create({"model": model.cfg}), dataset, 0, **sizes)
-    optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
-    log, timer = Log(), SimpleNamespace(start_time=lambda: None, is_finished=lambda: False)
-    saving = FakeCheckpointCallback()
-    cfg = {"val_check_interval": -1, "save_interval": -1, "gradient_clip_val": 1.0, **overrides}
-    loops = (optimizer, scheduler, loader, None, None)
-    trainer = KTOTrainer(OmegaConf.create(cfg), model, *loops, log, saving, timer)
-    return trainer, log
+def trainer_of(model, data, **settings):
+    return preference_jobs.trainer_of(KTOTrainer, model, data, STEPS, **settings)
 
 
 def steps_of_trl(hf, given, tokenizer, weights):
@@ -257,10 +216,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
     log-probs and loss, PyTorch's optimizer.
     """
     trl = trl_kto(beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1])
-    reference = copy.deepcopy(hf)
-    optimizer = torch.optim.AdamW(
-        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
-    )
+    reference, optimizer = copy.deepcopy(hf), adamw(hf)
     shift = round(0.381966 * len(given))
     numbers = []
     for step in range(STEPS):
@@ -273,9 +229,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
                 _, response = tokens_of(tokenizer, partner["prompt"], partner["response"])
                 rows.append(prompt + response)
                 labels.append([-100] * len(prompt) + response)
-        width = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        labels = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        tokens, labels = padded(rows, labels)
         good = torch.tensor([given[n]["preference"] == "chosen" for n in batch])
 
         def logps(model, tokens=tokens, labels=labels, good=good):
@@ -286,10 +240,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
             before = logps(reference)
         terms, chosen, rejected, kl = trl.kto_loss(*logps(hf), *before)
         loss = terms.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
-        optimizer.step()
+        update(hf, optimizer, loss)
         rewards = [side.mean().item() / 0.3 for side in (chosen, rejected)]
         numbers.append((loss.item(), *rewards, kl.item()))
     return numbers
@@ -297,8 +248,7 @@ def steps_of_trl(hf, given, tokenizer, weights):
 
 @pytest.mark.full
 def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tmp_path):
-    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
-    hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
+    hf = random_llama()
     kto = {"desirable_loss_weight": 1.3, "undesirable_loss_weight": 0.8}
     cfg = job(**kto, log_prob_forward_micro_batch_size=1)
     model = load_from_nemo(MegatronGPTKTOModel, cfg, None, restore_path=write_folder(hf))
@@ -317,15 +267,7 @@ def test_twenty_steps_end_at_the_weights_of_trl(write_folder, tiny_tokenizer, tm
         found = [metrics.get(f"rewards_{name}_mean", float("nan")) for metrics in log]
         assert found == pytest.approx(values, abs=1e-3, nan_ok=True)
     assert log[0]["kl"] == 0 and max(distances) > 0.1  # the point has moved
-    callback = CheckpointCallback(
-        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="kto", save_hf=True
-    )
-    callback.custom_save({"step": STEPS}, is_train_end=True)
-    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "kto-hf")
-    ours, theirs = dict(written.named_parameters()), dict(hf.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+    assert_same_weights(exported(trainer, tmp_path / "run", "kto"), dict(hf.named_parameters()))
 
 
 def batch_of(data, count):

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 
 from nemo_aligner.algorithms import alarms
 from nemo_aligner.algorithms.spin import spin_custom_collate
@@ -21,9 +20,18 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.generation.decoding_model import DecodingModel
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_spin_model import MegatronGPTSPINModel
-from tests import hugging_face
 from tests.cases import some_of
 from tests.oracles import trl_dpo
+from tests.preference_jobs import (
+    CHAT,
+    adamw,
+    assert_same_weights,
+    exported,
+    padded,
+    random_llama,
+    update,
+    write,
+)
 from tests.spin_jobs import (
     BETAS,
     EPOCHS,
@@ -38,7 +46,6 @@ from tests.spin_jobs import (
     sft_data,
     tiny_model,
     trainer_of,
-    write,
 )
 from tests.unit.test_config_checks import check
 
@@ -62,13 +69,6 @@ def test_the_last_response_is_told_from_its_prompt(tiny_tokenizer, tmp_path):
         assert row[:length] == prompt + response
         assert set(row[length:]) <= {tiny_tokenizer.eos_id}
     assert batch["prompt_lengths"][5] == batch["combined_lengths"][5] == LENGTH
-
-
-CHAT = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 def test_of_a_conversation_the_last_turn_that_is_whole_or_cut_is_the_response(
@@ -123,9 +123,7 @@ def naive_iterations(hf, data, drawn, eos_id, average):
     """Metrics of each step, and the responses: transformers' greedy search on a copy of the policy
     as it was at the beginning of the iteration, trl's log-probs and loss, PyTorch's optimizer.
     """
-    optimizer = torch.optim.AdamW(
-        hf.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0
-    )
+    optimizer = adamw(hf)
     found = []
     for step, indices in enumerate(drawn):
         iteration = step // (STEPS_PER_EPOCH * EPOCHS)
@@ -150,9 +148,7 @@ def naive_iterations(hf, data, drawn, eos_id, average):
                 labels[side].append([-100] * start + row[start:])
             responses.append(own)
         rows, labels = sum(rows, []), sum(labels, [])
-        width = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        tokens, targets = padded(rows, labels)
 
         def logps(model, trl=trl, tokens=tokens, targets=targets):
             sums, counts = trl.get_batch_logps(model(tokens).logits, targets)
@@ -161,10 +157,7 @@ def naive_iterations(hf, data, drawn, eos_id, average):
         with torch.no_grad():
             before = logps(reference)
         terms, actual, generated = trl.dpo_loss(*logps(hf), *before)
-        optimizer.zero_grad()
-        terms.mean().backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
-        optimizer.step()
+        update(hf, optimizer, terms.mean())
         found.append(
             {
                 "loss": terms.mean().item(),
@@ -185,8 +178,7 @@ def naive_iterations(hf, data, drawn, eos_id, average):
 def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
     write_folder, tiny_tokenizer, tmp_path, average
 ):
-    settings = {**hugging_face.ODD, "vocab_size": 300, "pad_token_id": None}
-    hf = hugging_face.randomized(hugging_face.causal_lm("Llama", **settings))
+    hf = random_llama()
     hf.generation_config.eos_token_id = tiny_tokenizer.eos_id
     cfg = job(sampling_params={"use_greedy": True}, preference_average_log_probs=average)
     model = load_from_nemo(MegatronGPTSPINModel, cfg, None, restore_path=write_folder(hf))
@@ -229,15 +221,7 @@ def test_two_iterations_end_at_the_weights_of_a_loop_with_trl(
         assert log[first]["loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert log[first]["margin"] == pytest.approx(0, abs=1e-5)
     assert log[5]["margin"] > 0.05 and log[-1]["margin"] > 0.05  # it has left it
-    callback = CheckpointCallback(
-        tmp_path / "run", model, trainer.optimizer, trainer.scheduler, name="spin", save_hf=True
-    )
-    callback.custom_save({"step": STEPS}, is_train_end=True)
-    written = transformers.AutoModelForCausalLM.from_pretrained(callback.root / "spin-hf")
-    ours, theirs = dict(written.named_parameters()), dict(hf.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0, msg=name)
+    assert_same_weights(exported(trainer, tmp_path / "run", "spin"), dict(hf.named_parameters()))
 
 
 def checkpoints_in(folder):
