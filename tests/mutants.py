@@ -1136,7 +1136,7 @@ MUTANTS = [
         "        skipped = ~keep & (keep.cumsum(1) > 0)",
         "values, rewards = values.nan_to_num(), rewards.nan_to_num()\n"
         "        skipped = torch.zeros_like(keep)",
-        _unit("test_ppo_mathematics.py", "test_gae_against_a_naive_double_sum"),
+        _unit("test_advantages.py", "test_decoupled_gae_against_naive_sums"),
     ),
     Mutant(
         "a sample is its own baseline (RLOO)",
@@ -1186,8 +1186,7 @@ MUTANTS = [
         "core/losses.py",
         "return torch.where(weights != 0, values.float(), 0.0)",
         "return values.float() * (weights != 0)",
-        _unit("test_losses.py", "test_nan_where_the_weight_is_zero_changes_nothing")
-        + _unit("test_masked_slots.py", "test_garbage_where_nothing_counts_changes_nothing"),
+        _unit("test_masked_slots.py", "test_garbage_where_nothing_counts_changes_nothing"),
     ),
     Mutant(
         "the ratio is clipped on one side",
@@ -1208,7 +1207,10 @@ MUTANTS = [
         "core/losses.py",
         "loss = loss - scaled_entropy",
         "loss = loss + scaled_entropy",
-        _unit("test_losses.py", "test_actor_loss_against_a_naive_loop"),
+        _unit(
+            "test_ppo_variants.py",
+            "test_loss_and_gradient_of_any_split_are_those_of_the_loop[actor-microbatch]",
+        ),
     ),
     Mutant(
         "the better of two value errors is taken",

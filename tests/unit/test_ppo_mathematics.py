@@ -1,6 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PPO mathematics against numbers worked by hand and naive Python loops; other libraries:
+"""PPO mathematics against numbers worked by hand and naive Python loops. Estimators:
+test_advantages.py; slots that do not count: test_masked_slots.py; other libraries:
 test_oracles.py.
 """
 
@@ -31,15 +32,6 @@ def close(actual, expected, atol=1e-6):
     )
 
 
-def ragged_batch(seed=0, rows=6, width=9):
-    """values, rewards, mask [rows, width] with masks of different starts and lengths."""
-    torch.manual_seed(seed)
-    prompt = torch.randint(1, 5, (rows,))
-    total = prompt + torch.randint(1, 5, (rows,))
-    values = torch.randn(rows, width)
-    return values, torch.randn(rows, width), create_mask(values, prompt, total)
-
-
 def test_worked_vector():
     """S=8, P=3, R=6, gamma=1, lambda=.95, beta=.01, scalar reward 2: every number worked by
     hand.
@@ -65,47 +57,6 @@ def test_worked_vector():
     close(var, 3.52858e-4, atol=1e-9)
     # One float32 rounding of 1.52 is 1.2e-7, and is divided by a deviation of 0.019 here: 6e-6.
     close(normalize_tensor(advantages, mask)[0, 2:5], [1.204691, 0.039123, -1.243827], atol=1e-5)
-
-
-@pytest.mark.parametrize("gamma,lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0)])
-def test_gae_against_a_naive_double_sum(gamma, lam):
-    """A_t = sum_k (gamma lambda)^k delta_{t+k} over the response only, one number at a time in
-    Python.
-    """
-    values, rewards, mask = ragged_batch()
-    advantages, returns = calculate_advantages_and_returns(values, rewards, gamma, lam, mask)
-    for row in range(len(values)):
-        slots = mask[row].nonzero().flatten().tolist()
-        v, r = values[row].tolist(), rewards[row].tolist()
-        for t in slots:
-            expected = 0.0
-            for k in slots:
-                if k >= t:
-                    bootstrap = v[k + 1] if k + 1 in slots else 0.0
-                    expected += (gamma * lam) ** (k - t) * (r[k] + gamma * bootstrap - v[k])
-            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
-            assert returns[row, t].item() == pytest.approx(expected + v[t], abs=1e-5)
-
-
-def test_nan_outside_the_mask_changes_nothing():
-    values, rewards, mask = ragged_batch(seed=2)
-    planted_values, planted_rewards = (torch.where(mask.bool(), x, NAN) for x in (values, rewards))
-    clean = calculate_advantages_and_returns(values, rewards, 0.99, 0.95, mask)
-    planted = calculate_advantages_and_returns(planted_values, planted_rewards, 0.99, 0.95, mask)
-    for a, b in zip(clean, planted):
-        assert torch.equal(a, b)
-    garbage = torch.where(mask.bool(), clean[0], NAN)
-    for statistic in (
-        masked_mean,
-        masked_std,
-        lambda x, m: masked_mean(x, m, dim=1),
-        lambda x, m: masked_std(x, m, 1),
-    ):
-        assert torch.equal(statistic(clean[0], mask), statistic(garbage, mask))
-    keep = mask.bool()
-    assert torch.equal(
-        normalize_tensor(clean[0], mask)[keep], normalize_tensor(garbage, mask)[keep]
-    )
 
 
 def test_gradient_of_masked_statistics_ignores_nan():

@@ -286,6 +286,7 @@ def test_metrics_against_a_loop():
     _, metrics = our_loss("actor", b, loss_weights(b.mask), b.logprobs)
     _, critic_metrics = our_loss("critic", b, loss_weights(b.mask), b.values)
     clipped, bounded, approx_kl, kl_loss, entropy, value_clipped, count = 0, 0, 0.0, 0.0, 0.0, 0, 0
+    ratios = clamped = 0.0
     for row, t in b.mask.nonzero().tolist():
         get = {name: getattr(b, name)[row, t].item() for name in NAMES}
         log_rho = get["logprobs"] - get["prev"]
@@ -296,6 +297,7 @@ def test_metrics_against_a_loop():
         gap = get["logprobs"] - get["ref"]
         kl_loss += math.exp(-gap) - 1 + gap
         entropy += get["entropy"]
+        ratios, clamped = ratios + rho, clamped + min(max(rho, 1 - EPS), 1 + EPS)
         moved = get["values"] - get["prev_values"]
         held = get["prev_values"] + math.copysign(VALUE_CLIP, moved)
         value_clipped += abs(moved) > VALUE_CLIP and abs(held - get["returns"]) > abs(
@@ -304,6 +306,8 @@ def test_metrics_against_a_loop():
         count += 1
     assert 0 < bounded < clipped < count and 0 < value_clipped < count
     for name, expected in [
+        ("ppo_ratio", ratios),
+        ("ppo_ratio_clamped", clamped),
         ("ppo_clip_fraction", clipped),
         ("dual_clip_fraction", bounded),
         ("approx_kl", approx_kl),
