@@ -4,8 +4,10 @@
 
 import pytest
 import torch
+import transformers
 from omegaconf import OmegaConf
 
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
@@ -26,20 +28,31 @@ def logits_of(model, tokens):
     )
 
 
-def build(tokenizer_dir, name, **keys):
-    """The model `name` with Hugging Face's weights, and Hugging Face's."""
-    hf = hugging_face.build(name)
-    cfg = tiny_config(tokenizer_dir, **(hugging_face.MODELS[name].keys | keys))
-    model = MegatronGPTModel(cfg)
-    assert model.padded_vocab_size == hugging_face.VOCAB
-    hugging_face.load(model.unwrapped()[0], hf)
-    model.set_eval()
-    return model, hf
+@pytest.fixture
+def build(tiny_tokenizer_dir, write_folder):
+    """`build(name)`: the model `name` with Hugging Face's weights, and Hugging Face's."""
+
+    def build(name):
+        hf = hugging_face.build(name)
+        folder = write_folder(hf)
+        if hf.config.model_type not in ARCHITECTURES:  # its weights have the names of Llama's
+            transformers.LlamaConfig(**hugging_face.SIZES, rms_norm_eps=1e-6).save_pretrained(
+                folder
+            )
+        job = OmegaConf.create({"micro_batch_size": 2, "precision": 32})
+        source = load_from_nemo(MegatronGPTModel, job, None, restore_path=folder)
+        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **hugging_face.MODELS[name].keys))
+        assert model.padded_vocab_size == hugging_face.VOCAB
+        model.unwrapped()[0].load_state_dict(source.unwrapped()[0].state_dict())
+        model.set_eval()
+        return model, hf
+
+    return build
 
 
 @some_of("name", hugging_face.MODELS, keep=hugging_face.FEW)
-def test_logits_equal_hugging_face_at_long_positions(tiny_tokenizer_dir, name):
-    model, hf = build(tiny_tokenizer_dir, name)
+def test_logits_equal_hugging_face_at_long_positions(build, name):
+    model, hf = build(name)
     for width in (150, 1200):
         with torch.no_grad():
             expected = hf(TOKENS[:, :width]).logits
@@ -48,11 +61,11 @@ def test_logits_equal_hugging_face_at_long_positions(tiny_tokenizer_dir, name):
 
 
 @some_of("name", hugging_face.MODELS, keep=hugging_face.FEW)
-def test_greedy_responses_equal_hugging_face(tiny_tokenizer_dir, name):
+def test_greedy_responses_equal_hugging_face(build, name):
     """Decoded with a cache, from ragged prompts that are longer than the windows; Hugging Face
     computes every prefix anew.
     """
-    model, hf = build(tiny_tokenizer_dir, name)
+    model, hf = build(name)
     prompts, lengths = TOKENS[:, :120], torch.tensor([120, 113])
     params = GenerationParams(max_length=10, use_greedy=True)
     output = MegatronGenerator(model.model, model.tokenizer, 200).generate(
@@ -69,9 +82,9 @@ def test_greedy_responses_equal_hugging_face(tiny_tokenizer_dir, name):
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1", "Gemma", "Mistral", "Qwen 2 MoE", "Qwen 2, YaRN"])
-def test_a_nemo_file_says_what_the_model_is(tiny_tokenizer_dir, tmp_path, name):
+def test_a_nemo_file_says_what_the_model_is(build, tmp_path, name):
     """Written and loaded over the configuration of a job, it computes the same."""
-    model, _ = build(tiny_tokenizer_dir, name)
+    model, _ = build(name)
     path = str(tmp_path / "model.nemo")
     model.save_to(path)
     # null: as in the file
