@@ -132,8 +132,8 @@ def unnumbered(key: str) -> tuple[str, int | None]:
 
 
 def is_stacked(key: str) -> bool:
-    """Whether a tensor is that of all layers, whose number is its first axis."""
-    return key.startswith(LAYERS) and unnumbered(key)[1] is None
+    """Whether a tensor is that of all layers, whose number is its first axis; no adapter is."""
+    return key.startswith(LAYERS) and unnumbered(key)[1] is None and ADAPTER not in key
 
 
 def numbered(key: str, layer: int) -> str:
@@ -156,10 +156,9 @@ def pieces(source: TensorSource) -> list[tuple[str, tuple[int, ...]]]:
     """
     found, shapes = [], source.shapes()
     for key in distinct(shapes):
-        shape, (_, layer) = shapes[key], unnumbered(key)
-        stacked = is_stacked(key) and ADAPTER not in key
-        axes = (1 if stacked else 0) + (1 if EXPERTS in key else 0)
-        for index in itertools.product(*(range(size) for size in shape[:axes])):
+        stacked, (_, layer) = is_stacked(key), unnumbered(key)
+        axes = stacked + (EXPERTS in key)
+        for index in itertools.product(*map(range, shapes[key][:axes])):
             found.append((key, index, index[0] if stacked else -1 if layer is None else layer))
     return [(key, index) for key, index, _layer in sorted(found, key=lambda piece: piece[2])]
 
