@@ -16,20 +16,30 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[1] / "examples/nlp/gpt"
+ROOT = Path(__file__).parents[1]
 
 
 def imports_of(script: Path) -> str:
-    """The import statements of a script, those inside its functions too, as a program that makes
-    them as the script does.
+    """The import statements in the job of nemo_aligner/jobs that a script starts, and in the
+    functions beside it that the job calls, as a program that makes them as the job does.
     """
-    statements = [
-        node
-        for node in ast.walk(ast.parse(script.read_text()))
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
+    module, job = next(
+        (node.module, node.names[0].name)
+        for node in ast.parse(script.read_text()).body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("nemo_aligner.jobs.")
+    )
+    body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    called = [functions.pop(job)]
+    statements = [f"from {module} import {job}"]
+    for function in called:  # it grows
+        for node in ast.walk(function):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                statements.append(ast.unparse(node))
+            elif isinstance(node, ast.Name) and node.id in functions:
+                called.append(functions.pop(node.id))
     start = "from nemo_aligner.launch.start_up import long_imports\nwith long_imports():\n    "
-    return start + "\n    ".join(map(ast.unparse, statements))
+    return start + "\n    ".join(statements)
 
 
 def cpu_seconds(command: list[str]) -> float:
@@ -47,7 +57,7 @@ def main() -> None:
     os.environ["PYTHONWARNINGS"] = "ignore"
     print("| script | --help | imports of the job |")
     print("|---|---|---|")
-    for script in sorted(SCRIPTS.glob("*.py")):
+    for script in sorted((ROOT / "examples/nlp/gpt").glob("*.py")):
         commands = ([str(script), "--help"], ["-c", imports_of(script)])
         figures = [
             min(cpu_seconds([sys.executable, *command]) for _ in range(args.rounds))
