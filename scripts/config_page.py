@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config import jobs
-from nemo_aligner.config.fields import ABSENT, Job, Key, meanings
+from nemo_aligner.config.fields import ABSENT, Configuration, Key, meanings
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import scalar
 
@@ -107,7 +107,11 @@ def sections() -> Iterator[str]:
         yield f"## {title or str(module.__doc__).rstrip('.')}"
         for section in vars(module).values():
             is_own = getattr(section, "__module__", "") == module.__name__
-            if not is_own or not dataclasses.is_dataclass(section) or isinstance(section, Job):
+            if (
+                not is_own
+                or not dataclasses.is_dataclass(section)
+                or isinstance(section, Configuration)
+            ):
                 continue
             names = where.get(section, {})  # type: ignore[call-overload]
             keys: dict[str, list[Key]] = {}

@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.config.fields import ABSENT, Job, tree_of
+from nemo_aligner.config.fields import ABSENT, Configuration, tree_of
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.jobs.reward_model import RMModel
 from nemo_aligner.config.keys.model import RewardHead, TrainedModel
@@ -256,7 +256,7 @@ def _fallbacks(*sections: type) -> dict[str, Any]:
     """What models with these sections are built with where neither their configuration nor their
     checkpoint gives a value; not to be changed.
     """
-    keys = Job("", {"": sections}).keys
+    keys = Configuration("", {"": sections}).keys
     return tree_of({name: key.fallback for name, key in keys.items()})
 
 

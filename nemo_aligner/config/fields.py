@@ -4,8 +4,8 @@
 and meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the
 tables of docs/config.md.
 
-A *section* is a dataclass, and `Job` says where its sections stand. The type of a field is
-`bool`, `int`, `float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with
+A *section* is a dataclass, and `Configuration` says where its sections stand. The type of a field
+is `bool`, `int`, `float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with
 `| None` where null has a meaning; `key` gives its default and bounds. What it means stands in the
 docstring of its class, below `Attributes`.
 """
@@ -128,7 +128,7 @@ def section() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Configuration:
     """The configuration of a job, or of a command.
 
     Attributes:

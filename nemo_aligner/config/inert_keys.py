@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.config.fields import Job
+from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES, LIVE
 from nemo_aligner.config.values import Values
@@ -299,7 +299,7 @@ _OWN: dict[str, dict[str, str]] = {  # what a job has beside what follows from i
 }
 
 
-def _table(job: Job) -> dict[str, Inert]:
+def _table(job: Configuration) -> dict[str, Inert]:
     if job.name in ("generate", "evaluate"):  # NeMo-Aligner has no such command
         return {}
     table = _read(_COMMON) | INERT_EXPERIMENT | INERT_ARCHITECTURE

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nemo_aligner.config.fields import Job
+from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.keys.model import PolicyPeft
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
@@ -126,7 +126,7 @@ def check_peft(v: Values) -> None:
     _check_sources(v, scheme)
     if scheme == NONE:
         return
-    for key in Job("", {PEFT.rstrip("."): PolicyPeft}).keys.values():
+    for key in Configuration("", {PEFT.rstrip("."): PolicyPeft}).keys.values():
         key.check(v)
     if v.get(TUNING + "adapter_dropout") == 1:
         raise ConfigError(f"{TUNING}adapter_dropout=1 drops everything; use less.")

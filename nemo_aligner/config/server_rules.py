@@ -23,7 +23,7 @@ from nemo_aligner.config.access import (
     server_token,
     shown_url,
 )
-from nemo_aligner.config.fields import Job
+from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.keys.rollouts import RewardAddress
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
@@ -163,7 +163,7 @@ def check_serving(values: Values, section: str) -> None:
 
 
 # Name and port of a reward model's endpoint where the configuration does not give them.
-_DEFAULT = Job("", {"": RewardAddress}).tree
+_DEFAULT = Configuration("", {"": RewardAddress}).tree
 REWARD_MODEL, REWARD_MODEL_PORT = _DEFAULT["name"], _DEFAULT["port"]
 _MEMBER_KEYS = ("ip", "port", "name", "weight")
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.defaults import base_dropout, complete_config, complete_model, drop_unset
-from nemo_aligner.config.fields import Job as Configuration
+from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.jobs import JOBS as CONFIGURATIONS
 from nemo_aligner.config.optim_rules import OPTIMIZERS
 from nemo_aligner.config.peft_rules import trains_adapters

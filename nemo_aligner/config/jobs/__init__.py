@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The configurations of jobs and commands: their sections, rules across keys, and of each a `Job`
-that says which sections it has and which defaults of its own.
+"""The configurations of jobs and commands: their sections, rules across keys, and of each a
+`Configuration` that says which sections it has and which defaults of its own.
 
 What several of these modules share is in `keys/`.
 """

@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Job, inert, key, section
+from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Configuration, inert, key, section
 from nemo_aligner.config.keys.common import (
     DATALOADER,
     FROM_CHECKPOINT,
@@ -337,7 +337,7 @@ def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
             raise ConfigError(f"{PPO}{setting}={v.get(PPO + setting)} {why}")
 
 
-PPO_JOB = Job(
+PPO_JOB = Configuration(
     "gpt_ppo_actor",
     {
         **FROM_CHECKPOINT,
@@ -395,7 +395,7 @@ def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
         )
 
 
-RS_JOB = Job(
+RS_JOB = Configuration(
     "gpt_rs_actor",
     {
         **FROM_CHECKPOINT,
@@ -460,7 +460,7 @@ def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
     require_multiple(name, prompts * responses, {batch: v.size(batch)})
 
 
-REINFORCE_JOB = Job(
+REINFORCE_JOB = Configuration(
     "gpt_reinforce_actor",
     {
         **FROM_CHECKPOINT,

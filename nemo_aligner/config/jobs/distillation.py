@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat, holds_tokens, plain_columns
-from nemo_aligner.config.fields import ABSENT, Job, inert, key, section
+from nemo_aligner.config.fields import ABSENT, Configuration, inert, key, section
 from nemo_aligner.config.jobs.preferences import check_not_both_0
 from nemo_aligner.config.jobs.servers import Inference, Server
 from nemo_aligner.config.keys.common import (
@@ -209,7 +209,7 @@ def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> N
         )
 
 
-STUDENT_JOB = Job(
+STUDENT_JOB = Configuration(
     "gpt_knowledge_distillation",
     {
         "": Named,
@@ -319,7 +319,7 @@ def _check_logits(v: Values, dp: dict[str, int], ranks: int) -> None:
     check_chat(v.get("data", {}))
 
 
-TOP_K_LOGITS = Job(
+TOP_K_LOGITS = Configuration(
     "compute_topk_logits",
     {
         "": TopKCommand,
@@ -345,7 +345,7 @@ TOP_K_LOGITS = Job(
 )
 
 
-TEACHER_SERVER = Job(
+TEACHER_SERVER = Configuration(
     "inference_teacher",
     {
         "trainer": ServerMachines,

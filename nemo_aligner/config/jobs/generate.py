@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat
-from nemo_aligner.config.fields import Job, key, section
+from nemo_aligner.config.fields import Configuration, key, section
 from nemo_aligner.config.keys.common import NO_RECOMPUTATION, PARALLEL, Machines, Pretrained
 from nemo_aligner.config.keys.data import Chat
 from nemo_aligner.config.keys.model import Model
@@ -97,9 +97,9 @@ _GENERATE: dict[str, Any] = {
 
 _OF_GENERATE = {**PARALLEL, **NO_RECOMPUTATION, "model.virtual_pipeline_model_parallel_size": 1}
 
-GENERATE = Job("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
+GENERATE = Configuration("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
 
-EVALUATE = Job(
+EVALUATE = Configuration(
     "evaluate",
     {**_GENERATE, "": EvaluateCommand, "bootstrap": Bootstrap, "inference": FunctionWorkers},
     _OF_GENERATE,

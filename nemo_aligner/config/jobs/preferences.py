@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
-from nemo_aligner.config.fields import Job, key, section
+from nemo_aligner.config.fields import Configuration, key, section
 from nemo_aligner.config.keys.common import (
     CHAT_TOKENS,
     DATALOADER,
@@ -151,7 +151,7 @@ def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
         )
 
 
-DPO_JOB = Job(
+DPO_JOB = Configuration(
     "gpt_dpo",
     {
         **FROM_CHECKPOINT,
@@ -189,7 +189,7 @@ def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
     )
 
 
-KTO_JOB = Job(
+KTO_JOB = Configuration(
     "gpt_kto",
     {
         **FROM_CHECKPOINT,
@@ -275,7 +275,7 @@ def _check_penalties(given: Any, iterations: int) -> None:
         )
 
 
-SPIN_JOB = Job(
+SPIN_JOB = Configuration(
     "gpt_spin",
     {
         **FROM_CHECKPOINT,

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.fields import ABSENT, Job, key
+from nemo_aligner.config.fields import ABSENT, Configuration, key
 from nemo_aligner.config.keys.common import (
     FROM_CHECKPOINT,
     FROM_SCRATCH,
@@ -98,7 +98,7 @@ def learns_labelled_pairs(cfg: DictConfig) -> bool:
     )
 
 
-JOB = Job(
+JOB = Configuration(
     "training_rm",
     {
         **FROM_CHECKPOINT,

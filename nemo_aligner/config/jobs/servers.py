@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Job, inert, key, section
+from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Configuration, inert, key, section
 from nemo_aligner.config.keys.common import (
     FROM_CHECKPOINT,
     NO_RECOMPUTATION,
@@ -131,7 +131,7 @@ def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
         )
 
 
-CRITIC_JOB = Job(
+CRITIC_JOB = Configuration(
     "gpt_ppo_critic",
     {
         **FROM_CHECKPOINT,
@@ -207,7 +207,7 @@ def check_reward_server(v: Values, dp: dict[str, int], ranks: int) -> None:
         )
 
 
-REWARD_SERVER_JOB = Job(
+REWARD_SERVER_JOB = Configuration(
     "inference_rm",
     {
         "": RewardModelFile,

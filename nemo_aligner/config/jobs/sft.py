@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 
 from nemo_aligner.config.data_rules import check_sft_data
-from nemo_aligner.config.fields import Job, key, section
+from nemo_aligner.config.fields import Configuration, key, section
 from nemo_aligner.config.keys.common import (
     FROM_SCRATCH,
     NO_LAYERS,
@@ -102,7 +102,7 @@ def check_steerlm2(values: Values) -> None:
             )
 
 
-JOB = Job(
+JOB = Configuration(
     "gpt_sft",
     {
         "": Named,
