@@ -137,7 +137,6 @@ class Configuration:
         defaults: dotted key -> its default, where it is not that of the section.
         required: keys whose null is refused although the section takes it.
         without: keys of its sections that it does not have.
-        inert: keys of its sections that have no effect in it.
         bare: sections whose keys are not there until somebody sets them.
         check: `check(values, dp, ranks)`, its rules across keys: raises `ConfigError`. `dp` is
             `{"data parallel size": DP}`, empty while that is not known; `ranks` counts processes.
@@ -152,7 +151,6 @@ class Configuration:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     required: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
-    inert: frozenset[str] = frozenset()
     bare: tuple[str, ...] = ()
     check: Callable[[Values, dict[str, int], int], None] = lambda values, dp, ranks: None
     restore_key: str = RESTORE_KEY
@@ -174,7 +172,7 @@ class Configuration:
         for name, each in self._classes:
             found |= {key.name: key for key in _keys(each, f"{name}." if name else "")}
         assert self.records in ("", *RECORDS)
-        assert {*self.without, *self.required, *self.inert, *self.defaults} <= set(found)
+        assert {*self.without, *self.required, *self.defaults} <= set(found)
         bare = tuple(f"{name}." for name in self.bare)
         keys = {}
         for name, key in found.items():
@@ -183,8 +181,6 @@ class Configuration:
                 changes = {"default": self.defaults.get(name, ABSENT), "nullable": True}
             if name in self.required:
                 changes["nullable"] = False
-            if name in self.inert:
-                changes["acts"] = False
             changes["default"] = self._own(changes["default"])
             if name not in self.without:
                 keys[name] = dataclasses.replace(key, **changes)

@@ -12,6 +12,7 @@ from nemo_aligner.config.keys.common import (
     PARAMS,
     TOKENIZER,
     Alarms,
+    CheckpointParams,
     ServerMachines,
     below,
 )
@@ -121,6 +122,13 @@ class CriticServer(Listening):
     alarms: Alarms | None = section()
 
 
+@dataclass
+class CriticCheckpoints(CheckpointParams):
+    """Which checkpoints are kept, and in what form."""
+
+    save_nemo_on_train_end: Any = inert(False)
+
+
 def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
     check_serving(values, "trainer.ppo")
     check_reward_standardization(values.get("model"))
@@ -135,6 +143,7 @@ CRITIC_JOB = Configuration(
     "gpt_ppo_critic",
     {
         **FROM_CHECKPOINT,
+        PARAMS: CriticCheckpoints,
         "trainer.ppo": CriticServer,
         "server": Server,
         "model": (TrainedModel, RewardHead, CriticModel),
@@ -147,13 +156,11 @@ CRITIC_JOB = Configuration(
         f"{PARAMS}.mode": "max",
         f"{PARAMS}.save_top_k": 0,
         f"{PARAMS}.filename": "megatron_gpt-{step}",
-        f"{PARAMS}.save_nemo_on_train_end": False,
         "model.regression.merge_attributes": True,
     },
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
     without=frozenset(("trainer.max_time", "exp_manager.max_time_per_run")),
     check=check_critic,
-    inert=frozenset([f"{PARAMS}.save_nemo_on_train_end"]),
 )
 
 
