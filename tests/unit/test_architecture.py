@@ -153,10 +153,12 @@ def test_a_folder_that_is_left_of_a_former_module_is_no_door(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     utils.Doors(["room.door"], lambda module, name: (module, name)).install()
-    assert importlib.import_module("room").real == 1
-    assert importlib.import_module("room.door").name == ("room.door", "name")
-    for module in ("room", "room.door"):
-        monkeypatch.delitem(sys.modules, module)
+    try:
+        assert importlib.import_module("room").real == 1
+        assert importlib.import_module("room.door").name == ("room.door", "name")
+    finally:
+        for module in ("room", "room.door"):  # whoever looks at all modules would ask the door
+            sys.modules.pop(module, None)
 
 
 # Modules that write down the time of day, or compare two clocks for the user.
