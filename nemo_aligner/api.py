@@ -161,8 +161,8 @@ class Policy:
             UserError: the path does not exist, or holds no policy.
             ConfigError: a setting that cannot work.
         """
-        path = newest_weights(path, "path")
-        refuse_heads(path)
+        source = newest_weights(path, "path")
+        refuse_heads(source)
         cfg = OmegaConf.create({"trainer": {}, "model": {"optim": OPTIM}})
         given = _tree(settings)
         for section in given:
@@ -178,7 +178,7 @@ class Policy:
         check_optim(cfg.model.optim)
         cfg.model.overwrite_base_config = {"optim": True}  # of the training before
         trainer = resolve_and_create_trainer(cfg)
-        model = load_from_nemo(GPTSFTModel, cfg, trainer, restore_path=path)
+        model = load_from_nemo(GPTSFTModel, cfg, trainer, restore_path=source)
         if "peft" in cfg.model:
             model.init_peft(model.cfg.peft)
         model.set_eval()

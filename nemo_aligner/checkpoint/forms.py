@@ -12,6 +12,7 @@ import re
 import tarfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
@@ -180,7 +181,7 @@ METADATA_FILE = ".metadata"  # of a distributed checkpoint
 
 
 def check_restore_path(
-    path: str | Path | None, key: str = "pretrained_checkpoint.restore_from_path"
+    path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Path:
     """`path`, of the configuration key `key`, as an existing `.nemo` file or directory;
     `UserError`: it is None, does not exist, or has a form that does not load.
@@ -198,7 +199,7 @@ def check_restore_path(
                 f"{key}={path} is not a tar file; a .nemo is a tar file or a directory."
             )
         return path
-    if is_peft(path) or is_foreign(path) or (path / CONFIG_FILE).is_file():
+    if form_of_path(path) != "nemo" or (path / CONFIG_FILE).is_file():
         return path
     if (path / BACKEND_FILE).is_file() or (path / MARKER).is_file():
         raise refusal("training", f"{key}={path}")
@@ -223,9 +224,15 @@ def check_complete(folder: Path) -> None:
         )
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether `path` is a folder of a form that has a configuration of its own."""
-    return is_nemo2(path) or is_hugging_face(path) or is_megatron(path)
+def form_of_path(path: Path) -> str:
+    """What lies at `path`: "peft", "nemo2", "hugging_face", "megatron", or else "nemo"."""
+    if is_peft(path):
+        return "peft"
+    if is_nemo2(path):
+        return "nemo2"
+    if is_hugging_face(path):
+        return "hugging_face"
+    return "megatron" if is_megatron(path) else "nemo"
 
 
 def is_nemo2(path: Path) -> bool:

@@ -7,15 +7,14 @@
     model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
     CHECKSUMS.xxh128     checksums of all of these (`checksums.py`), compared when they are read
 
-Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside `weights/`, and
-folders of NeMo 2.0 are read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading
-the configuration or the tokenizer does not unpack the weights.
+Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside `weights/`, are
+read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading the configuration or the
+tokenizer does not unpack the weights.
 
-`nemo_writing.py` writes them.
+`nemo_writing.py` writes them; `sources.py` reads them as it does folders of others.
 """
 
 import contextlib
-import dataclasses
 import functools
 import io
 import os
@@ -23,16 +22,16 @@ import secrets
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import adapters, forms, megatron
+from nemo_aligner.checkpoint import forms
 from nemo_aligner.checkpoint.checksums import (
     check_files_together,
     check_folder,
@@ -52,10 +51,7 @@ from nemo_aligner.checkpoint.forms import (
     CONFIG_FILE,
     MARKER,
     WEIGHTS_FOLDER,
-    check_restore_path,
-    is_peft,
 )
-from nemo_aligner.checkpoint.hugging_face import peft, reading
 from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
@@ -134,60 +130,10 @@ def _set_nemo_gelu(config: DictConfig) -> None:
         config.bias_activation_fusion = gated or plain
 
 
-def read_config(path: str | Path, base: Path | None = None) -> DictConfig:
-    """The model configuration in a checkpoint of any form; the files in it that it refers to get
-    absolute paths, and those that it names and does not hold stand behind
-    `file_references.OUTSIDE`. That of adapters describes the model with all weights that they make
-    with their base, which lies at `base`; None: where they say.
-
-    Raises:
-        UserError: a reference leads out of the archive, a value calls a resolver, or the model is
-            one that is not supported.
+def read_archive(path: Path) -> DictConfig:
+    """The configuration in the archive or the checkpoint folder of a job at `path`; see
+    `sources.Source.stored_config`.
     """
-    config = read_stored_config(path, None if base is None else read_config(base))
-    return config if adapters.base_in(config) is None else adapters.without_adapter_keys(config)
-
-
-def read_stored_config(path: str | Path, model: DictConfig | None = None) -> DictConfig:
-    """As `read_config`, with the sections `lora_base` and `peft` of a checkpoint of adapters.
-    `model`: configuration of the base, for folders of PEFT, which do not hold it; None: of what
-    they name.
-    """
-    path = Path(path).resolve()
-    if is_peft(path):
-        base = read_config(peft.base_path(path)) if model is None else model
-        config = peft.adapter_section(path, base)
-        refuse_resolvers(config, path)
-        return config  # the tokenizer is that of the base
-    form = _foreign_form(path)
-    if form is None:
-        return _read_archive(path)
-    config = form.read_config(path)
-    refuse_resolvers(config, path)
-    mark_outside(config, path)
-    return config
-
-
-class _Foreign(NamedTuple):
-    """A form of folders that has a configuration of its own."""
-
-    is_folder: Callable[[Path], bool]
-    read_config: Callable[[Path], DictConfig]
-    weights: Callable[[Path], TensorSource]
-
-
-_FOREIGN = (
-    _Foreign(forms.is_nemo2, megatron.read_nemo2_config, megatron.nemo2_weights),
-    _Foreign(forms.is_hugging_face, reading.model_section, reading.weights),
-    _Foreign(forms.is_megatron, megatron.read_config, megatron.weights),
-)
-
-
-def _foreign_form(path: Path) -> _Foreign | None:
-    return next((form for form in _FOREIGN if form.is_folder(path)), None)
-
-
-def _read_archive(path: Path) -> DictConfig:
     folder = _unpack_small_members(path)
     config = read_yaml(folder / CONFIG_FILE, path)
     refuse_resolvers(config, path)
@@ -225,61 +171,10 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
 
 
 @contextlib.contextmanager
-def stored_tensors(path: str | Path, base: Path | None = None) -> Iterator[TensorSource]:
-    """The weights of a checkpoint of any form; all ranks enter it together. Those of adapters are
-    the weights of their base, which lies at `base` (None: where they say), with the adapters
-    merged in.
-
-    Raises:
-        UserError: there are no weights in a form that loads; adapters whose base is not there, or
-            is another model; a base is given of what are no adapters.
+def archive_tensors(path: Path) -> Iterator[TensorSource]:
+    """The weights in the archive or the checkpoint folder of a job at `path`; all ranks enter it
+    together. A file whose form allows it is read in place. `UserError`: there are none that load.
     """
-    model = None if base is None else read_config(base)
-    config = read_stored_config(path, model)
-    expected = adapters.base_in(config)
-    if expected is None:
-        if base is not None:
-            raise UserError(f"{path} holds a model with all its weights, which has no base.")
-        with own_tensors(path) as source:
-            yield source
-        return
-    if base is not None:
-        expected = dataclasses.replace(expected, path=str(base))
-    with own_tensors(path, model) as own, stored_tensors(_base_path(path, expected)) as source:
-        found = adapters.checksum_of_source(source)
-        where = f"{expected.path}, as it is now,"
-        adapters.check_base(expected, found, what=str(path), where=where)
-        yield adapters.merged(source, own, adapters.settings_in(config), config)
-
-
-def _base_path(path: str | Path, base: adapters.Base) -> Path:
-    if base.path is None:
-        raise UserError(
-            f"{path} holds adapters of a model with random weights, which no checkpoint has."
-        )
-    if not Path(base.path).exists():
-        raise UserError(
-            f"{path} holds adapters, but their base {base.path} does not exist. Merge them with "
-            "the base where it lies now (nemo-aligner convert merge-lora --base PATH), "
-            "or start from the base with model.peft.restore_from_path naming the adapters."
-        )
-    return check_restore_path(base.path, key="base of the adapters")
-
-
-@contextlib.contextmanager
-def own_tensors(path: str | Path, model: DictConfig | None = None) -> Iterator[TensorSource]:
-    """As `stored_tensors`, of adapters alone; `model` as for `read_stored_config`. A file whose
-    form allows it is read in place.
-    """
-    path = Path(path).resolve()
-    if is_peft(path):
-        base = read_config(peft.base_path(path)) if model is None else model
-        yield peft.PeftTensors(path, base)
-        return
-    form = _foreign_form(path)
-    if form is not None:
-        yield form.weights(path)
-        return
     if path.is_file():
         with _opened(path) as tar:
             if _is_readable_in_place(tar, path):
@@ -331,7 +226,7 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
         raise UserError(
             f"{path} holds no weights in a form that loads; these do: {forms.loadable_forms()}."
         )
-    gated = str(read_config(path).get("activation", "")).lower().endswith("glu")
+    gated = str(read_archive(path).get("activation", "")).lower().endswith("glu")
     return rank_files(folder, path, gated)
 
 

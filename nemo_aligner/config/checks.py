@@ -14,6 +14,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import cast
 
@@ -120,7 +121,9 @@ def check_config(
     return unknown + inert + old
 
 
-def check_loaded(model_cfg: DictConfig, loaded: DictConfig, restore_path: str | Path) -> None:
+def check_loaded(
+    model_cfg: DictConfig, loaded: DictConfig, restore_path: str | PathLike[str]
+) -> None:
     """Check the job whose section `model` is `model_cfg`, now that `loaded`, the same section over
     a checkpoint's configuration, is known; where `model_cfg` is no part of a job do nothing.
 

@@ -23,7 +23,6 @@ from nemo_aligner.checkpoint import (
     forms,
     megatron,
     megatron_keys,
-    nemo_archive,
     nemo_writing,
     torch_dist_stream,
 )
@@ -31,6 +30,7 @@ from nemo_aligner.checkpoint.file_references import is_outside
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG
 from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
+from nemo_aligner.checkpoint.sources import PeftFolder, Source, open_source
 from nemo_aligner.checkpoint.stored_weights import (
     Slice,
     TensorSource,
@@ -62,6 +62,10 @@ class Options:
     tokenizer: Path | None = None
     # leave out the bias of a reward model's head, for which Hugging Face has no place
     drop_head_bias: bool = False
+
+    def base_source(self) -> Source | None:
+        """`base`, opened; `UserError`: it does not exist or does not load."""
+        return None if self.base is None else open_source(self.base, "--base")
 
     def torch_dtype(self) -> torch.dtype | None:
         """None: as stored."""
@@ -120,8 +124,8 @@ def merge(source: Path, target: Path, options: Options) -> None:
     target = check_target(source, target, options)
     if not are_adapters(source, key="ADAPTERS"):
         raise UserError(f"{source} holds a model with all its weights; there is nothing to merge.")
-    source, section = _read_section(source, options)
-    with nemo_archive.stored_tensors(source, options.base) as weights:
+    checkpoint, base, section = _read_section(source, options)
+    with checkpoint.tensors(base) as weights:
         _write_nemo(target, section, weights, options)
 
 
@@ -136,7 +140,7 @@ def peft_to_nemo(source: Path, target: Path, options: Options) -> None:
                 "it with --base."
             )
         where = str(Path(path).resolve())
-        with nemo_archive.stored_tensors(path) as tensors:
+        with open_source(path, "--base").tensors() as tensors:
             checksum = adapters.checksum_of_source(tensors)
             adapters.check_base(found, checksum, str(source), where)
             # Checks that the base has what the adapters belong to.
@@ -183,27 +187,23 @@ def _nbytes(chunk: Chunk) -> int:
 
 def are_adapters(source: Path, key: str = "SOURCE") -> bool:
     """Whether the checkpoint `source`, called `key`, holds adapters; `UserError`: no such one."""
-    source = nemo_archive.check_restore_path(source, key=key)
-    if forms.is_peft(source):
-        return True
-    return adapters.base_in(nemo_archive.read_stored_config(source)) is not None
+    found = open_source(source, key)
+    return isinstance(found, PeftFolder) or adapters.base_in(found.stored_config()) is not None
 
 
-def _read_section(source: Path, options: Options) -> tuple[Path, DictConfig]:
-    """A checkpoint of any form, and the configuration of its model; `UserError`: the checkpoint is
-    not there, or its form does not load.
+def _read_section(source: Path, options: Options) -> tuple[Source, Source | None, DictConfig]:
+    """A checkpoint of any form, the base of its adapters if one is given, and the configuration of
+    its model; `UserError`: the checkpoint is not there, or its form does not load.
     """
-    source = nemo_archive.check_restore_path(source, key="SOURCE")
-    if options.base is not None:
-        nemo_archive.check_restore_path(options.base, key="--base")
-    section = nemo_archive.read_config(source, options.base)
+    checkpoint, base = open_source(source, "SOURCE"), options.base_source()
+    section = checkpoint.config(base)
     own = options.tokenizer
     if own is not None:
         if not own.exists():
             raise UserError(f"--tokenizer={own} does not exist; give a folder or a file.")
         kind = ("huggingface", "type") if own.is_dir() else ("sentencepiece", "model")
         section.tokenizer = {"library": kind[0], kind[1]: str(own.expanduser().absolute())}
-    return source, section
+    return checkpoint, base, section
 
 
 @contextlib.contextmanager
@@ -211,17 +211,13 @@ def _adapters_of(
     source: Path, options: Options
 ) -> Iterator[tuple[DictConfig, TensorSource, adapters.Base]]:
     """Configuration and tensors of adapters alone, and the base that they name."""
-    source = nemo_archive.check_restore_path(source, key="SOURCE")
-    model = None
-    if options.base is not None:
-        model = nemo_archive.read_config(
-            nemo_archive.check_restore_path(options.base, key="--base")
-        )
-    section = nemo_archive.read_stored_config(source, model)
-    base = adapters.base_in(section)
-    assert base is not None
-    with nemo_archive.own_tensors(source, model) as weights:
-        yield section, weights, base
+    checkpoint, base = open_source(source, "SOURCE"), options.base_source()
+    model = None if base is None else base.config()
+    section = checkpoint.stored_config(model)
+    named = adapters.base_in(section)
+    assert named is not None
+    with checkpoint.own_tensors(model) as weights:
+        yield section, weights, named
 
 
 def _rows_of(section: DictConfig) -> int:
@@ -247,9 +243,9 @@ def from_nemo(
     exists.
     """
     target = check_target(source, target, options)
-    source, section = _read_section(source, options)
+    checkpoint, base, section = _read_section(source, options)
     with (
-        nemo_archive.stored_tensors(source, options.base) as weights,
+        checkpoint.tensors(base) as weights,
         _progress_bar(0, options) as bar,
     ):
 
@@ -275,13 +271,13 @@ def to_peft(source: Path, target: Path, options: Options) -> None:
     name; in one process. `UserError`: Hugging Face cannot express the model, the base is another
     one, or the target exists.
     """
-    target, base = check_target(source, target, options), options.base
+    target, base = check_target(source, target, options), options.base_source()
     with _adapters_of(source, options) as (section, weights, found):
         if base is not None:
-            with nemo_archive.stored_tensors(base) as tensors:
+            with base.tensors() as tensors:
                 checksum = adapters.checksum_of_source(tensors)
             adapters.check_base(found, checksum, str(source), str(base))
-            found = adapters.Base(str(base.resolve()), checksum)
+            found = adapters.Base(str(base.path), checksum)
         peft.write_folder(
             target,
             weights,
@@ -300,9 +296,9 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
     target exists.
     """
     target = check_target(source, target, options)
-    source, section = _read_section(source, options)
+    checkpoint, base, section = _read_section(source, options)
     args = megatron_keys.arguments(section)
-    with nemo_archive.stored_tensors(source, options.base) as weights:
+    with checkpoint.tensors(base) as weights:
         parts = _parts_of(weights, options)
         for chunk in parts:
             megatron.check_place(chunk.key, source)

@@ -7,27 +7,27 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint import adapters, nemo_archive
-from nemo_aligner.checkpoint.forms import is_peft
+from nemo_aligner.checkpoint import adapters
 from nemo_aligner.checkpoint.hugging_face import peft, peft_config
+from nemo_aligner.checkpoint.sources import PeftFolder, open_source
 from nemo_aligner.checkpoint.stored_weights import TensorSource, distinct, stored_dtype
 from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
 
 
-def collect(source: Path) -> dict[str, Any]:
+def collect(path: Path) -> dict[str, Any]:
     """Keys, parameters and tensors of a checkpoint; `UserError`: it is damaged, or unreadable."""
-    source = nemo_archive.check_restore_path(source, key="PATH")
-    if is_peft(source):
-        return _collect_peft(source)
-    config = nemo_archive.read_stored_config(source)
+    source = open_source(path, "PATH")
+    if isinstance(source, PeftFolder):
+        return _collect_peft(Path(source))
+    config = source.stored_config()
     keys = plain_dict(config)
     base = adapters.base_in(config)
     found: dict[str, Any] = {"path": str(source)}
     if base is not None:
         found["adapters"] = _described(adapters.settings_in(config), base)
-    with nemo_archive.own_tensors(source) as weights:
+    with source.own_tensors() as weights:
         found |= _tensors(weights)
     return found | {
         "keys": {

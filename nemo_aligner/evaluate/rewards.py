@@ -4,7 +4,6 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,11 +66,11 @@ def reward_model_settings(reward: str, cfg: DictConfig) -> DictConfig:
         key: cfg.model[key]
         for key in (*(key for key in ARCHITECTURE_KEYS if key in cfg.model), "sequence_parallel")
     }
-    path = newest_weights(reward, "--reward")
+    source = newest_weights(reward, "--reward")
     rm_cfg = OmegaConf.create(
         {
             "trainer": OmegaConf.to_container(cfg.trainer, resolve=True),
-            "rm_model_file": str(path),
+            "rm_model_file": str(source),
             "model": split | {"precision": cfg.trainer.precision} | dict(cfg.reward_model),
         }
     )
@@ -88,6 +87,7 @@ def model_rewards(
     Raises:
         UserError: it is no reward model, or a sample is longer than it reads.
     """
+    from nemo_aligner.checkpoint.sources import open_source
     from nemo_aligner.config.defaults import complete_model
     from nemo_aligner.config.rules import check_values
     from nemo_aligner.config.server_rules import check_one_reward_per_sample
@@ -97,19 +97,19 @@ def model_rewards(
     from nemo_aligner.parallel import parallel_state
     from nemo_aligner.servers.scoring import Scorer
 
-    path = Path(rm_cfg.rm_model_file)
-    rm_cfg.model = model_config(path, rm_cfg.model)
+    source = open_source(rm_cfg.rm_model_file, "--reward")
+    rm_cfg.model = model_config(source, rm_cfg.model)
     check_values(rm_cfg, "inference_rm", complete=True)  # again, now with what the file says
     rm_cfg.model = complete_model(rm_cfg.model, "inference_rm")
     check_one_reward_per_sample(rm_cfg.model)
     launch_processes(trainer)
-    model = load_reward_model(rm_cfg.model, trainer, path, "--reward")
+    model = load_reward_model(rm_cfg.model, trainer, source, "--reward")
     scorer = Scorer(
         lambda tokens, lengths, _starts: {"rewards": model.infer((tokens, lengths))},
         tokenize_func=model.tokenize,
         micro_batch_size=rm_cfg.model.forward_micro_batch_size,
     )
-    check_same_weights(scorer.control, path)
+    check_same_weights(scorer.control, source)
     samples = [
         tokens_of(response, model.tokenizer) for responses in sides for response in responses
     ]
@@ -129,8 +129,8 @@ def model_rewards(
     bad = np.flatnonzero(~np.isfinite(rewards))
     if bad.size:
         raise UserError(
-            f"{path} gives {bad.size} of {len(rewards)} samples a reward that is not finite; look "
-            "for NaN in its weights, or use trainer.precision=32."
+            f"{source} gives {bad.size} of {len(rewards)} samples a reward that is not finite; "
+            "look for NaN in its weights, or use trainer.precision=32."
         )
     ends = np.cumsum([len(responses) for responses in sides])
     return [part.tolist() for part in np.split(rewards, ends[:-1])]

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from nemo_aligner.checkpoint.folders import newest_checkpoint
 from nemo_aligner.checkpoint.forms import CONFIG_FILE
-from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.rules import check_values
 from nemo_aligner.core.errors import UserError
@@ -28,7 +28,6 @@ from nemo_aligner.generate.settings import RESTORE_KEY
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import (
     load_and_override_model_config,
-    load_checkpoint_model_config,
     load_from_nemo,
 )
 from nemo_aligner.launch.processes import launch_processes
@@ -73,10 +72,10 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
         UserError: no policy can be loaded from there, or it does not fit the settings.
     """
     cfg = cfg.copy()
-    path = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
-    refuse_heads(path)
+    source = newest_weights(cfg.pretrained_checkpoint.restore_from_path, RESTORE_KEY)
+    refuse_heads(source)
     data = cfg.model.data
-    cfg.model = model_config(path, cfg.model)
+    cfg.model = model_config(source, cfg.model)
     cfg.model.data = data  # not that of the training
     if cfg.length_params.max_length is None:
         longest = max(cfg.model.encoder_seq_length // 2, 1)
@@ -86,8 +85,8 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     cfg.trainer.precision = cfg.model.precision
     launch_processes(trainer)
     group = ControlGroup()
-    check_same_weights(group, path)
-    model = load_from_nemo(MegatronGPTModel, cfg.model, trainer, restore_path=path)
+    check_same_weights(group, source)
+    model = load_from_nemo(MegatronGPTModel, cfg.model, trainer, restore_path=source)
     assert isinstance(model, MegatronGPTModel)
     model.set_eval()
     params = GenerationParams.from_config(cfg.length_params, cfg.sampling_params)
@@ -95,7 +94,7 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
         model.tokenizer, cfg.sampling_params.add_BOS, "sampling_params.add_BOS"
     )
     return Policy(
-        path=path,
+        path=Path(source),
         tokenizer=model.tokenizer,
         generator=MegatronGenerator(
             model.model, model.tokenizer, max_sequence_length=model.cfg.encoder_seq_length
@@ -110,7 +109,7 @@ def load_policy(cfg: DictConfig, trainer: Trainer | None) -> Policy:
     )
 
 
-def newest_weights(path: str | Path, key: str) -> Path:
+def newest_weights(path: str | Path, key: str) -> Source:
     """The value `path` of `key`, or the newest complete checkpoint in this folder of a job.
 
     Raises:
@@ -119,33 +118,33 @@ def newest_weights(path: str | Path, key: str) -> Path:
     path = Path(path).expanduser()
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
         path = newest_checkpoint(path) or path
-    return check_restore_path(path, key)
+    return open_source(path, key)
 
 
-def model_config(path: Path, given: DictConfig) -> DictConfig:
+def model_config(source: Source, given: DictConfig) -> DictConfig:
     """The model's configuration with `given` keys over it; a null precision means its own."""
     given = given.copy()
     if given.precision is None:
         del given.precision
-    return load_and_override_model_config(path, given)
+    return load_and_override_model_config(source, given)
 
 
-def refuse_heads(path: Path) -> None:
+def refuse_heads(source: Source) -> None:
     """Raise `UserError` if the model is a reward model or a critic: it has no output layer."""
-    cfg = load_checkpoint_model_config(path)
+    cfg = source.config()
     name = str(cfg.get("target") or "").rpartition(".")[2]
     if not name and cfg.get("reward_model_type"):  # of Hugging Face: its head says it
         name = "CriticModel" if cfg.get("output_sequence") else "RewardModel"
     if any(part in name for part in WITH_HEADS):
         raise UserError(
-            f"{path} holds a {name}, which gives rewards or values and cannot generate; name a "
+            f"{source} holds a {name}, which gives rewards or values and cannot generate; name a "
             "policy (of SFT, PPO or rejection sampling)."
         )
 
 
-def check_same_weights(group: ControlGroup, path: Path) -> None:
+def check_same_weights(group: ControlGroup, source: Source) -> None:
     """Raise `UserError` on all ranks if they found different newest checkpoints."""
-    found = {str(other) for other in group.gather_objects(str(path))}
+    found = {str(other) for other in group.gather_objects(str(source))}
     if len(found) > 1:
         raise UserError(
             f"the job wrote a checkpoint while its newest one was looked for: "

@@ -61,7 +61,7 @@ def open_job(
         job, more = _guess(files[0])
         given = {word.partition("=")[0].lstrip("+") for word in settings}
         settings += [word for word in more if word.partition("=")[0] not in given]
-    path = newest_weights(model, "--model")
+    source = newest_weights(model, "--model")
     config_name = SFT if job == STEERLM2 else job
     cfg = compose_settings(config_name, settings)
     check_keys(plain_dict(cfg), config_name)
@@ -71,13 +71,13 @@ def open_job(
     else:
         OmegaConf.update(cfg, "model.data.data_prefix", {"train": list(files)}, force_add=True)
     section = resolved(complete_config(cfg, config_name))["model"]
-    model_cfg = load_and_override_model_config(path, OmegaConf.create(section))
+    model_cfg = load_and_override_model_config(source, OmegaConf.create(section))
     for other in OTHER_POLICIES.get(config_name, ()):  # a section alone does not name its job
         model_cfg.pop(other, None)
     model_cfg = complete_model(model_cfg, config_name)
     tokenizer = build_tokenizer(model_cfg.tokenizer)
     dataset = _build(job, model_cfg, tokenizer)
-    return InspectedJob(job, tuple(map(str, files)), path, model_cfg, tokenizer, dataset)
+    return InspectedJob(job, tuple(map(str, files)), Path(source), model_cfg, tokenizer, dataset)
 
 
 def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:

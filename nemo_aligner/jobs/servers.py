@@ -95,14 +95,14 @@ def _serve_model(cfg: DictConfig) -> None:
     """Every rank calls it."""
     with long_imports():
         from nemo_aligner.algorithms.reward_server import RewardModelServer
-        from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+        from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.launch.experiment import start_processes
         from nemo_aligner.launch.model_loading import complete_model_config, load_reward_model
         from nemo_aligner.servers.reward_function import scores_of_places
         from nemo_aligner.servers.scoring import model_limits
 
-    restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
-    cfg.model = complete_model_config(restore_path, cfg.model, "inference_rm")
+    source = open_source(cfg.rm_model_file, "rm_model_file")
+    cfg.model = complete_model_config(source, cfg.model, "inference_rm")
     attributes = served_attributes(cfg.model)
     per, step_end = cfg.inference.rewards_per, cfg.inference.step_end
     per_token = per != "response"
@@ -111,7 +111,7 @@ def _serve_model(cfg: DictConfig) -> None:
         check_scores_of_tokens(cfg.model)
         cfg.model.output_sequence = True
     trainer = start_processes(cfg, "inference_rm")
-    model = load_reward_model(cfg.model, trainer, restore_path, "rm_model_file")
+    model = load_reward_model(cfg.model, trainer, source, "rm_model_file")
     vocab_size, max_length = model_limits(model)
 
     def rewards_of_places(tokens: Any, lengths: Any, prompt_lengths: Any) -> Any:
@@ -176,15 +176,15 @@ def _tokenizer_config(cfg: DictConfig) -> DictConfig:
     """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a
     file the latter.
     """
-    from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+    from nemo_aligner.checkpoint.sources import open_source
     from nemo_aligner.launch.model_loading import load_and_override_model_config
 
     model_cfg = cfg.model
     if cfg.rm_model_file is not None:
-        restore_path = check_restore_path(cfg.rm_model_file, "rm_model_file")
+        source = open_source(cfg.rm_model_file, "rm_model_file")
         # Apart from the job: the checks of a model's configuration are not for a function.
         alone = OmegaConf.masked_copy(model_cfg, ["tokenizer", "overwrite_base_config"])
-        model_cfg = load_and_override_model_config(restore_path, alone)
+        model_cfg = load_and_override_model_config(source, alone)
     return complete(model_cfg.tokenizer, "inference_rm", "model.tokenizer")
 
 
@@ -211,6 +211,7 @@ def serve_teacher(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences
+        from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.launch.experiment import start_processes
         from nemo_aligner.launch.model_loading import complete_model_config, load_from_nemo
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
@@ -218,7 +219,7 @@ def serve_teacher(cfg: DictConfig) -> None:
         )
         from nemo_aligner.servers.scoring import model_limits
 
-    base = cfg.pretrained_checkpoint.restore_from_path
+    base = open_source(cfg.pretrained_checkpoint.restore_from_path)
     cfg.model = complete_model_config(base, cfg.model, "inference_teacher")
     trainer = start_processes(cfg, "inference_teacher")
     model = load_from_nemo(TopKTeacherModel, cfg.model, trainer, restore_path=base)

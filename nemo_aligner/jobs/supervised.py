@@ -197,6 +197,7 @@ def logits(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.topk_logits import write_topk_logits
+        from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.data.nlp.builders import build_sft_dataset
         from nemo_aligner.data.nlp.chat import sft_chat_options
         from nemo_aligner.launch.experiment import fix_chat_date, start_processes
@@ -205,7 +206,7 @@ def logits(cfg: DictConfig) -> None:
             TopKTeacherModel,
         )
 
-    teacher = cfg.pretrained_checkpoint.restore_from_path
+    teacher = open_source(cfg.pretrained_checkpoint.restore_from_path)
     cfg.model = complete_model_config(teacher, cfg.model, "compute_topk_logits")
     check_values(cfg, "compute_topk_logits", complete=True)
     trainer = start_processes(cfg, "compute_topk_logits")

@@ -29,6 +29,7 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
+from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
@@ -138,7 +139,8 @@ def start_with_model(cfg: DictConfig, model_class: type[Model]) -> tuple[Experim
     random weights, with its adapters; every rank calls it. `cfg.model` becomes complete.
     """
     config_name = str(config_name_of(cfg))
-    base = OmegaConf.select(cfg, restore_key(config_name))
+    path = OmegaConf.select(cfg, restore_key(config_name))
+    base = None if path is None else open_source(path)
     cfg.model = complete_model_config(base, cfg.model, config_name)
     job = start_job(cfg)
     if base is None:

@@ -5,6 +5,7 @@ models ready to score."""
 
 import os
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,8 +13,8 @@ from lightning.pytorch import Trainer
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
 from nemo_aligner.checkpoint.forms import is_nemo2
+from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.config.checks import check_loaded
 from nemo_aligner.config.data_rules import KEPT_FORM, asked_form
 from nemo_aligner.config.defaults import base_dropout, complete_model, drop_unset, model_fallback
@@ -44,7 +45,9 @@ OTHER_POLICIES = {"gpt_rs_actor": ("ppo",), "gpt_reinforce_actor": ("ppo", "rs")
 
 
 def load_and_override_model_config(
-    restore_path: str | Path, model_cfg_to_overwrite: DictConfig, remove_meta_info: bool = True
+    restore_path: str | PathLike[str],
+    model_cfg_to_overwrite: DictConfig,
+    remove_meta_info: bool = True,
 ) -> DictConfig:
     """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over
     it.
@@ -64,7 +67,7 @@ def load_and_override_model_config(
         ConfigError: the job's configuration cannot work.
     """
     adopt_mpi_ranks(os.environ)  # the check counts ranks, and in other scripts nobody else does it
-    base = nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
+    base = open_source(restore_path).config()
     if remove_meta_info:
         for key in META_KEYS:
             base.pop(key, None)
@@ -99,7 +102,7 @@ def load_and_override_model_config(
 
 
 def complete_model_config(
-    restore_path: str | Path | None, model_cfg: DictConfig, job: str
+    restore_path: str | PathLike[str] | None, model_cfg: DictConfig, job: str
 ) -> DictConfig:
     """Section `model` of a job with all its keys: what the user gives over what the `.nemo` says,
     the rest from `conf/<job>.yaml`.
@@ -165,9 +168,9 @@ def remove_overwritten_fields(
             remove_overwritten_fields(base_config[key], value)
 
 
-def load_checkpoint_model_config(restore_path: str | Path) -> DictConfig:
+def load_checkpoint_model_config(restore_path: str | PathLike[str]) -> DictConfig:
     """The configuration of the model in a `.nemo` file or folder, as it stands there."""
-    return nemo_archive.read_config(nemo_archive.check_restore_path(restore_path))
+    return open_source(restore_path).config()
 
 
 def load_2_0_checkpoint_model_config(restore_path: str | Path) -> DictConfig | None:
@@ -184,7 +187,7 @@ def load_from_nemo(
     trainer: Trainer | None,
     strict: bool = True,
     modify_config_fn: Callable[[DictConfig, DictConfig], DictConfig] | None = None,
-    restore_path: str | Path | None = None,
+    restore_path: str | PathLike[str] | None = None,
     load_base_model_only: bool = False,
     return_updated_cfg: bool = False,
 ) -> Any:
@@ -202,10 +205,10 @@ def load_from_nemo(
     Raises:
         UserError: the path does not exist or does not fit the model.
     """
-    restore_path = nemo_archive.check_restore_path(restore_path)
+    source = open_source(restore_path)
     if "model" in model_cfg:
         model_cfg = model_cfg.model
-    file_cfg = nemo_archive.read_config(restore_path)
+    file_cfg = source.config()
     if modify_config_fn is not None:
         cfg = modify_config_fn(file_cfg, model_cfg)
     else:
@@ -216,17 +219,17 @@ def load_from_nemo(
     model = cls(cfg, trainer=trainer)
     model.stored_dropout = base_dropout({}, file_cfg, cls.CONFIG_NAME)
     model.load_nemo_weights(
-        restore_path,
+        source,
         strict=strict,
         missing_ok=cls.fresh_weights(),
         skip=cls.fresh_weights() if load_base_model_only else (),
     )
-    logging.info(f"{cls.__name__} restored from {restore_path}")
+    logging.info(f"{cls.__name__} restored from {source}")
     return (model, cfg) if return_updated_cfg else model
 
 
 def load_reward_model(
-    model_cfg: DictConfig, trainer: Trainer | None, restore_path: Path, key: str
+    model_cfg: DictConfig, trainer: Trainer | None, restore_path: str | PathLike[str], key: str
 ) -> MegatronGPTRewardModel:
     """The reward model in `restore_path`; every rank calls it.
 

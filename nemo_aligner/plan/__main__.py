@@ -240,10 +240,10 @@ def read_model(path: Path) -> tuple[dict[str, Any], int]:
             )
         return model, int(rows)
     # Here, not at the top: they take seconds.
-    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.checkpoint.sources import open_source
     from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-    cfg = nemo_archive.read_config(nemo_archive.check_restore_path(path, key="MODEL"))
+    cfg = open_source(path, "MODEL").config()
     model = plain_dict(cfg)
     rows = model.get("override_vocab_size")
     return model, int(rows) if rows else build_tokenizer(cfg.tokenizer).vocab_size

@@ -54,7 +54,8 @@ DOORS = {
     "utils.megatron_steps": "nemo_aligner.training.megatron_steps",
     "utils.nemo_archive": (
         "nemo_aligner.checkpoint.nemo_archive nemo_aligner.checkpoint.nemo_writing "
-        "check_restore_path=nemo_aligner.checkpoint.forms:check_restore_path"
+        "check_restore_path=nemo_aligner.checkpoint.forms:check_restore_path "
+        "nemo_aligner.checkpoint.sources"
     ),
     "utils.optim": "nemo_aligner.config.optim_rules nemo_aligner.training.optim",
     "utils.parallel_rules": "nemo_aligner.config.parallel_rules",

@@ -64,12 +64,12 @@ CASES = {
 
 def compute(nemo: str, **split) -> dict:
     """What `updates` gives, and greedy responses; all ranks call it."""
-    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.checkpoint import sources
     from nemo_aligner.generation import GenerationParams, MegatronGenerator
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     results = updates(nemo, **split)
-    cfg = OmegaConf.merge(nemo_archive.read_config(nemo), split)
+    cfg = OmegaConf.merge(sources.read_config(nemo), split)
     model = MegatronGPTModel.restore_from(nemo, override_config_path=cfg)
     tokens = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(4))
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.data.nlp.batch_iterators import StoreBatchIterator
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
@@ -135,7 +135,7 @@ def updates(folder, split, other):
     """
     nemo = str(folder / "llama.nemo")
     cfg = OmegaConf.merge(
-        nemo_archive.read_config(nemo), {"ppo": PPO, "micro_batch_size": 1}, split, other
+        sources.read_config(nemo), {"ppo": PPO, "micro_batch_size": 1}, split, other
     )
     actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
     actor.set_reference_policy()
@@ -157,7 +157,7 @@ def fresh(folder):
     """Initial weights of a model that is not loaded from a file."""
     experts = {"expert_model_parallel_size": torch.distributed.get_world_size()}
     return named(
-        MegatronGPTModel(OmegaConf.merge(nemo_archive.read_config(folder / "llama.nemo"), experts))
+        MegatronGPTModel(OmegaConf.merge(sources.read_config(folder / "llama.nemo"), experts))
     )
 
 
@@ -171,7 +171,7 @@ def responses(folder):
     inputs = [x[unequal()] for x in (prompts, lengths, torch.arange(SAMPLES) + 50)]
     nemo = str(folder / "llama.nemo")
     experts = {"expert_model_parallel_size": parallel_state.get_world_size()}
-    cfg = OmegaConf.merge(nemo_archive.read_config(nemo), experts)
+    cfg = OmegaConf.merge(sources.read_config(nemo), experts)
     model = MegatronGPTModel.restore_from(nemo, override_config_path=cfg)
     results = {}
     for name, params in SAMPLING.items():
@@ -210,7 +210,7 @@ def supervised(folder, role):
         "reward model": MegatronGPTRewardModel,
         "critic": MegatronGPTCriticModel,
     }[role]
-    stored = nemo_archive.read_config(folder / nemo)
+    stored = sources.read_config(folder / nemo)
     cfg = OmegaConf.merge(
         stored, {"output_sequence": role == "critic", "loss_clip_val": 0.2}, experts
     )

@@ -27,12 +27,12 @@ SPLITS = {
 
 def differences(trusted: str, others: list[str], **split) -> dict[str, list[str]]:
     """Weights of this rank that differ from those in `trusted`, by file; all ranks call it."""
-    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.checkpoint import sources
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
     def loaded(path: str, seed: int) -> dict[str, torch.Tensor]:
         own = {**split, "seed": seed}
-        cfg = nemo_files.with_own_tokenizer(nemo_archive.read_config(path))
+        cfg = nemo_files.with_own_tokenizer(sources.read_config(path))
         cfg = OmegaConf.merge(cfg, own)
         model = MegatronGPTModel.restore_from(path, override_config_path=cfg)
         return {name: weight.detach().clone() for name, weight in model._named_weights()}
@@ -95,11 +95,11 @@ def test_other_forms_load_at_another_split(tiny_tokenizer_dir, tmp_path, kind):
 
 
 def errors_of(path: str, split: dict) -> str:
-    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.checkpoint import sources
     from nemo_aligner.core.errors import UserError
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 
-    cfg = OmegaConf.merge(nemo_archive.read_config(path), split)
+    cfg = OmegaConf.merge(sources.read_config(path), split)
     with pytest.raises(UserError) as error:
         MegatronGPTModel.restore_from(path, override_config_path=cfg)
     return str(error.value)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.parallel_state import destroy_model_parallel
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.training.optim import optimizer_step
@@ -45,7 +45,7 @@ def updates(nemo: str, path: str, packed: bool, reduction: str, **split) -> dict
     on rank 0. All ranks call it.
     """
     cfg = OmegaConf.merge(
-        nemo_archive.read_config(nemo),
+        sources.read_config(nemo),
         {"micro_batch_size": 1, "loss_reduction": reduction},
         split,
     )

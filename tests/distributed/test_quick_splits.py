@@ -39,14 +39,12 @@ SPLITS = {
 
 def actor_of(nemo: str, **split) -> tuple:
     """An actor with the weights of `nemo`, its optimizer and its schedule; all ranks call it."""
-    from nemo_aligner.checkpoint import nemo_archive
+    from nemo_aligner.checkpoint import sources
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 
     sampling = {**PPO["sampling_params"], "temperature": 0.8}
     ppo = {**PPO, "sampling_params": sampling}
-    cfg = OmegaConf.merge(
-        nemo_archive.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split
-    )
+    cfg = OmegaConf.merge(sources.read_config(nemo), {"ppo": ppo, "micro_batch_size": 1}, split)
     actor = MegatronGPTActorModel.restore_from(nemo, override_config_path=cfg)
     actor.init_peft(split.get("peft"))
     return actor, *actor.setup_megatron_optimization(max_steps=10)

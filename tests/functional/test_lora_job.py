@@ -12,7 +12,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -104,7 +104,7 @@ def common(folder) -> list[str]:
 
 
 def adapters_of(nemo) -> dict[str, torch.Tensor]:
-    with nemo_archive.own_tensors(nemo) as source:
+    with sources.open_source(nemo).own_tensors() as source:
         return {
             key: source.read(key, tuple(slice(0, size) for size in shape))
             for key, shape in source.shapes().items()

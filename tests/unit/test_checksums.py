@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_aligner.checkpoint import checksums, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import checksums, nemo_writing, sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import file_checksum, warn_without
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
@@ -72,8 +72,8 @@ def restore(path):
 
 
 def convert(path):
-    nemo_archive.read_config(path)
-    with nemo_archive.stored_tensors(path) as tensors:
+    sources.read_config(path)
+    with sources.open_source(path).tensors() as tensors:
         tensors.shapes()
 
 
@@ -136,7 +136,7 @@ def test_a_streamed_nemo_has_the_checksums_of_the_other(nemo, tmp_path):
 
     value = torch.arange(6.0).reshape(2, 3)
     chunk = Chunk("model.weight", (2, 3), (0, 0), (2, 3), torch.float32)
-    config = nemo_archive.read_config(nemo / "folder")
+    config = sources.read_config(nemo / "folder")
     for as_directory in (False, True):
         path = tmp_path / f"streamed-{as_directory}"
         nemo_writing.write_streamed(

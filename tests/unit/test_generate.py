@@ -19,7 +19,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.nemo_archive import check_restore_path
+from nemo_aligner.checkpoint.forms import check_restore_path
 from nemo_aligner.config.data_rules import asked_form
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import UserError

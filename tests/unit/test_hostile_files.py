@@ -34,12 +34,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nemo_aligner.checkpoint import dist_ckpt, nemo_archive
+from nemo_aligner.checkpoint import dist_ckpt, sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_manifest
 from nemo_aligner.checkpoint.data_only import read_metadata
 from nemo_aligner.checkpoint.file_references import OUTSIDE, mark_outside
 from nemo_aligner.checkpoint.folders import mark
+from nemo_aligner.checkpoint.hugging_face import reading
 from nemo_aligner.checkpoint.nemo_writing import write_config
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.model_loading import load_and_override_model_config
@@ -100,7 +101,7 @@ def restore(path):
 
 
 def convert(path):
-    with nemo_archive.stored_tensors(path) as tensors:
+    with sources.open_source(path).tensors() as tensors:
         tensors.shapes()
 
 
@@ -329,16 +330,14 @@ def test_a_configuration_calls_no_resolver(nemo_folder, tmp_path, secret, key, v
 
 def test_a_configuration_may_refer_to_its_own_keys(nemo_folder):
     edited(nemo_folder, note="${.hidden_size} of ${tokenizer.library}")
-    note = nemo_archive.read_config(nemo_folder).note
+    note = sources.read_config(nemo_folder).note
     assert note == f"{tiny_config('').hidden_size} of huggingface"
 
 
-def test_json_of_others_calls_no_resolver(tmp_path, monkeypatch):
+def test_json_of_others_calls_no_resolver(tmp_path):
     found = OmegaConf.create({"hidden_act": "${oc.env:ROW_NINE}"})
-    form = nemo_archive._Foreign(lambda path: True, lambda path: found, nemo_archive.own_tensors)
-    monkeypatch.setattr(nemo_archive, "_FOREIGN", (form,))
     with pytest.raises(UserError, match=f"{tmp_path}: hidden_act="):
-        nemo_archive.read_config(tmp_path)
+        sources.ForeignFolder(tmp_path, lambda path: found, reading.weights).config()
 
 
 @pytest.mark.parametrize("value", ["{secret}", "/not/on/this/machine"])
@@ -347,7 +346,7 @@ def test_a_file_outside_is_not_copied(nemo_folder, tmp_path, secret, key, value)
     """Hugging Face's library does not read these keys, but each would be copied."""
     value = value.format(secret=secret)
     edited(nemo_folder, **{f"tokenizer__{key}": value})
-    cfg = nemo_archive.read_config(nemo_folder)
+    cfg = sources.read_config(nemo_folder)
     folder = tmp_path / "next"
     folder.mkdir()
     write_config(folder, cfg)
@@ -363,7 +362,7 @@ def test_a_file_outside_is_read_only_where_the_user_names_it(
     edited(nemo_folder, tokenizer=section, override_vocab_size=None)
     message = rf"tokenizer.model={tiny_sentencepiece_model} stands in.*tokenizer.model=PATH"
     with pytest.raises(UserError, match=message):
-        MegatronGPTModel(nemo_archive.read_config(nemo_folder))
+        MegatronGPTModel(sources.read_config(nemo_folder))
     written_of(nemo_folder, tmp_path / "next", model=tiny_sentencepiece_model)
     written = OmegaConf.load(tmp_path / "next/model_config.yaml").tokenizer.model
     copy = tmp_path / "next" / written.removeprefix("nemo:")
@@ -379,7 +378,7 @@ def test_the_folder_of_a_tokenizer_outside_is_not_opened(
     value = outside.name if relative else str(outside)
     edited(nemo_folder, tokenizer={"library": "huggingface", "type": value, "folder": None})
     with pytest.raises(UserError, match=f"tokenizer.type={value} stands in the checkpoint"):
-        MegatronGPTModel(nemo_archive.read_config(nemo_folder))
+        MegatronGPTModel(sources.read_config(nemo_folder))
     assert "eos_token" in written_of(nemo_folder, tmp_path / "next", type=value)
 
 
@@ -387,7 +386,7 @@ def test_names_of_the_hub_and_paths_of_data_stay(nemo_folder):
     tokenizer = {"library": "huggingface", "type": "meta-llama/Llama-2-7b", "folder": None}
     data = {"data_prefix": ["/lustre/of/the/writer"], "index_mapping_dir": "/etc"}
     edited(nemo_folder, tokenizer=tokenizer, data=data)
-    cfg = nemo_archive.read_config(nemo_folder)
+    cfg = sources.read_config(nemo_folder)
     assert cfg.tokenizer.type == "meta-llama/Llama-2-7b" and cfg.data == data
 
 
@@ -399,7 +398,7 @@ def test_a_member_lies_in_the_archive(nemo_folder, secret, name):
     key = "tokenizer__folder" if name == "linked" else "tokenizer__merge_file"
     edited(nemo_folder, **{key: "nemo:" + name.format(secret=secret)})
     with pytest.raises(UserError, match="leads out of the archive; do not use this file"):
-        nemo_archive.read_config(nemo_folder)
+        sources.read_config(nemo_folder)
 
 
 def test_nemo2_names_no_file_outside(tmp_path, secret):

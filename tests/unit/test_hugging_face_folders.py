@@ -11,7 +11,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import end_ids
@@ -104,7 +104,7 @@ def test_each_architecture_is_there():
 def test_a_reward_model_gives_the_same_scores(write_folder, name, labels):
     hf = hugging_face.with_head("SequenceClassification", name, labels)
     folder = write_folder(hf)
-    section = nemo_archive.read_config(folder)
+    section = sources.read_config(folder)
     assert section.regression.num_attributes == labels
     model = load(folder, reward_model_class(section.reward_model_type))
     assert model.has_trained_head
@@ -121,7 +121,7 @@ def test_a_reward_model_gives_the_same_scores(write_folder, name, labels):
 def test_a_critic_gives_the_same_values(write_folder, name):
     hf = hugging_face.with_head("TokenClassification", name)
     folder = write_folder(hf)
-    assert nemo_archive.read_config(folder).output_sequence
+    assert sources.read_config(folder).output_sequence
     model = load(folder, MegatronGPTCriticModel)
     tokens = TOKENS[:, :20]
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_what_cannot_be_computed_is_named(write_folder, keys, says):
     folder = _tiny_llama(write_folder)
     _edit(folder, **keys)
     with pytest.raises(UserError, match=says):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
 
 
 def test_older_forms_of_rotary_settings_mean_the_same(write_folder):
@@ -193,7 +193,7 @@ def test_older_forms_of_rotary_settings_mean_the_same(write_folder):
         },
     }
     (folder / "config.json").write_text(json.dumps(config))
-    section = nemo_archive.read_config(folder)
+    section = sources.read_config(folder)
     assert section.rotary_base == 500000.0
     assert section.scale_positional_embedding and section.scale_factor == 8.0
 

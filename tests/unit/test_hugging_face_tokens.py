@@ -13,7 +13,7 @@ import transformers
 from nemo.collections.common.tokenizers import AutoTokenizer
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.masks import lengths_before
@@ -109,7 +109,7 @@ def test_all_end_tokens_of_a_folder_end_responses(write_folder, tmp_path, where)
     edit(folder / "config.json", eos_token_id=[23, 112, EOS, 350] if where[0] == "c" else 5)
     back, model = through_a_job(folder, tmp_path)
     for path in (folder, tmp_path / "second.nemo"):
-        assert nemo_archive.read_config(path).tokenizer.end_token_ids == [23, 112, EOS, 350]
+        assert sources.read_config(path).tokenizer.end_token_ids == [23, 112, EOS, 350]
     assert "eos_token_id" in json.loads((back / where).read_text())
     # transformers' own generation is the oracle
     theirs = transformers.AutoModelForCausalLM.from_pretrained(back)
@@ -150,7 +150,7 @@ def test_end_tokens_belong_to_their_tokenizer(write_folder, tmp_path, reversed_t
             build_tokenizer(OmegaConf.merge(section, {"end_token_ids": ids}))
     edit(folder / "generation_config.json", eos_token_id=["</s>"])
     with pytest.raises(UserError, match=r"eos_token_id=\['</s>'\] of generation_config.json"):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
 
 
 # --- padding of reward models -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from nemo.utils import logging
 from omegaconf import OmegaConf, open_dict
 from torch.func import functional_call
 
-from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint import adapters, sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import LoRASettings, check_peft
@@ -232,10 +232,10 @@ def test_a_nemo_of_adapters_is_small_and_stands_for_the_merged_model(bases, tmp_
     train(model)
     expected, path = logits_of(model), tmp_path / "adapters.nemo"
     model.save_to(str(path))
-    stored = nemo_archive.read_stored_config(path)
+    stored = sources.open_source(path).stored_config()
     assert stored.lora_base.restore_from_path == str(bases / "llama")
-    assert "lora_base" not in nemo_archive.read_config(path)
-    with nemo_archive.own_tensors(path) as weights:
+    assert "lora_base" not in sources.read_config(path)
+    with sources.open_source(path).own_tensors() as weights:
         assert all(".lora." in key for key in weights.shapes())
     for keys in ({}, {"precision": "bf16"}):
         merged = load_from_nemo(MegatronGPTModel, OmegaConf.create(keys), None, restore_path=path)
@@ -311,8 +311,7 @@ def test_critic_and_reward_model_share_one_base(bases):
 
 def test_the_checksum_names_the_base(bases, tmp_path):
     model = actor_with(bases)
-    source_of = nemo_archive.stored_tensors
-    with source_of(bases / "llama") as source:
+    with sources.open_source(bases / "llama").tensors() as source:
         assert adapters.checksum_of_source(source) == model._base.checksum
     bf16 = load(bases, precision="bf16")
     bf16.init_peft(peft())

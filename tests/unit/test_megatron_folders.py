@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import megatron, megatron_keys, nemo_archive
+from nemo_aligner.checkpoint import megatron, megatron_keys, sources
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
@@ -50,7 +50,7 @@ def root(kind, source, tmp_path_factory):
 
 def restored(path, tokenizer):
     """The model in a checkpoint, whose initial weights differ from those in it."""
-    cfg = nemo_archive.read_config(nemo_archive.check_restore_path(path))
+    cfg = sources.read_config(path)
     own = {"seed": 99, "tokenizer": {"library": "huggingface", "type": tokenizer}}
     return MegatronGPTModel.restore_from(path, override_config_path=OmegaConf.merge(cfg, own))
 
@@ -77,7 +77,7 @@ def test_megatron_bridge(kind, source, tiny_tokenizer_dir, tmp_path):
     config = megatron_folders.bridge_config(kind)
     folder = megatron_folders.save_bridge(source, tmp_path, tiny_tokenizer_dir, config)
     model = assert_same_logits(tmp_path, source, str(folder / "tokenizer"))
-    cfg = nemo_archive.read_config(tmp_path)
+    cfg = sources.read_config(tmp_path)
     assert cfg.tokenizer.type == str(folder / "tokenizer")
     assert model.tokenizer.vocab_size == megatron_folders.IDS < model.padded_vocab_size
 
@@ -101,7 +101,7 @@ def test_files_of_each_rank(kind, source, tiny_tokenizer_dir, tmp_path, sizes):
 
 def whole_weights(path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by its name without numbers where layers are alike."""
-    with nemo_archive.own_tensors(path) as source:
+    with sources.open_source(path).own_tensors() as source:
         shapes = source.shapes()
         return {k: source.read(k, tuple(slice(0, n) for n in s)) for k, s in shapes.items()}
 
@@ -202,15 +202,15 @@ def test_run_config_is_read_as_data(tmp_path, changes, named):
 
     write(**changes)
     with pytest.raises(UserError, match=named):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
     write(init_method={"_target_": "os.mkdir", "_args_": [str(tmp_path / "harm")]})
-    assert nemo_archive.read_config(folder).num_layers == 4
+    assert sources.read_config(folder).num_layers == 4
     assert not (tmp_path / "harm").exists()
     (folder / "run_config.yaml").write_text(
         f"model: !!python/object/apply:os.mkdir [{tmp_path / 'harm'}]"
     )
     with pytest.raises(UserError, match="run_config.yaml in .* is damaged"):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
     assert not (tmp_path / "harm").exists()
 
 
@@ -260,9 +260,9 @@ def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):
     for text, message in (("20", "names iter_0000020, which is not there"), ("x", "says 'x'")):
         tracker.write_text(text)
         with pytest.raises(UserError, match=message):
-            nemo_archive.read_config(tmp_path)
+            sources.read_config(tmp_path)
     tracker.write_text("10\n")
-    cfg = nemo_archive.read_config(tmp_path)
+    cfg = sources.read_config(tmp_path)
     with pytest.raises(
         UserError, match="type=/elsewhere/tokenizer stands in the checkpoint.*PATH"
     ):
@@ -273,11 +273,11 @@ def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):
     # Beside the weights: no arguments, and more than data
     torch.save({"iteration": 3}, folder / "common.pt")
     with pytest.raises(UserError, match="is a checkpoint of a training run.*without args"):
-        nemo_archive.read_config(tmp_path)
+        sources.read_config(tmp_path)
     args.harm = Harmful(str(tmp_path / "harm"))
     torch.save({"args": args}, folder / "common.pt")
     with pytest.raises(UserError, match="common.pt names .*mkdir, which no checkpoint needs"):
-        nemo_archive.read_config(tmp_path)
+        sources.read_config(tmp_path)
     assert not (tmp_path / "harm").exists()
     torch.save({"args": args}, tmp_path / "harmful")
     torch.load(tmp_path / "harmful", weights_only=False)  # it would have

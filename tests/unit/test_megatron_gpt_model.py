@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.folders import complete_checkpoints, format_name
 from nemo_aligner.checkpoint.forms import MARKER
@@ -321,7 +321,7 @@ def test_nemo_file_holds_weights_config_and_tokenizer(tiny_tokenizer_dir, tmp_pa
         names = tarfile.open(path).getnames()
         assert "./model_config.yaml" in names and any("model_weights" in name for name in names)
 
-    config = nemo_archive.read_config(path)
+    config = sources.read_config(path)
     assert (
         config.tokenizer.type != tiny_tokenizer_dir
     )  # the tokenizer inside is used, not the original folder
@@ -364,7 +364,7 @@ def test_a_replaced_file_is_read_again(tiny_tokenizer_dir, tmp_path):
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir, num_layers=layers)).save_to(
             str(tmp_path / "m.nemo")
         )
-        assert nemo_archive.read_config(tmp_path / "m.nemo").num_layers == layers
+        assert sources.read_config(tmp_path / "m.nemo").num_layers == layers
 
 
 def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
@@ -391,7 +391,7 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
             MegatronGPTModel(tiny_config(tiny_tokenizer_dir, **overrides))
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.save_to(str(tmp_path / "m.nemo"))
-    other = nemo_archive.read_config(tmp_path / "m.nemo")
+    other = sources.read_config(tmp_path / "m.nemo")
     assert other.num_layers == model.cfg.num_layers
     other.num_layers, other.bias = 3, True
     with pytest.raises(UserError, match="m.nemo"):
@@ -399,7 +399,7 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
     MegatronGPTModel(tiny_config(tiny_tokenizer_dir, "gpt2")).save_to(
         str(tmp_path / "positions.nemo")
     )
-    other = nemo_archive.read_config(tmp_path / "positions.nemo")
+    other = sources.read_config(tmp_path / "positions.nemo")
     other.max_position_embeddings = 64
     with pytest.raises(
         UserError, match=r"position_embeddings.weight of shape \(48, 32\).*\(64, 32\)"

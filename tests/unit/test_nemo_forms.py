@@ -17,7 +17,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import forms, megatron, nemo_archive
+from nemo_aligner.checkpoint import forms, megatron, sources
 from nemo_aligner.checkpoint.old_weights import rank_files
 from nemo_aligner.checkpoint.stored_weights import checked
 from nemo_aligner.convert.__main__ import main as convert
@@ -49,7 +49,7 @@ def source(request, tiny_tokenizer_dir):
 
 def restored(path):
     """The model in a checkpoint, whose initial weights differ from those in it."""
-    cfg = nemo_archive.read_config(nemo_archive.check_restore_path(path))
+    cfg = sources.read_config(path)
     cfg = nemo_files.with_own_tokenizer(cfg)
     own = {"seed": 99, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     return MegatronGPTModel.restore_from(path, override_config_path=OmegaConf.merge(cfg, own))
@@ -354,7 +354,7 @@ def test_each_damage_to_files_without_checksums_is_one_error(
 
 
 def everything_in(path):
-    with nemo_archive.stored_tensors(nemo_archive.check_restore_path(path)) as tensors:
+    with sources.open_source(path).tensors() as tensors:
         for key, shape in tensors.shapes().items():
             tensors.read(key, tuple(slice(0, size) for size in shape))
 
@@ -452,7 +452,7 @@ def test_nemo2_arguments_without_counterpart_are_refused(
     folder = tmp_path / "nemo2"
     nemo_files.write_nemo2(source, folder, "LlamaModel", LLAMA | COMMON | changes, TOKENIZER)
     with pytest.raises(UserError, match=f"{message}.*would change the model; convert it"):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
 
 
 def test_nemo2_keys():
@@ -492,10 +492,10 @@ def test_nemo2_of_other_models_and_early_versions_are_refused(
     folder = tmp_path / "nemo2"
     nemo_files.write_nemo2(source, folder, "Gemma2Model", LLAMA | COMMON, TOKENIZER)
     with pytest.raises(UserError, match="describes a Gemma2Model; models that load.*GemmaModel"):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
     (folder / "context" / "model.yaml").unlink()
     with pytest.raises(UserError, match="no model.yaml.*NeMo 2.1 or later"):
-        nemo_archive.read_config(folder)
+        sources.read_config(folder)
 
 
 def test_nemo2_tokenizers(tmp_path):
@@ -525,7 +525,7 @@ def test_folders_of_others_are_named(tmp_path):
         folder.mkdir()
         (folder / file).write_text("{}")
         with pytest.raises(UserError, match=message):
-            nemo_archive.check_restore_path(folder)
+            forms.check_restore_path(folder)
 
 
 def test_every_form_says_what_happens_to_it():

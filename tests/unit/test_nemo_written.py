@@ -21,7 +21,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from omegaconf import OmegaConf
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.model_loading import load_and_override_model_config, load_from_nemo
@@ -219,9 +219,9 @@ def test_the_data_of_a_file_does_not_disturb_the_users(nemo_folder, tmp_path, in
     ],
 )
 def test_a_file_of_nemo_has_nemos_form_of_gelu(nemo_folder, tmp_path, changes, expected):
-    assert nemo_archive.read_config(nemo_folder).bias_activation_fusion is False  # ours has it
+    assert sources.read_config(nemo_folder).bias_activation_fusion is False  # ours has it
     path = edited(nemo_folder, tmp_path / "m", bias_activation_fusion=None, **changes)
-    assert nemo_archive.read_config(path).get("bias_activation_fusion") is expected
+    assert sources.read_config(path).get("bias_activation_fusion") is expected
 
 
 def test_a_file_without_parallel_sizes_has_those_of_one_rank(nemo_folder, tmp_path):
@@ -250,7 +250,7 @@ def test_files_of_a_tokenizer_are_found_without_a_reference(
     tokenizer = {"library": "sentencepiece", "model": "/of/the/writer/spm.model"}
     path = edited(nemo_folder, tmp_path / "m", tokenizer=tokenizer)
     shutil.copyfile(tiny_sentencepiece_model, path / "spm.model")
-    assert nemo_archive.read_config(path).tokenizer.model == str(path / "spm.model")
+    assert sources.read_config(path).tokenizer.model == str(path / "spm.model")
 
 
 def test_an_archive_cannot_name_files_outside_or_run_code(nemo_folder, tmp_path):
@@ -258,16 +258,16 @@ def test_an_archive_cannot_name_files_outside_or_run_code(nemo_folder, tmp_path)
     secret.write_text("x")
     path = edited(nemo_folder, tmp_path / "m", **{"tokenizer.vocab_file": "nemo:../secret"})
     with pytest.raises(UserError, match="nemo:../secret leads out of the archive"):
-        nemo_archive.read_config(path)
+        sources.read_config(path)
     path = edited(nemo_folder, tmp_path / "n", **{"tokenizer.trust_remote_code": True})
-    assert nemo_archive.read_config(path).tokenizer.trust_remote_code is False
+    assert sources.read_config(path).tokenizer.trust_remote_code is False
     with tarfile.open(tmp_path / "evil.nemo", "w") as tar:
         for name in ("model_config.yaml", "../outside", "mp_rank_00/../../outside"):
             tar.addfile(tarfile.TarInfo(name), io.BytesIO())
     with pytest.raises(UserError, match="a path that leads out of it.*do not use this file"):
-        nemo_archive.read_config(tmp_path / "evil.nemo")
+        sources.read_config(tmp_path / "evil.nemo")
     with pytest.raises(UserError, match="a path that leads out of it.*do not use this file"):
-        with nemo_archive.stored_tensors(tmp_path / "evil.nemo"):
+        with sources.open_source(tmp_path / "evil.nemo").tensors():
             pass
     assert not (tmp_path / "outside").exists() and not (tmp_path.parent / "outside").exists()
 
@@ -280,4 +280,4 @@ def test_files_of_a_folder_may_be_links(tiny_sentencepiece_model, nemo_folder, t
     path = edited(nemo_folder, tmp_path / "snapshots/0123", tokenizer=tokenizer)
     shutil.copyfile(tiny_sentencepiece_model, tmp_path / "blobs/4567")
     (path / "spm.model").symlink_to("../../blobs/4567")
-    assert nemo_archive.read_config(path).tokenizer.model == str(path / "spm.model")
+    assert sources.read_config(path).tokenizer.model == str(path / "spm.model")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint import adapters, sources
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.hugging_face.peft import PeftTensors
 from nemo_aligner.convert.__main__ import main
@@ -66,8 +66,8 @@ def test_there_and_back_gives_the_same_bits(llama, tmp_path):
         assert before[key] == after[key], key
     assert set(before["target_modules"]) == set(after["target_modules"])
     assert convert("hf-to-nemo", tmp_path / "back", tmp_path / "b.nemo") == 0
-    with nemo_archive.own_tensors(tmp_path / "a.nemo") as a:
-        with nemo_archive.own_tensors(tmp_path / "b.nemo") as b:
+    with sources.open_source(tmp_path / "a.nemo").own_tensors() as a:
+        with sources.open_source(tmp_path / "b.nemo").own_tensors() as b:
             assert a.shapes() == b.shapes()
             for key, shape in a.shapes().items():
                 whole = tuple(slice(0, size) for size in shape)
@@ -82,7 +82,7 @@ def test_merged_equals_unmerged(write_folder, tmp_path, name):
     assert convert("hf-to-nemo", folder, tmp_path / "adapters.nemo") == 0
     assert convert("merge-lora", tmp_path / "adapters.nemo", tmp_path / "merged.nemo") == 0
     assert_same_logits(load(tmp_path / "merged.nemo"), expected)
-    assert "lora_base" not in nemo_archive.read_stored_config(tmp_path / "merged.nemo")
+    assert "lora_base" not in sources.open_source(tmp_path / "merged.nemo").stored_config()
     # Adapters in their layers' weights, by PEFT
     assert convert("nemo-to-hf", tmp_path / "adapters.nemo", tmp_path / "hf", "--merged") == 0
     whole = model.merge_and_unload().state_dict()
@@ -105,7 +105,7 @@ def test_a_base_that_has_moved(llama, tmp_path, capsys):
     assert convert("hf-to-nemo", folder, tmp_path / "b.nemo") == 2
     assert "base_model_name_or_path" in capsys.readouterr().err
     assert convert("hf-to-nemo", folder, tmp_path / "b.nemo", "--base", moved) == 0
-    base_of = adapters.base_in(nemo_archive.read_stored_config(tmp_path / "b.nemo"))
+    base_of = adapters.base_in(sources.open_source(tmp_path / "b.nemo").stored_config())
     assert base_of.path == str(moved)
     assert convert("nemo-to-hf", tmp_path / "a.nemo", tmp_path / "c", "--base", moved) == 0
     assert json.loads((tmp_path / "c" / CONFIG).read_text())["base_model_name_or_path"] == str(
@@ -138,7 +138,7 @@ def test_checksums_do_not_depend_on_the_form(write_folder, tmp_path, name):
     assert convert("hf-to-nemo", base, tmp_path / "base.nemo") == 0
     found = set()
     for path in (base, tmp_path / "base.nemo"):
-        with nemo_archive.stored_tensors(path) as source:
+        with sources.open_source(path).tensors() as source:
             found.add(adapters.checksum_of_source(source))
     model = load(base, GPTSFTModel)
     model.init_peft({"peft_scheme": "lora"})
@@ -240,14 +240,14 @@ def folder(kept, tmp_path):
 def test_what_is_not_computed_here_is_named(kept, folder, keys, says):
     edit(folder, **keys)
     with pytest.raises(UserError, match=says):
-        PeftTensors(folder, nemo_archive.read_config(kept / "base"))
+        PeftTensors(folder, sources.read_config(kept / "base"))
 
 
 @pytest.mark.parametrize(
     "value", [None, "x", -1, 0, 1e400, True, [], [1], {}, {"a": "b"}], ids=repr
 )
 def test_values_that_make_no_sense_are_errors_of_the_user(kept, folder, value):
-    base = nemo_archive.read_config(kept / "base")
+    base = sources.read_config(kept / "base")
     before = json.loads((folder / CONFIG).read_text())
     for key in before:
         edit(folder, **before | {key: value})
@@ -300,11 +300,11 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj."
 def test_tensors_without_a_place_are_named(kept, folder, change, says):
     change_tensors(folder, change)
     with pytest.raises(UserError, match=says):
-        PeftTensors(folder, nemo_archive.read_config(kept / "base"))
+        PeftTensors(folder, sources.read_config(kept / "base"))
 
 
 def test_damaged_folders_are_named(kept, folder):
-    base = nemo_archive.read_config(kept / "base")
+    base = sources.read_config(kept / "base")
     file = folder / ADAPTERS
     whole = file.read_bytes()
     file.write_bytes(whole[:-50])

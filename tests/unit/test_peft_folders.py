@@ -14,7 +14,7 @@ from omegaconf import OmegaConf, open_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint import sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.hugging_face.peft import CHECKSUM
@@ -326,7 +326,7 @@ def test_a_reward_model_over_a_language_model(write_folder, tmp_path):
     )
     theirs = add_adapters(theirs, ["q_proj", "up_proj"], task_type="SEQ_CLS")
     theirs.save_pretrained(tmp_path / "adapters")
-    section = nemo_archive.read_config(tmp_path / "adapters")
+    section = sources.read_config(tmp_path / "adapters")
     assert section.reward_model_type == "regression" and section.regression.num_attributes == 3
     assert convert("nemo-to-hf", tmp_path / "adapters", tmp_path / "whole", "--merged") == 0
     whole = load_base(tmp_path / "whole", "SequenceClassification").eval()

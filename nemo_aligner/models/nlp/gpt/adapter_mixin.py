@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from nemo.utils import logging
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import adapters, nemo_archive
+from nemo_aligner.checkpoint import adapters
 from nemo_aligner.checkpoint.hugging_face import peft
+from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.checkpoint.stored_weights import load_weights
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete
@@ -80,7 +82,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             settings = _settings_of(start, settings, self.cfg)
             tuning = {"peft_scheme": LORA, "lora_tuning": settings.to_config()}
             check_peft(Values({"model": {**plain_dict(self.cfg, resolve=True), "peft": tuning}}))
-        path = None if self.restore_path is None else str(Path(self.restore_path).resolve())
+        path = None if self.restore_path is None else str(self.restore_path)
         self._base = adapters.Base(path, self.checksum_of_base())
         self._adapters = lora_layers.add_adapters(
             self.unwrapped(), settings, self.transformer_config, self.cfg.seed
@@ -125,7 +127,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 if module.pre_process:
                     module.embedding.register_forward_hook(require)
 
-    def _log_sizes(self, start: Path | None) -> None:
+    def _log_sizes(self, start: Source | None) -> None:
         trained, all_of_them = 0, 0
         for _name, parameter in self._parameters_of_chunks():
             all_of_them += parameter.numel()
@@ -179,23 +181,23 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         nothing: dict[str, dict[str, Any]] = {f"model{i}": {} for i in range(len(self.model))}
         super().load_sharded_weights(nothing | loaded, strict=strict and not self.use_peft)
 
-    def load_adapters(self, path: Path) -> None:
+    def load_adapters(self, path: str | PathLike[str]) -> None:
         """Load adapters, and heads that the file has, at the split of this job; all ranks call it.
         `UserError`: they belong to another base, or have other shapes.
         """
-        config = nemo_archive.read_stored_config(path, self.cfg)
-        base = adapters.base_in(config)
+        checkpoint = open_source(path)
+        base = adapters.base_in(checkpoint.stored_config(self.cfg))
         assert base is not None and self._base.checksum is not None
         adapters.check_base(base, self._base.checksum, str(path), self._base.path or "this model")
         sharded = self.sharded_weights()
-        with nemo_archive.own_tensors(path, self.cfg) as source:
+        with checkpoint.own_tensors(self.cfg) as source:
             stored = source.shapes()
             for chunk in sharded.values():
                 for name, entry in list(chunk.items()):
                     head = name.removeprefix("model.").startswith(self.fresh_weights())
                     if head and entry.key not in stored:
                         del chunk[name]  # adapters of a language model: the head stays new
-            self.check_stored_weights(path, stored, sharded)
+            self.check_stored_weights(checkpoint, stored, sharded)
             loaded = load_weights(source, sharded)
         self.load_sharded_weights(loaded)
 
@@ -204,7 +206,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         without adapters, that it has none; else `UserError`.
         """
         super().check_checkpoint(folder)
-        config = nemo_archive.read_stored_config(folder)
+        config = open_source(folder).stored_config()
         base = adapters.base_in(config)
         if (base is None) == self.use_peft:
             was, now = ("all weights", LORA) if base is None else ("adapters", NONE)
@@ -247,7 +249,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         return config
 
 
-def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Path | None:
+def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Source | None:
     """The adapters that `restore_from_path` or `restore_from_ckpt` names; `UserError`: they do not
     exist, or are a model with all weights.
     """
@@ -257,22 +259,22 @@ def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Path | None:
         key, path = "model.peft.restore_from_ckpt", Path(ckpt.checkpoint_dir, ckpt.checkpoint_name)
     if path is None:
         return None
-    path = nemo_archive.check_restore_path(path, key=key)
-    if adapters.base_in(nemo_archive.read_stored_config(path, model)) is None:
+    source = open_source(path, key)
+    if adapters.base_in(source.stored_config(model)) is None:
         raise UserError(
             f"{key}={path} holds a model with all its weights, not adapters; name it as the "
             "checkpoint that the job starts from."
         )
-    return path
+    return source
 
 
-def _settings_of(path: Path, wanted: LoRASettings, model: DictConfig) -> LoRASettings:
-    """The form of the adapters at `path`, with what does not concern their weights as wanted."""
-    stored = adapters.settings_in(nemo_archive.read_stored_config(path, model)).to_config()
+def _settings_of(source: Source, wanted: LoRASettings, model: DictConfig) -> LoRASettings:
+    """The form of stored adapters, with what does not concern their weights as wanted."""
+    stored = adapters.settings_in(source.stored_config(model)).to_config()
     merged = {**stored, **{key: wanted.to_config()[key] for key in FREE_KEYS}}
     differing = [
         f"{key}={merged[key]}" for key in merged if merged[key] != wanted.to_config()[key]
     ]
     if differing:
-        logging.warning(f"model.peft.lora_tuning is as in {path}: {', '.join(differing)}")
+        logging.warning(f"model.peft.lora_tuning is as in {source}: {', '.join(differing)}")
     return LoRASettings.from_config(merged)

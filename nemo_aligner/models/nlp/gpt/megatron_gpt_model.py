@@ -9,6 +9,7 @@ losses; `nemo_aligner.training.megatron_steps` runs the passes.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,9 +26,10 @@ from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from nemo_aligner.checkpoint import adapters, nemo_archive, nemo_writing
+from nemo_aligner.checkpoint import adapters, nemo_writing
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.hugging_face import reading, writing
+from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.checkpoint.stored_weights import TensorSource, load_weights, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.defaults import complete_model
@@ -527,7 +529,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def load_nemo_weights(
         self,
-        restore_path: str | Path,
+        restore_path: str | PathLike[str],
         strict: bool = True,
         missing_ok: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
@@ -542,7 +544,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             skip: prefixes of weights that keep their initial values even if the file has them.
         """
         sharded = self.sharded_weights()
-        with nemo_archive.stored_tensors(restore_path) as source:
+        checkpoint = open_source(restore_path)
+        with checkpoint.tensors() as source:
             stored = source.shapes()
             for chunk in sharded.values():
                 for name, tensor in list(chunk.items()):
@@ -550,18 +553,18 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                     absent = bare.startswith(missing_ok) and tensor.key not in stored
                     if absent or bare.startswith(skip):
                         del chunk[name]
-            self.check_stored_weights(restore_path, stored, sharded, strict)
+            self.check_stored_weights(checkpoint, stored, sharded, strict)
             for chunk in sharded.values():
                 for name, item in list(chunk.items()):
                     if any(part.key not in stored for part in sharded_tensors(item)):
                         del chunk[name]  # not strict: it keeps its initial value
             loaded = load_weights(source, sharded)
         self.load_sharded_weights(loaded, strict=strict and not missing_ok)
-        self.restore_path = Path(restore_path)
+        self.restore_path = checkpoint.path
 
     @staticmethod
     def check_stored_weights(
-        path: str | Path,
+        path: str | PathLike[str],
         stored: Mapping[str, tuple[int, ...]],
         sharded: dict[str, dict[str, Any]],
         strict: bool = True,
@@ -602,7 +605,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     @classmethod
     def restore_from(
         cls,
-        restore_path: str | Path,
+        restore_path: str | PathLike[str],
         override_config_path: DictConfig | None = None,
         map_location: Any = None,
         strict: bool = True,
@@ -622,18 +625,16 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             map_location, validate_access_integrity: no effect; weights go to this process's
                 device.
         """
-        restore_path = nemo_archive.check_restore_path(restore_path, key="restore_path")
+        source = open_source(restore_path, "restore_path")
         if return_config:
-            return nemo_archive.read_config(restore_path)
-        cfg = override_config_path
-        if cfg is None:
-            cfg = nemo_archive.read_config(restore_path)
+            return source.config()
+        cfg = source.config() if override_config_path is None else override_config_path
         with open_dict(cfg):
             cfg.pop("target", None)
         model = cls(cfg, trainer=trainer)
         base_only = getattr(save_restore_connector, "load_base_model_only", False)
         model.load_nemo_weights(
-            restore_path,
+            source,
             strict=strict,
             missing_ok=cls.fresh_weights(),
             skip=cls.fresh_weights() if base_only else (),

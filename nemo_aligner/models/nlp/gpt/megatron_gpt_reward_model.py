@@ -7,7 +7,7 @@ Notation: B pairs (or N samples) on this data-parallel rank, S padded length.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
+from os import PathLike
 
 import torch
 from lightning.pytorch import Trainer
@@ -15,7 +15,7 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.checkpoint import nemo_archive
+from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.server_rules import check_reward_standardization
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -145,18 +145,19 @@ class MegatronGPTRewardModel(
 
     def load_nemo_weights(
         self,
-        restore_path: str | Path,
+        restore_path: str | PathLike[str],
         strict: bool = True,
         missing_ok: tuple[str, ...] = (),
         skip: tuple[str, ...] = (),
     ) -> None:
-        super().load_nemo_weights(restore_path, strict, missing_ok, skip)
+        source = open_source(restore_path)
+        super().load_nemo_weights(source, strict, missing_ok, skip)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
             logging.info(
                 f"the head is new: its initial weights come from model.seed={self.cfg.seed}"
             )
-        gives_values = complete_model(nemo_archive.read_config(restore_path)).output_sequence
+        gives_values = complete_model(source.config()).output_sequence
         self.has_trained_head = has_head and not gives_values
 
     def load_sharded_weights(self, loaded: dict, strict: bool = True) -> None:
@@ -167,10 +168,11 @@ class MegatronGPTRewardModel(
         # Adapters without a head leave that of their base.
         self.has_trained_head = has_head or (self.use_peft and self.has_trained_head)
 
-    def load_adapters(self, path: Path) -> None:
-        super().load_adapters(path)
+    def load_adapters(self, path: str | PathLike[str]) -> None:
+        source = open_source(path)
+        super().load_adapters(source)
         self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
-        if complete_model(nemo_archive.read_stored_config(path, self.cfg)).output_sequence:
+        if complete_model(source.stored_config(self.cfg)).output_sequence:
             self.has_trained_head = False
 
     def module_provider(

@@ -1,0 +1,186 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that a model is read from: `open_source` looks once which form lies at a path, and
+what it returns is passed on from there.
+"""
+
+import contextlib
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from os import PathLike
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from nemo_aligner.checkpoint import adapters, forms, megatron, nemo_archive
+from nemo_aligner.checkpoint.file_references import mark_outside, refuse_resolvers
+from nemo_aligner.checkpoint.hugging_face import peft, reading
+from nemo_aligner.checkpoint.stored_weights import TensorSource
+from nemo_aligner.core.errors import UserError
+
+
+class Source(PathLike[str]):
+    """A checkpoint of one form; as a path, and as text, it is where it lies."""
+
+    def __init__(self, path: Path) -> None:
+        self._given, self.path = path, path.resolve()
+
+    def __fspath__(self) -> str:
+        return str(self._given)
+
+    __str__ = __fspath__
+
+    @abstractmethod
+    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
+        """As `config`, with the sections `lora_base` and `peft` of adapters. `model`:
+        configuration of their base, for folders of PEFT, which do not hold it; None: of what they
+        name.
+        """
+
+    @abstractmethod
+    def own_tensors(
+        self, model: DictConfig | None = None
+    ) -> contextlib.AbstractContextManager[TensorSource]:
+        """As `tensors`, of adapters alone; `model` as for `stored_config`. A file whose form
+        allows it is read in place.
+        """
+
+    def config(self, base: "Source | None" = None) -> DictConfig:
+        """The configuration of the model; the files in it that it refers to get absolute paths,
+        and those that it names and does not hold stand behind `file_references.OUTSIDE`. That of
+        adapters describes the model with all weights that they make with their `base`; None: the
+        one that they name.
+
+        Raises:
+            UserError: a reference leads out of the archive, a value calls a resolver, or the model
+                is one that is not supported.
+        """
+        config = self.stored_config(None if base is None else base.config())
+        has_all_weights = adapters.base_in(config) is None
+        return config if has_all_weights else adapters.without_adapter_keys(config)
+
+    @contextlib.contextmanager
+    def tensors(self, base: "Source | None" = None) -> Iterator[TensorSource]:
+        """The weights; all ranks enter it together. Those of adapters are the weights of their
+        `base` (None: the one that they name) with the adapters merged in.
+
+        Raises:
+            UserError: there are no weights in a form that loads; adapters whose base is not there,
+                or is another model; a base is given of what are no adapters.
+        """
+        model = None if base is None else base.config()
+        config = self.stored_config(model)
+        named = adapters.base_in(config)
+        if named is None:
+            if base is not None:
+                raise UserError(f"{self} holds a model with all its weights, which has no base.")
+            with self.own_tensors() as own:
+                yield own
+            return
+        if base is None:
+            base = self._base(named)
+        else:
+            named = dataclasses.replace(named, path=str(base))
+        with self.own_tensors(model) as own, base.tensors() as tensors:
+            found = adapters.checksum_of_source(tensors)
+            where = f"{named.path}, as it is now,"
+            adapters.check_base(named, found, what=str(self), where=where)
+            yield adapters.merged(tensors, own, adapters.settings_in(config), config)
+
+    def _base(self, named: adapters.Base) -> "Source":
+        if named.path is None:
+            raise UserError(
+                f"{self} holds adapters of a model with random weights, which no checkpoint has."
+            )
+        if not Path(named.path).exists():
+            raise UserError(
+                f"{self} holds adapters, but their base {named.path} does not exist. Merge them "
+                "with the base where it lies now (nemo-aligner convert merge-lora --base PATH), "
+                "or start from the base with model.peft.restore_from_path naming the adapters."
+            )
+        return open_source(named.path, key="base of the adapters")
+
+
+class Archive(Source):
+    """A `.nemo`, or the checkpoint folder of a job."""
+
+    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
+        return nemo_archive.read_archive(self.path)
+
+    def own_tensors(
+        self, model: DictConfig | None = None
+    ) -> contextlib.AbstractContextManager[TensorSource]:
+        return nemo_archive.archive_tensors(self.path)
+
+
+class PeftFolder(Source):
+    """Adapters in the form of PEFT."""
+
+    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
+        config = peft.adapter_section(self.path, self._model(model))
+        refuse_resolvers(config, self.path)
+        return config  # the tokenizer is that of the base
+
+    @contextlib.contextmanager
+    def own_tensors(self, model: DictConfig | None = None) -> Iterator[TensorSource]:
+        yield peft.PeftTensors(self.path, self._model(model))
+
+    def _model(self, given: DictConfig | None) -> DictConfig:
+        return open_source(peft.base_path(self.path)).config() if given is None else given
+
+
+class ForeignFolder(Source):
+    """A folder of others, with a configuration of their own."""
+
+    def __init__(
+        self,
+        path: Path,
+        read_config: Callable[[Path], DictConfig],
+        weights: Callable[[Path], TensorSource],
+    ) -> None:
+        super().__init__(path)
+        self._read_config, self._weights = read_config, weights
+
+    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
+        config = self._read_config(self.path)
+        refuse_resolvers(config, self.path)
+        mark_outside(config, self.path)
+        return config
+
+    @contextlib.contextmanager
+    def own_tensors(self, model: DictConfig | None = None) -> Iterator[TensorSource]:
+        yield self._weights(self.path)
+
+
+_SOURCES: dict[str, Callable[[Path], Source]] = {
+    "nemo": Archive,
+    "peft": PeftFolder,
+    "nemo2": partial(
+        ForeignFolder, read_config=megatron.read_nemo2_config, weights=megatron.nemo2_weights
+    ),
+    "hugging_face": partial(
+        ForeignFolder, read_config=reading.model_section, weights=reading.weights
+    ),
+    "megatron": partial(ForeignFolder, read_config=megatron.read_config, weights=megatron.weights),
+}
+
+
+def open_source(
+    path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
+) -> Source:
+    """The checkpoint at `path`, the value of `key`; a `Source` is returned as it is.
+
+    Raises:
+        UserError: `path` is None, does not exist, or has a form that does not load.
+    """
+    if isinstance(path, Source):
+        return path
+    found = forms.check_restore_path(path, key)
+    return _SOURCES[forms.form_of_path(found)](found)
+
+
+def read_config(path: str | PathLike[str], base: Path | None = None) -> DictConfig:
+    """`Source.config` of what lies at `path`, with its base at `base`."""
+    return open_source(path, "path").config(None if base is None else open_source(base, "base"))
