@@ -188,3 +188,13 @@ def write_folder(tiny_tokenizer_dir, tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture(scope="module")
+def models(tiny_tokenizer_dir, tmp_path_factory) -> Path:
+    """Folder of the weights that the models of tests/distributed/matrix.py start from."""
+    from tests.distributed import matrix
+
+    folder = tmp_path_factory.mktemp("models")
+    matrix.write_models(tiny_tokenizer_dir, folder)
+    return folder

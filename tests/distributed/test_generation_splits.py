@@ -198,13 +198,6 @@ def more_on_two_ranks(tokenizer_dir, folder):
     resumes_exactly(tokenizer_dir, folder)
 
 
-@pytest.fixture(scope="module")
-def models(tiny_tokenizer_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    matrix.write_models(tiny_tokenizer_dir, folder)
-    return folder
-
-
 def test_texts_are_those_of_the_split_of_training(tiny_tokenizer_dir, models):
     run_ranks(two_ranks, 2, 200, tiny_tokenizer_dir, models)
 

@@ -34,29 +34,20 @@ def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     trainer = ppo_fakes.make_trainer(**settings)
     if batch_iterator_cls is not None:
         trainer.batch_iterator_cls = batch_iterator_cls
-    trainer.fit()
-    return {
-        "batches": trainer.model.batches,
-        "sent_to_critic": [
-            training_payload(batch)
-            for batch in trainer.rm_critic.train_batches
-            if "values" in batch
-        ],
-        "weight": trainer.model.weight,
-        "metrics": [
-            entry
-            for entry in trainer.logger.metrics
-            if not entry[0].startswith(("timers/", "speed/"))
-        ],
-        "tables": trainer.logger.tables,
-        "state": trainer.state_dict(),
+    sent = trainer.rm_critic.train_batches
+    return run(trainer) | {
+        "sent_to_critic": [training_payload(batch) for batch in sent if "values" in batch]
     }
 
 
 def run_reinforce():
     from tests.reinforce_fakes import make_reinforce_trainer
 
-    trainer = make_reinforce_trainer(val_check_interval=1)
+    return run(make_reinforce_trainer(val_check_interval=1))
+
+
+def run(trainer):
+    """What a trainer among fakes has done when it has ended."""
     trainer.fit()
     return {
         "batches": trainer.model.batches,
@@ -83,7 +74,6 @@ def rank_0_draws_everything(sampler_iter, num_microbatches, dataset, collate_fn)
 
 def run_on_this_rank():
     """All experiments in one start of the interpreters."""
-    from nemo_aligner.core.errors import UserError
     from nemo_aligner.parallel import parallel_state
     from tests import ppo_fakes
 
@@ -92,26 +82,27 @@ def run_on_this_rank():
     results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
     results["reinforce"] = run_reinforce()
 
-    state = {
-        "step": torch.distributed.get_rank(),
-        "consumed_samples": 0,
-        "ppo_optimization_step": 0,
-    }
-    try:
-        ppo_fakes.make_trainer().load_state_dict(state)
-    except RuntimeError as error:
-        results["unequal_states"] = str(error)
-    state = {
-        "step": 1,
-        "consumed_samples": 6,
-        "ppo_optimization_step": 0,
-        "num_rollout_samples": 6,
-    }
-    try:
-        ppo_fakes.make_trainer().load_state_dict(state)
-    except UserError as error:
-        results["other_steps"] = str(error)
-    return results
+    return results | refusals(ppo_fakes.make_trainer, "ppo")
+
+
+def refusals(make, name):
+    """Of states that differ between the ranks, and of steps of another size."""
+    from nemo_aligner.core.errors import UserError
+
+    found, state = {}, {"consumed_samples": 0, f"{name}_optimization_step": 0}
+    for key, changes, kind in (
+        ("unequal_states", {"step": torch.distributed.get_rank()}, RuntimeError),
+        (
+            "other_steps",
+            {"step": 1, "consumed_samples": 6, "num_rollout_samples": 6},
+            UserError,
+        ),
+    ):
+        try:
+            make().load_state_dict(state | changes)
+        except kind as error:
+            found[key] = str(error)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +135,13 @@ def test_two_ranks_equal_one_with_the_baseline_of_reinforce(two_ranks):
     assert_equal_runs(one, two)
 
 
-def assert_equal_runs(one: dict, two: list[dict]) -> None:
+def assert_equal_runs(one: dict, two: list[dict], rtol: float = 1e-5) -> None:
     """The run of one rank, and what both of two ranks saw of theirs."""
     assert one["state"] == two[0]["state"] == two[1]["state"]
     for k, whole in enumerate(one["batches"]):
         for key, value in whole.items():
             shares = torch.cat([result["batches"][k][key] for result in two])
-            torch.testing.assert_close(shares, value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(shares, value, rtol=rtol, atol=rtol)
     for sent, expected in zip(two[0]["sent_to_critic"], one["sent_to_critic"], strict=True):
         assert sent.keys() == expected.keys() == {"tokens", "returns", "prev_values", "mask"}
         for key, value in expected.items():

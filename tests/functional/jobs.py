@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import string
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import psutil
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
-from tests.patience import Deadline, wait_until
+from tests.patience import Deadline, patience, wait_until
 from tests.processes import is_alive
 from tests.warm_start import start_python
 
@@ -202,6 +203,32 @@ def reward_server(
         "model.forward_micro_batch_size=2",
     ]
     return ScriptJob(script, folder / "reward.log", [*overrides, *extra], ranks, launcher)
+
+
+def rollout_options(inputs: Path, folder: Path, kind: str, port: int) -> list[str]:
+    """Of an actor of `kind` that asks a reward-model server: the policy and the prompts of
+    `inputs`, 4 prompts to a rollout.
+    """
+    prompts = f"[{inputs}/prompts.jsonl]"
+    return [
+        "trainer.accelerator=cpu",
+        "trainer.precision=32",
+        "remote_rm.host=127.0.0.1",
+        f"remote_rm.port={port}",
+        f"remote_rm.init_timeout_s={patience(90):.0f}",
+        f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
+        f"exp_manager.explicit_log_dir={folder}/actor",
+        "model.encoder_seq_length=48",
+        "model.micro_batch_size=2",
+        "model.optim.lr=1e-3",
+        f"model.{kind}.num_rollout_samples=4",
+        f"model.{kind}.rollout_micro_batch_size=2",
+        f"model.{kind}.num_val_samples=4",
+        f"model.{kind}.length_params.max_length=12",
+        # Random weights rarely end a response; letters end one often enough to have many lengths.
+        f"model.{kind}.sampling_params.end_strings={list(string.ascii_lowercase)}",
+        f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
+    ]
 
 
 def wait_until_serving(job: ScriptJob, timeout_s: float = 120.0) -> None:

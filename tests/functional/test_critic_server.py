@@ -857,42 +857,43 @@ def kill_starting_triton(job, times):
         triton.kill()
 
 
-@pytest.mark.full  # below, one that ends
-def test_a_triton_that_loses_a_stub_while_it_starts_is_started_again():
-    """Triton alone would wait for the stub without end."""
-    with CriticJob() as job:
-        wait_until(lambda: len(job.children_named("triton_python")) >= 3, 120, job.log, 0.02)
-        time.sleep(0.3)  # the server has seen them
-        job.look_around()
-        job.children_named("triton_python")[0].kill()
-        job.wait_until_serving()
-        assert "ended while it started; starting it again (2 of 3)" in job.log()
-        job.signal_rank(0)
-        job.must_exit_with(0)
-        job.assert_nothing_left()
+def lose_a_stub(job):
+    """Triton alone would wait for it without end."""
+    wait_until(lambda: len(job.children_named("triton_python")) >= 3, 120, job.log, 0.02)
+    time.sleep(0.3)  # the server has seen them
+    job.look_around()
+    job.children_named("triton_python")[0].kill()
+
+
+def suspend_triton(job):
+    wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.02)
+    job.look_around()
+    job.children_named("tritonserver")[0].suspend()  # others are forks that are to be stubs
 
 
 @pytest.mark.full
-def test_a_triton_that_ends_while_it_starts_is_started_again():
-    with CriticJob() as job:
-        kill_starting_triton(job, 1)
+@pytest.mark.parametrize(
+    ("fault", "start_s", "said"),
+    [
+        (lose_a_stub, None, r"ended while it started; starting it again \(2 of 3\)"),
+        (
+            lambda job: kill_starting_triton(job, 1),
+            None,
+            r"Triton ended while it started; starting it again \(2 of 3\)",
+        ),
+        (
+            suspend_triton,
+            [10.0, 120.0],
+            r"Triton is not ready after \d+ s; starting it again \(2 of 2\)",
+        ),
+    ],
+    ids=["stub", "end", "hang"],
+)
+def test_a_triton_that_fails_while_it_starts_is_started_again(fault, start_s, said):
+    with CriticJob(start_s=start_s and [patience(start_s[0]), start_s[1]]) as job:
+        fault(job)
         job.wait_until_serving()
-        assert "Triton ended while it started; starting it again (2 of 3)" in job.log()
-        job.signal_rank(0)
-        job.must_exit_with(0)
-        job.assert_nothing_left()
-
-
-@pytest.mark.full  # above, one that ends
-def test_a_triton_that_hangs_while_it_starts_is_started_again():
-    with CriticJob(start_s=[patience(10.0), 120.0]) as job:
-        wait_until(lambda: job.children_named("triton_python"), 120, job.log, 0.02)
-        job.look_around()
-        job.children_named("tritonserver")[0].suspend()  # others are forks that are to be stubs
-        job.wait_until_serving()
-        assert re.search(
-            r"Triton is not ready after \d+ s; starting it again \(2 of 2\)", job.log()
-        )
+        assert re.search(said, job.log())
         job.signal_rank(0)
         job.must_exit_with(0)
         job.assert_nothing_left()

@@ -4,22 +4,17 @@
 own processes; at several splits; resumed.
 """
 
-import string
-
 import pytest
 
-from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
     must_fail_with,
     read_metrics,
-    reward_server,
-    wait_until_serving,
+    rollout_options,
 )
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
-from tests.functional.test_rs_job import validation_samples
-from tests.patience import patience
+from tests.functional.test_rs_job import server_port, validation_samples  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
@@ -37,49 +32,22 @@ COMPARED = [
 
 def actor(inputs, folder, port, steps, ranks=1, launcher="python", *extra):  # noqa: F811
     folder.mkdir(exist_ok=True)
-    prompts = f"[{inputs}/prompts.jsonl]"
     return ScriptJob(
         "train_gpt_reinforce_actor.py",
         folder / "actor.log",
         [
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
+            *rollout_options(inputs, folder, "reinforce", port),
             f"trainer.reinforce.max_steps={steps}",
             "trainer.reinforce.val_check_interval=2",
             "trainer.reinforce.num_rollouts_per_prompt=3",
             "trainer.reinforce.initial_policy_kl_penalty=0.1",
-            "remote_rm.host=127.0.0.1",
-            f"remote_rm.port={port}",
-            f"remote_rm.init_timeout_s={patience(90):.0f}",
-            f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
-            f"exp_manager.explicit_log_dir={folder}/actor",
-            "model.encoder_seq_length=48",
-            "model.micro_batch_size=2",
             "model.global_batch_size=12",
-            "model.optim.lr=1e-3",
             "model.optim.sched.name=constant",
-            "model.reinforce.num_rollout_samples=4",
-            "model.reinforce.rollout_micro_batch_size=2",
-            "model.reinforce.num_val_samples=4",
-            "model.reinforce.length_params.max_length=12",
-            # Random weights rarely end a response; letters end one often enough.
-            f"model.reinforce.sampling_params.end_strings={list(string.ascii_lowercase)}",
-            f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
         ],
         ranks,
         launcher,
     )
-
-
-@pytest.fixture(scope="module")
-def server_port(inputs):  # noqa: F811
-    """Port of a reward-model server, which serves all jobs of this module."""
-    port = find_free_port()
-    with reward_server(inputs / "rm.nemo", inputs / "reinforce-server", port) as server:
-        wait_until_serving(server)
-        yield port
-        assert_ended_well(server, server.stop())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ their own processes, at several splits; resumed; and with servers that are kille
 
 import contextlib
 import json
-import string
 import time
 
 import psutil
@@ -18,10 +17,11 @@ from tests.functional.jobs import (
     assert_ended_well,
     read_metrics,
     reward_server,
+    rollout_options,
     wait_until_serving,
 )
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
-from tests.patience import Deadline, patience
+from tests.patience import Deadline
 
 pytestmark = pytest.mark.timeout(600)  # several processes; their own limits are shorter
 
@@ -50,35 +50,17 @@ def actor(
     script="train_gpt_rs_actor.py",
 ):
     folder.mkdir(exist_ok=True)
-    prompts = f"[{inputs}/prompts.jsonl]"
     return ScriptJob(
         script,
         folder / "actor.log",
         [
-            "trainer.accelerator=cpu",
-            "trainer.precision=32",
+            *rollout_options(inputs, folder, "rs", port),
             "trainer.rs.max_steps=3",
             "trainer.rs.val_check_interval=3",
-            "remote_rm.host=127.0.0.1",
-            f"remote_rm.port={port}",
-            f"remote_rm.init_timeout_s={patience(90):.0f}",
-            f"pretrained_checkpoint.restore_from_path={inputs}/policy.nemo",
-            f"exp_manager.explicit_log_dir={folder}/actor",
-            "model.encoder_seq_length=48",
-            "model.micro_batch_size=2",
             "model.global_batch_size=4",
-            "model.optim.lr=1e-3",
             "model.optim.sched.warmup_steps=1",
-            "model.rs.num_rollout_samples=4",
             "model.rs.num_rollouts_per_prompt=3",
             "model.rs.top_n_rollouts=2",
-            "model.rs.rollout_micro_batch_size=2",
-            "model.rs.num_val_samples=4",
-            "model.rs.length_params.max_length=12",
-            # Random weights rarely end a response; letters end one often enough to have many
-            # lengths.
-            f"model.rs.sampling_params.end_strings={list(string.ascii_lowercase)}",
-            f"model.data.data_prefix={{train: {prompts}, validation: {prompts}, test: {prompts}}}",
             *extra,
         ],
         ranks,
@@ -256,6 +238,3 @@ def test_servers_that_are_killed_and_come_back_change_nothing(inputs, server_por
             assert_ended_well(job, job.wait(300))
             assert f":{ports[1]} is left out" in job.log, job.log[-4000:]
     assert_same_run(fleet, undisturbed)
-
-
-# --------------------------------------------------------------------------------------- bad input

@@ -40,7 +40,6 @@ class TritonPythonModel:
     def execute(self, requests):
         return []
 """
-DEEP = b"[" * 500_000
 INFER = {
     "inputs": [
         {"name": "tokens", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]},
@@ -202,35 +201,6 @@ socket.socket(socket.AF_UNIX).connect(sys.argv[1])
         timeout=patience(30),
     )
     assert "PermissionError" in result.stderr, result.stderr
-
-
-@pytest.mark.parametrize(
-    "method, path, body, headers, status",
-    [
-        ("GET", "/v2/models/stats", None, {}, 404),
-        ("GET", "/metrics", None, {}, 404),
-        ("GET", "/v2/models/critic_infer/../../repository/index", None, {}, 404),
-        ("GET", "/v2/models/critic_infer/infer", None, {}, 405),
-        ("POST", "/v2/models/critic_infer/config", "{}", {}, 405),
-        ("POST", "/v2/models/critic_infer/generate", "{}", {}, 404),
-        ("DELETE", "/v2/models/critic_infer", None, {}, 405),
-        ("POST", "/v2/models/critic_infer/infer", DEEP, {}, 400),
-        ("POST", "/v2/models/critic_infer/infer", b"[1]", {}, 400),
-        ("POST", "/v2/models/critic_infer/infer", b"x", {"Content-Encoding": "gzip"}, 411),
-        ("POST", "/v2/models/critic_infer/infer", b"x", {"Content-Length": "-1"}, 400),
-        ("POST", "/v2/models/critic_infer/infer", iter([b"{}"] * 3), {}, 411),
-        (
-            "POST",
-            "/v2/models/critic_infer/infer",
-            b"{}",
-            {"Inference-Header-Content-Length": "9"},
-            413,
-        ),
-    ],
-)
-def test_requests_that_are_refused_by_the_front(job, method, path, body, headers, status):
-    assert ask(job.port, method, path, body, headers)[0] == status
-    assert_serving(job)
 
 
 def test_a_client_keeps_its_connection(job):

@@ -188,6 +188,32 @@ def spin(data, base, log_dir, *overrides, script="train_gpt_spin.py", **kwargs) 
     )
 
 
+def must_equal_own(job, script, folder, options, names):
+    """A script with the calls of NeMo-Aligner's gives the numbers of the job in `folder`/own."""
+    other = Path(__file__).parent / "other_scripts" / script
+    must_succeed(job(folder / "other", *options, script=str(other)))
+    found, expected = (
+        complete_checkpoints(folder / name / "checkpoints")[-1][1]["metrics"]
+        for name in ("other", "own")
+    )
+    losses = read_metrics(folder / "own", "train/loss")
+    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def must_resume_exactly(job, folder, options, keys):
+    """The job in `folder`/whole on two ranks, killed before its last checkpoint and resumed."""
+    whole, again = folder / "whole", folder / "again"
+    assert (whole / "checkpoints" / "megatron_gpt.nemo").is_file()
+    resume_from(whole, again, lost_step=4)
+    must_succeed(job(again, *options, ranks=2))
+    for key in keys:
+        assert read_metrics(again, key) == read_metrics(whole, key)[2:], key
+    validation = read_metrics(whole, "validation/loss")
+    assert read_metrics(again, "validation/loss") == validation[1:]
+
+
 def resume_from(log_dir, copy, lost_step):
     """A copy of the job's folder as a job that was killed before the checkpoint of `lost_step`
     leaves it.
@@ -285,15 +311,7 @@ def test_reward_model_in_bf16_on_two_data_parallel_ranks_learns_and_resumes_exac
     losses = read_metrics(tmp_path / "whole", "train/loss")
     assert len(losses) == 4 and losses[3] < losses[0]
     assert len(read_metrics(tmp_path / "whole", "validation/acc")) == 2
-    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt.nemo").is_file()
-
-    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(reward_model(data, base, tmp_path / "again", ranks=2))
-    assert read_metrics(tmp_path / "again", "train/loss") == losses[2:]
-    again, whole = (
-        read_metrics(tmp_path / name, "validation/loss") for name in ("again", "whole")
-    )
-    assert again == whole[1:]
+    must_resume_exactly(functools.partial(reward_model, data, base), tmp_path, [], ["train/loss"])
 
 
 LORA = ["model.peft.peft_scheme=lora", "model.peft.lora_tuning.target_modules=[all]"]
@@ -317,14 +335,8 @@ def test_dpo_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     assert len(read_metrics(tmp_path / "whole", "train/loss")) == 4
     validation = read_metrics(tmp_path / "whole", "validation/loss")
     assert validation[1] < validation[0] < math.log(2)
-    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt.nemo").is_file()
-
-    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(dpo(data, base, tmp_path / "again", *options, ranks=2))
-    for key in ("train/loss", "train/margin", "train/grad_norm"):
-        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
-        assert again == whole[2:]
-    assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
+    keys = ("train/loss", "train/margin", "train/grad_norm")
+    must_resume_exactly(functools.partial(dpo, data, base), tmp_path, options, keys)
 
 
 @pytest.mark.full
@@ -359,15 +371,8 @@ def test_dpo_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert read_metrics(tmp_path / "own", "train/margin")[0] == pytest.approx(0, abs=1e-5)
 
-    other = Path(__file__).parent / "other_scripts" / "dpo.py"
-    must_succeed(dpo(data, base, tmp_path / "other", *options, script=str(other)))
-    found, expected = (
-        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
-        for name in ("other", "own")
-    )
-    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
-    for name in ("train_margin", "train_grad_norm", "val_loss", "val_logprobs_chosen_mean"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+    names = ("train_margin", "train_grad_norm", "val_loss", "val_logprobs_chosen_mean")
+    must_equal_own(functools.partial(dpo, data, base), "dpo.py", tmp_path, options, names)
 
 
 @pytest.mark.full
@@ -379,14 +384,8 @@ def test_kto_on_two_data_parallel_ranks_learns_and_resumes_exactly(
     must_succeed(kto(data, base, tmp_path / "whole", *options, ranks=2))
     validation = read_metrics(tmp_path / "whole", "validation/loss")
     assert validation[1] < validation[0] < 0.5  # that of the reference
-    assert (tmp_path / "whole" / "checkpoints" / "megatron_gpt.nemo").is_file()
-
-    resume_from(tmp_path / "whole", tmp_path / "again", lost_step=4)
-    must_succeed(kto(data, base, tmp_path / "again", *options, ranks=2))
-    for key in ("train/loss", "train/kl", "train/grad_norm"):
-        again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
-        assert again == whole[2:]
-    assert read_metrics(tmp_path / "again", "validation/loss") == validation[1:]
+    keys = ("train/loss", "train/kl", "train/grad_norm")
+    must_resume_exactly(functools.partial(kto, data, base), tmp_path, options, keys)
 
 
 @pytest.mark.full
@@ -399,15 +398,8 @@ def test_kto_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(data, 
     assert losses[0] == pytest.approx(0.5, abs=1e-5)
     assert read_metrics(tmp_path / "own", "train/kl")[0] == pytest.approx(0, abs=1e-5)
 
-    other = Path(__file__).parent / "other_scripts" / "kto.py"
-    must_succeed(kto(data, base, tmp_path / "other", *options, script=str(other)))
-    found, expected = (
-        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
-        for name in ("other", "own")
-    )
-    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
-    for name in ("train_kl", "train_grad_norm", "val_loss", "val_rewards_margin"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+    names = ("train_kl", "train_grad_norm", "val_loss", "val_rewards_margin")
+    must_equal_own(functools.partial(kto, data, base), "kto.py", tmp_path, options, names)
 
 
 @some_of("victim", [0, 1])
@@ -469,12 +461,5 @@ def test_spin_starts_at_its_reference_and_so_does_a_script_of_nemo_aligner(
         margin = read_metrics(tmp_path / "own", "train/margin")[first]
         assert margin == pytest.approx(0, abs=1e-4)
 
-    other = Path(__file__).parent / "other_scripts" / "spin.py"
-    must_succeed(spin(data, base, tmp_path / "other", *options, script=str(other)))
-    found, expected = (
-        complete_checkpoints(tmp_path / name / "checkpoints")[-1][1]["metrics"]
-        for name in ("other", "own")
-    )
-    assert found["train_loss"] == pytest.approx(losses[-1], rel=1e-6)
-    for name in ("train_margin", "train_grad_norm", "val_loss", "train_avg_generated_lengths"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+    names = ("train_margin", "train_grad_norm", "val_loss", "train_avg_generated_lengths")
+    must_equal_own(functools.partial(spin, data, base), "spin.py", tmp_path, options, names)

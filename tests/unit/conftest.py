@@ -3,8 +3,13 @@
 """Fixtures of unit tests."""
 
 import json
+import sys
 
 import pytest
+from nemo.utils import logging
+
+from nemo_aligner import compat
+from nemo_aligner.data.nlp import index_files
 
 
 @pytest.fixture
@@ -17,3 +22,29 @@ def write(tmp_path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def log_level():
+    """The commands lower it for their process."""
+    level = logging.getEffectiveLevel()
+    yield
+    logging.setLevel(level)
+
+
+@pytest.fixture
+def no_small_files(monkeypatch, tmp_path):
+    """Every file counts as large; nothing is written outside the test's folder."""
+    monkeypatch.setattr(index_files, "SMALL", 0)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def installed():
+    """What stands in for NeMo's removed collection `nlp` can be imported."""
+    finders = list(sys.meta_path)
+    compat.install()
+    yield
+    sys.meta_path[:] = finders
+    for module in [name for name in sys.modules if name.startswith(compat.PREFIX)]:
+        del sys.modules[module]

@@ -17,16 +17,6 @@ ROOT = Path(__file__).parents[2]
 REMOVED = "nemo.collections.nlp.parts.nlp_overrides"
 
 
-@pytest.fixture
-def installed():
-    finders = list(sys.meta_path)
-    compat.install()
-    yield
-    sys.meta_path[:] = finders
-    for module in [name for name in sys.modules if name.startswith(compat.PREFIX)]:
-        del sys.modules[module]
-
-
 def test_a_normal_import_changes_nothing():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(REMOVED)

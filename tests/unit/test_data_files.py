@@ -122,13 +122,6 @@ def write(kind, folder, rows):
     return function(folder / name, rows)
 
 
-@pytest.fixture
-def no_small_files(monkeypatch, tmp_path):
-    """Every file counts as large; nothing is written outside the test's folder."""
-    monkeypatch.setattr(index_files, "SMALL", 0)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
-
-
 def records(path, inspect=lambda record: len(record["text"]), fields=("text",), **options):
     data_cfg = {name: options.pop(name, None) for name in ("columns", "index_mapping_dir")}
     return Records([path], list(fields), inspect, data_cfg=data_cfg, **options)
@@ -269,23 +262,6 @@ def build(function, prefix, tokenizer, splits=None, samples=-1, **data):
 
 def text_of(tokenizer, ids, length):
     return tokenizer.ids_to_text(ids[:length].tolist())
-
-
-def test_layout_of_hh_rlhf(tmp_path, tiny_tokenizer):
-    rows = [
-        {
-            "chosen": f"\n\nHuman: is {n} odd?\n\nAssistant: yes",
-            "rejected": f"\n\nHuman: is {n} odd?\n\nAssistant: a fish",
-        }
-        for n in (3, 5, 7)
-    ]
-    path = write_gz(tmp_path / "train.jsonl.gz", rows)
-    train, _, _ = build(build_train_valid_test_rm_datasets, {"train": [str(path)]}, tiny_tokenizer)
-    assert len(train) == 3
-    for number, row in enumerate(rows):
-        item = train[number]
-        for name in ("chosen", "rejected"):
-            assert text_of(tiny_tokenizer, item[name], item[f"{name}_length"]) == row[name]
 
 
 def test_layout_of_tldr(tmp_path, tiny_tokenizer):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from nemo.collections.common.tokenizers import AutoTokenizer
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
@@ -28,7 +27,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.tiny_models import tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("log_level")]
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad."]
@@ -36,14 +35,6 @@ CPU = "trainer.accelerator=cpu"
 FUNCTION = "def even(prompts, responses, lengths):\n    return [1 - n % 2 for n in lengths]\n"
 FUNCTION += "def asked(prompts, responses, lengths, answer):\n    return answer\n"
 SMALL = Bootstrap(resamples=200, confidence=0.95, seed=0)
-
-
-@pytest.fixture(autouse=True)
-def log_level():
-    """The commands lower it for their process."""
-    level = logging.getEffectiveLevel()
-    yield
-    logging.setLevel(level)
 
 
 @pytest.fixture(scope="module")

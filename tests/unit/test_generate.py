@@ -15,7 +15,6 @@ import pytest
 import torch
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
-from nemo.utils import logging
 from omegaconf import OmegaConf, open_dict
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
@@ -39,7 +38,7 @@ from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.naive_generation import naive_generate
 from tests.tiny_models import tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("log_level")]
 
 PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was bad."]
 TEMPLATE = (
@@ -48,14 +47,6 @@ TEMPLATE = (
 )
 ENDS = tuple("abcdefgh")  # letters that end a response, so that some do
 SHORT = ("trainer.accelerator=cpu", "length_params.max_length=9")
-
-
-@pytest.fixture(autouse=True)
-def log_level():
-    """The commands lower it for their process."""
-    level = logging.getEffectiveLevel()
-    yield
-    logging.setLevel(level)
 
 
 @pytest.fixture(scope="module")

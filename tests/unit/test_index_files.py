@@ -28,12 +28,7 @@ from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def no_small_files(monkeypatch, tmp_path):
-    """Every file counts as large; nothing is written outside the test's folder."""
-    monkeypatch.setattr(index_files, "SMALL", 0)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("no_small_files")
 
 
 def write(path, texts, **more):

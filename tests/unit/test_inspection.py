@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_config
@@ -39,17 +38,11 @@ from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests.cases import some_of
 from tests.chat_forms import FAMILIES, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("log_level")
+
 PAGE = Path(__file__).parents[2] / "docs/data.md"
 TEMPLATE = "model.data.chat_template=tokenizer"
 WEIGHTS = {"log(P(a|x,y))": -1.0, "log(P(y|x))": -5.0, "log(Q(y|a,x))": -4.0}
-
-
-@pytest.fixture(autouse=True)
-def log_level():
-    """The command lowers it for its process."""
-    level = logging.getEffectiveLevel()
-    yield
-    logging.setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -322,15 +322,12 @@ def test_the_reference_point_is_a_mean_over_responses_and_at_least_0(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.kto.ref_policy_kl_penalty=0"], "ref_policy_kl_penalty=0"),
-        (["model.kto.desirable_loss_weight=-1"], "desirable_loss_weight=-1"),
         (
             ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
             "both 0: nothing would be learned",
         ),
         (["model.kto.preference_loss_weight=0"], "both 0: nothing would be learned"),
         (["model.data.data_impl=mmap"], "where a response begins"),
-        (["model.kto.preference_average_log_probs=maybe"], "must be True or False"),
         (["model.kto.beta=0.1"], "model.kto.beta"),
         (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
     ],

@@ -5,7 +5,6 @@ Megatron Core computes that wrote it, and Megatron Core loads what is written in
 """
 
 import json
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from nemo_aligner.checkpoint import megatron, megatron_keys, sources
 from nemo_aligner.convert.__main__ import main
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from tests import megatron_folders
+from tests import megatron_folders, nemo_files
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -242,16 +241,6 @@ def test_what_megatron_lm_cannot_express_is_refused(tiny_tokenizer_dir):
     assert megatron_keys.command_line(megatron_keys.arguments(scaled)) == expected
 
 
-class Harmful:
-    """An object that makes a folder when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):
     model = megatron_folders.gpt("llama")
     args = megatron_folders.args_of("llama")
@@ -274,7 +263,7 @@ def test_faults_of_folders_are_named(tmp_path, tiny_tokenizer_dir):
     torch.save({"iteration": 3}, folder / "common.pt")
     with pytest.raises(UserError, match="is a checkpoint of a training run.*without args"):
         sources.read_config(tmp_path)
-    args.harm = Harmful(str(tmp_path / "harm"))
+    args.harm = nemo_files.Harmful(str(tmp_path / "harm"))
     torch.save({"args": args}, folder / "common.pt")
     with pytest.raises(UserError, match="common.pt names .*mkdir, which no checkpoint needs"):
         sources.read_config(tmp_path)

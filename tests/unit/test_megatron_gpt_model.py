@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT on Megatron Core against Hugging Face's implementations; its optimizer, schedule, .nemo
-files and checkpoints.
+"""The GPT on Megatron Core: its optimizer, schedule, .nemo files and checkpoints.
+test_hugging_face_models.py compares it with Hugging Face's implementations.
 """
 
 import math
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nemo_aligner.checkpoint import sources
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
@@ -26,93 +25,6 @@ from tests.tiny_models import tiny_config
 pytestmark = pytest.mark.slow
 
 TOKENS = torch.tensor([[5, 9, 200, 31, 7, 8, 11, 250], [3, 3, 17, 90, 121, 60, 2, 1]])
-
-
-def split_qkv(weight, groups, heads, head_size):
-    """The weights of q, k and v, which Megatron interleaves by query group."""
-    per_group = heads // groups
-    grouped = weight.view(groups, per_group + 2, head_size, *weight.shape[1:])
-    parts = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
-    return [part.reshape(-1, *weight.shape[1:]) for part in parts]
-
-
-def as_llama(weights, cfg, vocab):
-    hf = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=cfg.hidden_size,
-            intermediate_size=cfg.ffn_hidden_size,
-            num_hidden_layers=cfg.num_layers,
-            num_attention_heads=cfg.num_attention_heads,
-            num_key_value_heads=cfg.num_query_groups,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            tie_word_embeddings=False,
-        )
-    )
-    mapped = {
-        "model.embed_tokens.weight": weights["embedding.word_embeddings.weight"],
-        "model.norm.weight": weights["decoder.final_layernorm.weight"],
-        "lm_head.weight": weights["output_layer.weight"],
-    }
-    for i in range(cfg.num_layers):
-        ours, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
-        q, k, v = split_qkv(weights[ours + "self_attention.linear_qkv.weight"], 2, 4, 8)
-        gate, up = weights[ours + "mlp.linear_fc1.weight"].chunk(2)
-        mapped |= {
-            theirs + "self_attn.q_proj.weight": q,
-            theirs + "self_attn.k_proj.weight": k,
-            theirs + "self_attn.v_proj.weight": v,
-            theirs + "self_attn.o_proj.weight": weights[
-                ours + "self_attention.linear_proj.weight"
-            ],
-            theirs + "mlp.gate_proj.weight": gate,
-            theirs + "mlp.up_proj.weight": up,
-            theirs + "mlp.down_proj.weight": weights[ours + "mlp.linear_fc2.weight"],
-            theirs + "input_layernorm.weight": weights[ours + "input_layernorm.weight"],
-            theirs + "post_attention_layernorm.weight": weights[ours + "pre_mlp_layernorm.weight"],
-        }
-    hf.load_state_dict(mapped)
-    return hf.eval()
-
-
-def as_gpt2(weights, cfg, vocab):
-    hf = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocab,
-            n_positions=cfg.max_position_embeddings,
-            n_embd=cfg.hidden_size,
-            n_layer=cfg.num_layers,
-            n_head=cfg.num_attention_heads,
-            n_inner=cfg.ffn_hidden_size,
-            activation_function="gelu",
-        )
-    )
-    mapped = {
-        "transformer.wte.weight": weights["embedding.word_embeddings.weight"],
-        "lm_head.weight": weights["embedding.word_embeddings.weight"],
-        "transformer.wpe.weight": weights["embedding.position_embeddings.weight"],
-    }
-    for kind in ("weight", "bias"):
-        mapped[f"transformer.ln_f.{kind}"] = weights[f"decoder.final_layernorm.{kind}"]
-        for i in range(cfg.num_layers):
-            ours, theirs = f"decoder.layers.{i}.", f"transformer.h.{i}."
-            qkv = torch.cat(
-                split_qkv(weights[ours + f"self_attention.linear_qkv.{kind}"], 4, 4, 8)
-            )
-            mapped |= {
-                theirs + f"ln_1.{kind}": weights[ours + f"input_layernorm.{kind}"],
-                theirs + f"ln_2.{kind}": weights[ours + f"pre_mlp_layernorm.{kind}"],
-                # GPT-2 stores its matrices transposed
-                theirs + f"attn.c_attn.{kind}": qkv.T,
-                theirs + f"attn.c_proj.{kind}": weights[
-                    ours + f"self_attention.linear_proj.{kind}"
-                ].T,
-                theirs + f"mlp.c_fc.{kind}": weights[ours + f"mlp.linear_fc1.{kind}"].T,
-                theirs + f"mlp.c_proj.{kind}": weights[ours + f"mlp.linear_fc2.{kind}"].T,
-            }
-    hf.load_state_dict(mapped)
-    return hf.eval()
 
 
 def logits_of(model, tokens, micro_batch_size=2):
@@ -139,21 +51,6 @@ def train_step(model, optimizer, scheduler, micro_batch_size=1):
         model.model, {"tokens": TOKENS}, micro_batch_size=micro_batch_size, loss_fn=share_of_loss
     )
     return metrics["loss"], optimizer_step(optimizer, scheduler, 1.0)
-
-
-@pytest.mark.parametrize("architecture, as_hf", [("llama", as_llama), ("gpt2", as_gpt2)])
-def test_logits_equal_hugging_face(tiny_tokenizer_dir, architecture, as_hf):
-    cfg = tiny_config(tiny_tokenizer_dir, architecture)
-    model = MegatronGPTModel(cfg)
-    model.set_eval()
-    weights = {
-        k: v.clone()
-        for k, v in model.unwrapped()[0].state_dict().items()
-        if isinstance(v, torch.Tensor)
-    }
-    with torch.no_grad():
-        expected = as_hf(weights, cfg, model.padded_vocab_size)(TOKENS).logits
-    torch.testing.assert_close(logits_of(model, TOKENS), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_micro_batches_do_not_change_loss_or_gradient(tiny_tokenizer_dir):

@@ -37,10 +37,10 @@ from nemo_aligner.launch.processes import resolve_and_create_trainer
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.tokenizers import LIBRARIES, build_tokenizer
-from nemo_aligner.training.optim import build_scheduler
 from tests import ppo_fakes
 from tests.cases import some_of
 from tests.tiny_models import tiny_config
+from tests.unit import test_optim_recipes
 from tests.unit.test_config_checks import check, load
 from tests.unit.test_model_keys import REFUSED
 
@@ -453,11 +453,6 @@ def test_other_schedules_are_refused(name):
     assert f"'{name}' is not supported ({OTHER_SCHEDULES[name]})" in str(caught.value)
 
 
-class Optimizer:
-    def __init__(self):
-        self.param_groups = [{}]
-
-
 def rates(name, **keys):
     base = {"d_model": 4} if name == "NoamAnnealing" else {}
     base |= {"constant_steps": 3} if name == "T5InverseSquareRootAnnealing" else {}
@@ -467,14 +462,7 @@ def rates(name, **keys):
     for key in set(keys) & set(SCHEDULES[name].keys):
         if key.endswith("_ratio"):  # instead of the updates
             keys[key.replace("_ratio", "_steps")] = None
-    schedule = build_scheduler(
-        Optimizer(), complete({"lr": 0.4, "sched": keys}, None, "model.optim"), 20
-    )
-    found = []
-    for _ in range(24):
-        found.append(schedule.optimizer.param_groups[0]["lr"])
-        schedule.step(increment=1)
-    return found
+    return test_optim_recipes.rates(24, max_steps=20, **keys)
 
 
 SCHEDULE_VALUES = {

@@ -17,7 +17,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
-from nemo_aligner import compat
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.retired import RETIRED
@@ -62,16 +61,6 @@ def can_import(where):
     except ImportError:
         return False
     return True
-
-
-@pytest.fixture
-def installed():
-    finders = list(sys.meta_path)
-    compat.install()
-    yield
-    sys.meta_path[:] = finders
-    for module in [name for name in sys.modules if name.startswith(compat.PREFIX)]:
-        del sys.modules[module]
 
 
 # --- scripts

@@ -14,13 +14,6 @@ from tests.distributed import matrix
 ROWS, WIDTH = 2, 12
 
 
-@pytest.fixture(scope="module")
-def models(tiny_tokenizer_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    matrix.write_models(tiny_tokenizer_dir, folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "architecture, role",
     [("gpt2", "actor"), ("llama", "actor"), ("llama", "critic"), ("moe", "actor")],

@@ -115,19 +115,9 @@ def test_faults_of_rank_files_are_named(source, tmp_path):
         restored(folder)
 
 
-class Harmful:
-    """An object that writes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_a_rank_file_runs_no_code(source, tmp_path):
     folder = nemo_files.write_rank_files(source, tmp_path / "ranks", 1, [3])
-    harmful = {"model.x": Harmful(str(tmp_path / "harm"))}
+    harmful = {"model.x": nemo_files.Harmful(str(tmp_path / "harm"))}
     torch.save(harmful, folder / "model_weights.ckpt")
     with pytest.raises(UserError, match="tensors alone"):
         restored(folder)

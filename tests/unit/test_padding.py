@@ -22,14 +22,6 @@ SIZES = (2, matrix.DYNAMIC)
 CASES = [(*role, SIZES[(n + k) % 2]) for k in range(2) for n, role in enumerate(ROLES)]
 
 
-@pytest.fixture(scope="module")
-def models(tiny_tokenizer_dir, tmp_path_factory):
-    """Folder of the weights that all start from."""
-    folder = tmp_path_factory.mktemp("models")
-    matrix.write_models(tiny_tokenizer_dir, folder)
-    return folder
-
-
 def counted(phase):
     """Metrics of the tokens that were computed since the last call."""
     return token_counts.take_token_counts({phase: phase}, {})[0]
