@@ -151,7 +151,7 @@ def _base(cfg: DictConfig, section: str) -> dict[str, Any]:
     ):
         path = OmegaConf.select(cfg, key)
         if path:
-            base[name] = {"shown": str(path), "content": content_hash(Path(path))}
+            base[name] = {"shown": str(path), "content": content_hash(Path(path).expanduser())}
     return base
 
 

@@ -20,6 +20,8 @@ from nemo_aligner.checkpoint.hugging_face import peft, reading
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.core.errors import UserError
 
+_BASE = "base of the adapters"  # as messages call its path
+
 
 class Source(PathLike[str]):
     """A checkpoint of one form; as a path, and as text, it is where it lies."""
@@ -100,7 +102,7 @@ class Source(PathLike[str]):
                 "with the base where it lies now (nemo-aligner convert merge-lora --base PATH), "
                 "or start from the base with model.peft.restore_from_path naming the adapters."
             )
-        return open_source(named.path, key="base of the adapters")
+        return open_source(named.path, key=_BASE)
 
 
 class Archive(Source):
@@ -128,7 +130,9 @@ class PeftFolder(Source):
         yield peft.PeftTensors(self.path, self._model(model))
 
     def _model(self, given: DictConfig | None) -> DictConfig:
-        return open_source(peft.base_path(self.path)).config() if given is None else given
+        if given is not None:
+            return given
+        return open_source(peft.base_path(self.path), key=_BASE).config()
 
 
 class ForeignFolder(Source):
@@ -181,6 +185,6 @@ def open_source(
     return _SOURCES[forms.form_of_path(found)](found)
 
 
-def read_config(path: str | PathLike[str], base: Path | None = None) -> DictConfig:
-    """`Source.config` of what lies at `path`, with its base at `base`."""
-    return open_source(path, "path").config(None if base is None else open_source(base, "base"))
+def read_config(path: str | PathLike[str]) -> DictConfig:
+    """`Source.config` of what lies at `path`, for scripts."""
+    return open_source(path, "path").config()

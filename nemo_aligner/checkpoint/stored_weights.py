@@ -128,7 +128,8 @@ def _tensor(source: TensorSource, wanted: ShardedTensor) -> Tensor:
 def unnumbered(key: str) -> tuple[str, int | None]:
     """The key of a layer's tensor as for all layers, and its number from 0 if it has one."""
     number, _, name = key.removeprefix(LAYERS).partition(".")
-    return (LAYERS + name, int(number)) if number.isdigit() else (key, None)
+    is_numbered = key.startswith(LAYERS) and number.isdigit()
+    return (LAYERS + name, int(number)) if is_numbered else (key, None)
 
 
 def is_stacked(key: str) -> bool:

@@ -132,7 +132,7 @@ def merge(source: Path, target: Path, options: Options) -> None:
 def peft_to_nemo(source: Path, target: Path, options: Options) -> None:
     """Write a folder of PEFT as a `.nemo` of adapters; errors as for `merge`."""
     target = check_target(source, target, options)
-    with _adapters_of(source, options) as (section, weights, found):
+    with _adapters_of(source, options) as (section, weights, found, _):
         path = options.base or found.path
         if path is None or not Path(path).exists():
             raise UserError(
@@ -209,15 +209,15 @@ def _read_section(source: Path, options: Options) -> tuple[Source, Source | None
 @contextlib.contextmanager
 def _adapters_of(
     source: Path, options: Options
-) -> Iterator[tuple[DictConfig, TensorSource, adapters.Base]]:
-    """Configuration and tensors of adapters alone, and the base that they name."""
+) -> Iterator[tuple[DictConfig, TensorSource, adapters.Base, Source | None]]:
+    """Configuration and tensors of adapters alone, the base that they name, and the one given."""
     checkpoint, base = open_source(source, "SOURCE"), options.base_source()
     model = None if base is None else base.config()
     section = checkpoint.stored_config(model)
     named = adapters.base_in(section)
     assert named is not None
     with checkpoint.own_tensors(model) as weights:
-        yield section, weights, named
+        yield section, weights, named, base
 
 
 def _rows_of(section: DictConfig) -> int:
@@ -271,8 +271,8 @@ def to_peft(source: Path, target: Path, options: Options) -> None:
     name; in one process. `UserError`: Hugging Face cannot express the model, the base is another
     one, or the target exists.
     """
-    target, base = check_target(source, target, options), options.base_source()
-    with _adapters_of(source, options) as (section, weights, found):
+    target = check_target(source, target, options)
+    with _adapters_of(source, options) as (section, weights, found, base):
         if base is not None:
             with base.tensors() as tensors:
                 checksum = adapters.checksum_of_source(tensors)
@@ -301,7 +301,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
     with checkpoint.tensors(base) as weights:
         parts = _parts_of(weights, options)
         for chunk in parts:
-            megatron.check_place(chunk.key, source)
+            megatron.check_place(chunk.key, checkpoint.path)
         rows = weights.shapes()[_TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}

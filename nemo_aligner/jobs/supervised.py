@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
+    from nemo_aligner.checkpoint.sources import Source
     from nemo_aligner.launch.supervised_job import Loaders
     from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
@@ -249,6 +250,7 @@ def train_rm(cfg: DictConfig) -> None:
     with long_imports():
         from nemo.utils import logging
 
+        from nemo_aligner.checkpoint.sources import open_source
         from nemo_aligner.launch.experiment import start_job
         from nemo_aligner.launch.model_loading import complete_model_config
         from nemo_aligner.launch.supervised_job import train_supervised
@@ -257,13 +259,14 @@ def train_rm(cfg: DictConfig) -> None:
             reward_model_class,
         )
 
-    base = cfg.pretrained_checkpoint.restore_from_path
+    path = cfg.pretrained_checkpoint.restore_from_path
+    base = None if path is None else open_source(path)
     cfg.model = complete_model_config(base, cfg.model, "training_rm")
     model_class = reward_model_class(cfg.model.reward_model_type)
     model_class.check_training_config(cfg.model)
     job = start_job(cfg)
 
-    model = reward_model_to_train(cfg, model_class, job.trainer)
+    model = reward_model_to_train(cfg, model_class, job.trainer, base)
     model.init_peft(cfg.model.peft)
     rm_trainer = train_supervised(cfg, job, model, reward_model_loaders(cfg, model.tokenizer))
     kind = reward_model_type(cfg.model.reward_model_type)
@@ -273,17 +276,19 @@ def train_rm(cfg: DictConfig) -> None:
 
 
 def reward_model_to_train(
-    cfg: DictConfig, model_class: type["MegatronGPTRewardModel"], trainer: "Trainer"
+    cfg: DictConfig,
+    model_class: type["MegatronGPTRewardModel"],
+    trainer: "Trainer",
+    base: "Source | None",
 ) -> "MegatronGPTRewardModel":
-    """A reward model of random weights, or from the checkpoint; with a new head unless its own is
-    wanted.
+    """A reward model of random weights, or from the checkpoint `base`; with a new head unless its
+    own is wanted.
 
     Raises:
         UserError: the checkpoint's own head is asked for, and it has none.
     """
     from nemo_aligner.launch.model_loading import load_from_nemo
 
-    base = cfg.pretrained_checkpoint.restore_from_path
     if base is None:
         return model_class(cfg.model, trainer)
     keep_head = cfg.model.regression.load_rm_head_weights

@@ -134,7 +134,7 @@ def build_preference_dataloaders(cfg: DictConfig, kind: str, model: Any) -> Load
     if root is None:
         model.set_reference_policy()
         return build_dataloaders(cfg, build, model.tokenizer)
-    checkpoint = Path(cfg.pretrained_checkpoint.restore_from_path)
+    checkpoint = Path(cfg.pretrained_checkpoint.restore_from_path).expanduser()
 
     def prepare(dataset: Any, name: str) -> Any:
         return with_reference_log_probs(model, dataset, Path(root), checkpoint, f"{kind}-{name}")

@@ -77,10 +77,11 @@ def dpo(base, **changes):
     return cfg
 
 
-def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned):
+def test_what_differs_is_shown_and_refused_or_not(tmp_path, warned, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     base = tmp_path / "a.nemo"
     base.write_bytes(b"a")
-    first = made_from(dpo(base), "dpo")
+    first = made_from(dpo("~/a.nemo"), "dpo")  # of a word key=~/a.nemo the shell expands nothing
     stored = {"made_from": json.loads(json.dumps(first))}
     (tmp_path / "moved").mkdir()
     again = made_from(dpo(shutil.copy(base, tmp_path / "moved")), "dpo")

@@ -185,7 +185,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         """Load adapters, and heads that the file has, at the split of this job; all ranks call it.
         `UserError`: they belong to another base, or have other shapes.
         """
-        checkpoint = open_source(path)
+        checkpoint = open_source(path, "adapters")
         base = adapters.base_in(checkpoint.stored_config(self.cfg))
         assert base is not None and self._base.checksum is not None
         adapters.check_base(base, self._base.checksum, str(path), self._base.path or "this model")
@@ -206,7 +206,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         without adapters, that it has none; else `UserError`.
         """
         super().check_checkpoint(folder)
-        config = open_source(folder).stored_config()
+        config = open_source(folder, "exp_manager.resume_from_checkpoint").stored_config()
         base = adapters.base_in(config)
         if (base is None) == self.use_peft:
             was, now = ("all weights", LORA) if base is None else ("adapters", NONE)
@@ -262,7 +262,7 @@ def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Source | Non
     source = open_source(path, key)
     if adapters.base_in(source.stored_config(model)) is None:
         raise UserError(
-            f"{key}={path} holds a model with all its weights, not adapters; name it as the "
+            f"{key}={source} holds a model with all its weights, not adapters; name it as the "
             "checkpoint that the job starts from."
         )
     return source

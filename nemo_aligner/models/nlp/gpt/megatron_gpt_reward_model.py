@@ -169,7 +169,7 @@ class MegatronGPTRewardModel(
         self.has_trained_head = has_head or (self.use_peft and self.has_trained_head)
 
     def load_adapters(self, path: str | PathLike[str]) -> None:
-        source = open_source(path)
+        source = open_source(path, "adapters")
         super().load_adapters(source)
         self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
         if complete_model(source.stored_config(self.cfg)).output_sequence:
