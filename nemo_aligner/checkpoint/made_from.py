@@ -47,6 +47,7 @@ OBJECTIVE = frozenset(
     model.regression.attribute_weights model.regression.loss_mask_val
     model.reward_standardization.enable model.reward_standardization.mean
     model.reward_standardization.std model.*.kl_loss_estimator model.*.train_on_truncated
+    model.*.policy_loss
     trainer.*.advantage_estimator trainer.*.kl_estimator trainer.*.use_absolute_kl
     trainer.*.normalize_advantages trainer.*.whiten_rewards trainer.*.process_rewards
     trainer.*.rewards_per trainer.*.loss trainer.*.advantages""".split()

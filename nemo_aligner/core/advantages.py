@@ -12,6 +12,7 @@ anything, NaN included.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -302,6 +303,7 @@ TOKEN_ESTIMATORS: dict[
 RESPONSE_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rloo": calculate_rloo_advantages,
     "grpo": calculate_grpo_advantages,
+    "dr_grpo": partial(calculate_grpo_advantages, normalize_std=False),
 }
 
 

@@ -26,6 +26,7 @@ ADVANTAGE_ESTIMATORS = {
     "reinforce_plus_plus": AdvantageEstimator(),
     "rloo": AdvantageEstimator(compares_responses=True),
     "grpo": AdvantageEstimator(compares_responses=True, divides_by_std=True),
+    "dr_grpo": AdvantageEstimator(compares_responses=True),
 }
 
 # What GRPO makes of rewards of steps or tokens: their sum, or each compared with the others'.
@@ -47,5 +48,13 @@ DIRECT_PREFERENCE_LOSSES = ("dpo", "ipo", *REWARD_PREFERENCE_LOSSES)
 DISTILLATION_LOSSES = ("fwd_kl", "bwd_kl", "jsd")
 OUTSIDE_TOP_K = ("renormalize", "bucket")
 
+# What a policy's tokens lose by their importance ratios (`core/surrogates.py`), and of these:
+POLICY_LOSSES = ("clip", "gspo", "cispo", "sapo", "gmpo")
+LOSSES_OF_TOKENS = ("clip", "cispo")  # have a range of single tokens' ratios
+LOSSES_OF_RESPONSES = ("gspo", "gmpo")  # are a mean over responses
+LOSSES_WITHOUT_RANGE = ("sapo",)
+DUAL_CLIPPED = ("clip", "gspo")  # a large ratio of a bad token has no bound
+
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
+ROLLOUT_REDUCTIONS = (*LOSS_REDUCTIONS, "constant")  # by the most tokens that a response can have

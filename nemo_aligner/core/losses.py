@@ -22,9 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemo_aligner.core.estimators import LOSS_REDUCTIONS, PREFERENCE_LOSSES
+from nemo_aligner.core.estimators import (
+    DUAL_CLIPPED,
+    LOSSES_OF_TOKENS,
+    PREFERENCE_LOSSES,
+    ROLLOUT_REDUCTIONS,
+)
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.masks import masked_mean
+from nemo_aligner.core.surrogates import SURROGATES, ratio
 
 
 def loss_weights(
@@ -32,6 +38,7 @@ def loss_weights(
     reduction: str = "token",
     micro_batch_size: int | None = None,
     sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    longest: int | None = None,
 ) -> Tensor:
     """Weights that turn a sum over slots into the named mean over the global batch.
 
@@ -39,12 +46,15 @@ def loss_weights(
         mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's
             whole share of the global batch.
         reduction: "token": mean over all counting slots of the global batch. "sequence": mean over
-            samples of their own means; samples without a counting slot are left out.
+            samples of their own means; samples without a counting slot are left out. "constant":
+            mean over all samples of their sums, divided by `longest` (Liu et al. 2025,
+            arXiv:2503.20783, Dr. GRPO: no response counts less for its length).
             "microbatch": mean over micro-batches of their means (0 for an empty one), which
             depends on the split; kept to compare with NeMo-Aligner.
         micro_batch_size: samples per micro-batch; used by "microbatch" only.
         sum_over_dp: sums a tensor over the data-parallel ranks; all of them must call this
             function.
+        longest: tokens that a response can have; used by "constant" only.
 
     Returns:
         float32, shape of `mask`; all zero if no slot counts on any rank.
@@ -58,6 +68,11 @@ def loss_weights(
         denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1) * _count(
             rows, 1
         )
+    elif reduction == "constant":
+        if not longest:
+            raise ValueError(f"longest={longest}: {reduction!r} needs one")
+        samples = torch.full((), rows.shape[0], dtype=torch.float64, device=mask.device)
+        denominator = sum_over_dp(samples) * longest
     elif reduction == "microbatch":
         if not micro_batch_size or rows.shape[0] % micro_batch_size:
             raise ValueError(
@@ -70,7 +85,8 @@ def loss_weights(
         denominator = per_split.repeat_interleave(micro_batch_size, dim=0)
     else:
         raise ValueError(
-            f"loss_reduction={reduction!r} is unknown; choose one of {', '.join(LOSS_REDUCTIONS)}"
+            f"loss_reduction={reduction!r} is unknown; choose one of "
+            f"{', '.join(ROLLOUT_REDUCTIONS)}"
         )
     weights = rows / denominator.clamp(min=1)
     return weights.float().reshape(mask.shape)
@@ -86,6 +102,8 @@ def loss_count(
     keep = mask != 0
     if reduction == "token":
         return float(keep.sum())
+    if reduction == "constant":
+        return float(keep.shape[0])
     if reduction == "sequence":
         return float(keep.reshape(keep.shape[0], -1).any(1).sum())
     if not micro_batch_size:
@@ -107,6 +125,8 @@ def ppo_actor_loss(
     advantages: Tensor,
     weights: Tensor,
     ratio_eps: float,
+    ratio_eps_high: float | None = None,
+    policy_loss: str = "clip",
     dual_clip: float | None = None,
     ref_logprobs: Tensor | None = None,
     kl_loss_coef: float = 0.0,
@@ -114,14 +134,15 @@ def ppo_actor_loss(
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
     surrogate_of: Callable[..., Tensor] | None = None,
+    metric_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy
     bonus (eq. 9).
 
     With rho = exp(logprobs - prev_logprobs), per slot:
 
-        surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps))
-        surrogate = min(surrogate, -A c)     with dual_clip c, where A < 0
+        surrogate = max(-A rho, -A clamp(rho, 1-eps, 1+eps))     with policy_loss "clip"
+        surrogate = min(surrogate, -A c)                         with dual_clip c, where A < 0
         loss = surrogate + kl_loss_coef * KL(logprobs, ref_logprobs) - entropy_bonus * H
 
     The dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5) bounds the loss of a token with a
@@ -135,6 +156,8 @@ def ppo_actor_loss(
         advantages: [B, S-1].
         weights: [B, S-1], from `loss_weights`.
         ratio_eps: clip range.
+        ratio_eps_high: its upper side; None: `ratio_eps` too.
+        policy_loss: one of `surrogates.SURROGATES`.
         dual_clip: c > 1, or None: off.
         ref_logprobs: [B, S-1], of the reference policy; needed when `kl_loss_coef` is not 0.
         kl_loss_coef: coefficient of the KL; 0 switches it off.
@@ -142,44 +165,54 @@ def ppo_actor_loss(
         entropy: [B, S-1], per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
         entropy_bonus: coefficient of the entropy.
         surrogate_of: `(logprobs, prev_logprobs, advantages, mask) -> [B, S-1]`, in place of the
-            clipped surrogate; `mask` is 1 where a slot counts.
+            surrogate; `mask` is 1 where a slot counts.
+        metric_weights: [B, S-1], of the means among the metrics, for `weights` that do not add up
+            to 1 (of "constant"); None: `weights`.
 
     Returns:
-        Partial sums: the loss, and the metrics, which are weighted means. `loss`; `ppo_ratio`,
-        `ppo_ratio_clamped` (rho); `ppo_clip_fraction` (share of slots whose gradient the clip
-        removes: the ratio is outside the range on the side that the advantage pushes to);
-        `approx_kl` (KL of the policy that generated to the one in training, estimator k3);
-        `scaled_entropy` (bonus times mean entropy); with `dual_clip`, `dual_clip_fraction` (share
-        of slots whose gradient it removes); with `kl_loss_coef`, `kl_loss` (the mean estimate,
-        without the coefficient); with `entropy`, `entropy`.
+        Partial sums: the loss, and the metrics, which are weighted means. `loss`; `ppo_ratio` and,
+        if the range is one of rho, `ppo_ratio_clamped`; `ppo_clip_fraction` (share of slots whose
+        gradient the clip removes: the ratio is outside the range on the side that the advantage
+        pushes to; 0 for a `policy_loss` that removes none); `approx_kl` (KL of the policy that
+        generated to the one in training, estimator k3); `scaled_entropy` (bonus times mean
+        entropy); with `dual_clip`, `dual_clip_fraction` (share of slots whose gradient it
+        removes); with `kl_loss_coef`, `kl_loss` (the mean estimate, without the coefficient); with
+        `entropy`, `entropy`.
 
     Raises:
-        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1, or
-            the estimator is unknown.
+        ValueError: a tensor that a coefficient needs is missing, `dual_clip` is not above 1 or
+            belongs to another loss, or the estimator or the policy loss is unknown.
     """
     logprobs, prev_logprobs, advantages = (
         kept(x, weights) for x in (logprobs, prev_logprobs, advantages)
     )
-    # Beyond e^80 a float32 ratio would overflow, and 0 * inf would give a clipped slot a NaN
-    # gradient.
-    ratio = (logprobs - prev_logprobs).clamp(max=80.0).exp()
-    clamped = ratio.clamp(1.0 - ratio_eps, 1.0 + ratio_eps)
-    unclipped, clipped = -advantages * ratio, -advantages * clamped
-    surrogate = torch.maximum(unclipped, clipped)
+    if policy_loss not in SURROGATES:
+        raise ValueError(
+            f"policy_loss={policy_loss!r} is unknown; choose one of {', '.join(SURROGATES)}"
+        )
+    mask = (weights != 0).to(logprobs)
+    high = ratio_eps if ratio_eps_high is None else ratio_eps_high
+    surrogate, cut = SURROGATES[policy_loss](
+        logprobs, prev_logprobs, advantages, mask, ratio_eps, high
+    )
+    rho = ratio(logprobs - prev_logprobs)
     metrics = {
-        "ppo_ratio": ratio,
-        "ppo_ratio_clamped": clamped,
-        "ppo_clip_fraction": clipped > unclipped,
+        "ppo_ratio": rho,
+        "ppo_clip_fraction": cut,
         "approx_kl": calculate_kl_penalty(prev_logprobs, logprobs.detach(), estimator="k3"),
     }
+    if policy_loss in LOSSES_OF_TOKENS:
+        metrics["ppo_ratio_clamped"] = rho.clamp(1.0 - ratio_eps, 1.0 + high)
     if dual_clip is not None:
+        if policy_loss not in DUAL_CLIPPED:
+            raise ValueError(f"dual_clip={dual_clip} is a bound for {', '.join(DUAL_CLIPPED)}")
         surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
     if surrogate_of is not None:
         surrogate = surrogate_of(
             logprobs=logprobs,
             prev_logprobs=prev_logprobs,
             advantages=advantages,
-            mask=(weights != 0).to(logprobs),
+            mask=mask,
         )
         if surrogate.shape != logprobs.shape:
             raise ValueError(
@@ -206,7 +239,8 @@ def ppo_actor_loss(
             raise ValueError(f"entropy_bonus={entropy_bonus} needs the entropy of each slot")
         scaled_entropy = entropy_bonus * (weights * metrics["entropy"]).sum()
         loss = loss - scaled_entropy
-    means = {name: (weights * value.detach()).sum() for name, value in metrics.items()}
+    shares = weights if metric_weights is None else metric_weights
+    means = {name: (shares * value.detach()).sum() for name, value in metrics.items()}
     return loss, {"loss": loss.detach(), "scaled_entropy": scaled_entropy.detach(), **means}
 
 

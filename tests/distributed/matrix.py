@@ -232,6 +232,13 @@ DPO_LOSSES = {
     "moe": {"preference_loss": "rpo_sq"},
     "llama": {"preference_loss": "dpo", "label_smoothing": 0.1},
 }
+# Of the actor. The golden numbers have the clipped loss of one range at several splits.
+POLICY_LOSSES = {
+    "gpt2": {"policy_loss": "cispo"},
+    "lora": {"policy_loss": "gmpo"},
+    "llama": {"ratio_eps_high": 0.3},
+    "moe": {"policy_loss": "gspo"},
+}
 RPO = {
     "preference_loss": "rpo_fwd_kl",
     "label_smoothing": 0.0,
@@ -502,6 +509,7 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             **PPO,
             "sampling_params": {**PPO["sampling_params"], "temperature": 1.3},
             "forward_micro_batch_size": 3,
+            **POLICY_LOSSES[architecture],
         },
         rs={**PPO, "forward_micro_batch_size": 3},
         reinforce={

@@ -11,6 +11,7 @@ import torch
 
 from nemo_aligner.core import advantages
 from nemo_aligner.core.advantages import (
+    RESPONSE_ESTIMATORS,
     calculate_advantages_and_returns,
     calculate_grpo_advantages,
     calculate_overlong_penalty,
@@ -122,6 +123,12 @@ def test_grpo_against_the_statistics_module():
         assert centred[row].item() == pytest.approx(expected, abs=1e-6)
         assert advantages[row].item() == pytest.approx(expected / (std + 1e-6), abs=1e-5)
     assert lonely and not valid.all()
+
+
+def test_estimators_by_their_names_leave_the_deviation_out():
+    scores, idx = torch.tensor([1.0, 4.0, 10.0]), torch.zeros(3)
+    found = RESPONSE_ESTIMATORS["dr_grpo"](scores, idx, torch.ones(3))
+    torch.testing.assert_close(found, torch.tensor([-4.0, -1.0, 5.0]))
 
 
 def test_equal_scores_give_no_advantage():

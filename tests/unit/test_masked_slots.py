@@ -9,6 +9,7 @@ import torch
 
 from nemo_aligner.algorithms.ppo_data import mean_of_sample_means, mean_of_sample_sums
 from nemo_aligner.core import advantages, kl, losses, masks, metrics
+from nemo_aligner.core.estimators import ROLLOUT_REDUCTIONS
 from nemo_aligner.parallel import collectives as distributed
 from nemo_aligner.parallel import vocab_parallel
 
@@ -270,8 +271,8 @@ def test_garbage_where_nothing_counts_changes_nothing(case, garbage):
 def test_nothing_counts():
     """Losses of an empty batch are 0, with a gradient of 0, whatever is in it."""
     nothing = torch.zeros_like(MASK)
-    for reduction in losses.LOSS_REDUCTIONS:
-        empty = losses.loss_weights(nothing, reduction, 1)
+    for reduction in ROLLOUT_REDUCTIONS:
+        empty = losses.loss_weights(nothing, reduction, 1, longest=9)
         leaf = torch.full_like(MASK, torch.nan, requires_grad=True)
         others = {name: torch.full_like(MASK, torch.inf) for name in POLICY[1:]}
         loss = losses.ppo_actor_loss(

@@ -119,6 +119,24 @@ def test_loss_is_the_clipped_surrogate_of_the_samples_that_ended(tiny_tokenizer_
     assert metrics["ppo_ratio"] == pytest.approx(ratios / count, rel=1e-4)
 
 
+def test_the_mean_by_a_constant_scales_the_loss_and_leaves_the_metrics(tiny_tokenizer_dir):
+    found = {}
+    for reduction, size in (("token", 4), ("constant", 4), ("constant", 1)):
+        actor = make_actor(tiny_tokenizer_dir, loss_reduction=reduction)
+        actor.cfg.micro_batch_size = size
+        batch = make_batch(actor)
+        found[reduction, size] = actor.get_loss_and_metrics(batch, forward_only=True)
+    tokens = (batch["mask"] * batch["is_end"].unsqueeze(-1)).sum().item()
+    loss, expected = found["token", 4]
+    for size in (4, 1):
+        value, metrics = found["constant", size]
+        assert value == pytest.approx(loss * tokens / 4 / actor.longest, rel=1e-5)
+        means = set(metrics) - {"loss", "scaled_entropy"}
+        assert means >= {"ppo_ratio", "approx_kl", "entropy"}
+        for name in means:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+
+
 def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
     """Dual clip, KL to the reference in the loss, truncated responses; and their metrics."""
     settings = {

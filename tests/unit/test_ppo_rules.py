@@ -13,10 +13,12 @@ GRPO = f"trainer.ppo.advantage_estimator=grpo; model.ppo.num_rollouts_per_prompt
 
 
 def test_names_of_choices_are_those_of_the_math():
-    from nemo_aligner.core import kl, losses
+    from nemo_aligner.core import advantages, kl, surrogates
 
-    assert estimators.LOSS_REDUCTIONS == losses.LOSS_REDUCTIONS
     assert estimators.KL_ESTIMATORS == kl.KL_ESTIMATORS
+    assert estimators.POLICY_LOSSES == tuple(surrogates.SURROGATES)
+    named = {*advantages.TOKEN_ESTIMATORS, *advantages.RESPONSE_ESTIMATORS}
+    assert set(estimators.ADVANTAGE_ESTIMATORS) == named
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,10 @@ def test_names_of_choices_are_those_of_the_math():
         "trainer.ppo.advantage_clip=3",
         "model.ppo.dual_clip=3; model.ppo.kl_loss_coef=0.001; trainer.ppo.critic_gae_lambda=1",
         "model.ppo.rollout_logprobs=sampler",
+        "model.ppo.ratio_eps_high=0.28; model.ppo.loss_reduction=constant",
+        f"{GRPO}; model.ppo.policy_loss=gmpo; model.ppo.loss_reduction=sequence; "
+        "model.ppo.ratio_eps=0.4; model.ppo.ratio_eps_high=0.5",
+        GRPO.replace("=grpo", "=dr_grpo"),
         "model.ppo.generation.reshard=auto; model.ppo.generation.kv_cache_gb=0.5",
         "model.ppo.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; "
         "trainer.devices=2",
@@ -50,6 +56,31 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             "",
         ),
         ("model.ppo.dual_clip=1", ["dual_clip=1", "above 1"], "model.ppo.dual_clip=null"),
+        (
+            "model.ppo.policy_loss=gspo",
+            ["policy_loss=gspo", "loss_reduction=token", "set loss_reduction=sequence"],
+            "model.ppo.loss_reduction=sequence",
+        ),
+        (
+            "model.ppo.policy_loss=cispo; model.ppo.dual_clip=3",
+            ["dual_clip=3 is for policy_loss=clip, gspo, not cispo"],
+            "model.ppo.dual_clip=null",
+        ),
+        (
+            "model.ppo.policy_loss=sapo; model.ppo.ratio_eps_high=0.28",
+            ["ratio_eps_high=0.28 is for policy_loss=clip, gspo, cispo, gmpo, not sapo"],
+            "model.ppo.ratio_eps_high=null",
+        ),
+        (
+            "model.ppo.policy_loss=gmpo; model.ppo.loss_reduction=sequence",
+            ["policy_loss=gmpo", "Use grpo, dr_grpo or rloo"],
+            GRPO,
+        ),
+        (
+            "model.ppo.policy_loss=sapo; trainer.ppo.loss=mine.py:loss",
+            ["trainer.ppo.loss=mine.py:loss takes the place of model.ppo.policy_loss=sapo"],
+            "trainer.ppo.loss=null",
+        ),
         ("model.ppo.generation.reshard=tp", ["reshard", "auto"], ""),
         (
             "model.ppo.generation.cuda_graphs=maybe",

@@ -33,7 +33,11 @@ from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import (
     ADVANTAGE_ESTIMATORS,
+    DUAL_CLIPPED,
     KL_ESTIMATORS,
+    LOSSES_OF_RESPONSES,
+    LOSSES_WITHOUT_RANGE,
+    POLICY_LOSSES,
     PROCESS_REWARDS,
     ROLLOUT_LOGPROBS,
 )
@@ -78,7 +82,8 @@ class PPOLoop(RolloutLoop):
         initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
             reference policy
         advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
-            `rloo`, `grpo`; see [ppo.md](ppo.md) for this and all that follows marked "ppo.md"
+            `rloo`, `grpo`, `dr_grpo`; see [ppo.md](ppo.md) for this and all that follows marked
+            "ppo.md"
         kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
             `use_absolute_kl`
         use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute
@@ -138,7 +143,9 @@ class PPOPolicy(Policy):
             multiple of `global_batch_size`
         kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the
             loss; with `initial_policy_kl_penalty` above 0 both apply, which a warning says
-        dual_clip: **new**, ppo.md: bound the loss of unlikely tokens
+        policy_loss, ratio_eps_high, dual_clip: **new**, ppo.md: what takes the place of the
+            clipped loss; the clip range's upper side (null: `ratio_eps`); a bound on the loss of
+            unlikely tokens
         train_on_truncated: **new**: truncated responses count in the policy's loss too
         ratio_eps, entropy_bonus: as in `trainer.ppo`
         rollout_logprobs: **new**: where the policy's log-probs of a rollout come from:
@@ -151,6 +158,8 @@ class PPOPolicy(Policy):
     num_rollouts_per_prompt: int = key(1, at_least=1)
     kl_loss_coef: float = key(0.0, at_least=0)
     kl_loss_estimator: str = key("k3", choices=KL_ESTIMATORS)
+    policy_loss: str = key("clip", choices=POLICY_LOSSES)
+    ratio_eps_high: float | None = key(None, above=0)
     dual_clip: float | None = key(None, above=1)
     train_on_truncated: bool = key(False)
     ratio_eps: float = key("${trainer.ppo.ratio_eps}", above=0)
@@ -224,6 +233,7 @@ def check_ppo_variants(v: Values) -> None:
     check_estimator(estimator)
     kind, name = ADVANTAGE_ESTIMATORS[estimator], f"{PPO}advantage_estimator={estimator}"
     _check_rewards_of_steps(v, name)
+    _check_policy_loss(v, kind.compares_responses)
     _check_adaptive_kl(v)
     responses = v.size(MODEL + "num_rollouts_per_prompt")
     if kind.compares_responses:
@@ -281,6 +291,37 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
             f"{PPO}overlong_buffer_len={buffer} is more than the {longest} tokens that a response "
             f"can have ({MODEL}length_params.max_length); set it to at most {longest}."
         )
+
+
+def _check_policy_loss(v: Values, compares_responses: bool) -> None:
+    """Check that the policy loss fits the advantages, and reads what is given."""
+    loss, own = v.get(MODEL + "policy_loss"), v.get(PPO + "loss")
+    name, reduction = f"{MODEL}policy_loss={loss}", v.get(MODEL + "loss_reduction")
+    if own is not None and loss != "clip":
+        raise ConfigError(f"{PPO}loss={own} takes the place of {name}; leave one of them out.")
+    if loss in LOSSES_OF_RESPONSES and reduction != "sequence":
+        raise ConfigError(
+            f"{name} is one value of a response, and {MODEL}loss_reduction={reduction} would "
+            "weigh it by the number of tokens; set loss_reduction=sequence."
+        )
+    whole = compares_responses and v.get(PPO + "process_rewards") != "steps"
+    if loss == "gmpo" and not (whole and v.get(PPO + "advantages") is None):
+        raise ConfigError(
+            f"{name} gives all tokens of a response the mean of their advantages; with "
+            "advantages of single tokens that is another objective. Use grpo, dr_grpo or rloo, "
+            "without process_rewards=steps and advantages of your own, or policy_loss=gspo."
+        )
+    readers = {
+        "dual_clip": DUAL_CLIPPED,
+        "ratio_eps_high": [each for each in POLICY_LOSSES if each not in LOSSES_WITHOUT_RANGE],
+    }
+    for setting, losses in readers.items():
+        value = v.get(MODEL + setting)
+        if value is not None and loss not in losses:
+            raise ConfigError(
+                f"{MODEL}{setting}={value} is for policy_loss={', '.join(losses)}, not {loss}; "
+                "set it to null."
+            )
 
 
 def _check_adaptive_kl(v: Values) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from nemo_aligner.config.fields import inert, key, section
 from nemo_aligner.config.keys.common import Alarms, Loop
-from nemo_aligner.core.estimators import LOSS_REDUCTIONS
+from nemo_aligner.core.estimators import ROLLOUT_REDUCTIONS
 
 
 @dataclass
@@ -121,14 +121,15 @@ class Policy(Responses):
         forward_micro_batch_size: sequences of one log-probability pass
         num_val_samples, val_rollout_micro_batch_size: of a validation
         loss_reduction: **new**: `token` (mean over response tokens), `sequence` (mean of
-            per-sample means), `microbatch` (NeMo-Aligner's mean of micro-batch means)
+            per-sample means), `constant` (mean of per-sample sums divided by `max_length`),
+            `microbatch` (NeMo-Aligner's mean of micro-batch means)
     """
 
     num_rollout_samples: int = key(512, at_least=1)
     forward_micro_batch_size: int = key("${.rollout_micro_batch_size}", at_least=1)
     num_val_samples: int = key("${.num_rollout_samples}", at_least=1)
     val_rollout_micro_batch_size: int = key("${.rollout_micro_batch_size}", at_least=1)
-    loss_reduction: str = key("token", choices=LOSS_REDUCTIONS)
+    loss_reduction: str = key("token", choices=ROLLOUT_REDUCTIONS)
     environment: Environment = section()
 
 

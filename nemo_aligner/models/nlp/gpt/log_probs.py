@@ -136,7 +136,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
             columns["packed_position_ids"] = batch["packed_position_ids"]
             if loss_reduction == "sequence":
                 mask = one_row_per_sample(mask, batch["packed_position_ids"].to(get_device()))
-        weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
+        weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp, self.longest)
         # Of the rows of a pack's samples, a column has a weight in one.
         columns["weights"] = weights.reshape(len(batch["tokens"]), -1, weights.size(1)).sum(1)
         loss, metrics = self.compute_loss(

@@ -147,7 +147,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             padding.
         micro_batch_tokens: most tokens of a forward pass in place of a number of samples, or None.
         restore_path: checkpoint that the weights were loaded from; None: they are random.
-        loss_reduction: what a loss is the mean of, one of `estimators.LOSS_REDUCTIONS`.
+        loss_reduction: what a loss is the mean of, one of `estimators.ROLLOUT_REDUCTIONS`.
+        longest: of `loss_weights`, for a policy.
         stored_dropout: keys of that checkpoint which are written again where this job has 0.
 
     Raises:
@@ -157,6 +158,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     CONFIG_NAME: str | None = None
     loss_reduction: str = "token"
+    longest: int | None = None
     to_offload_adam_states = True
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -372,7 +374,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
         loss_reduction = loss_reduction or self.loss_reduction
         if mask is not None:
-            weights = loss_weights(mask, loss_reduction, micro_batch_size, sum_over_dp)
+            weights = loss_weights(
+                mask, loss_reduction, micro_batch_size, sum_over_dp, self.longest
+            )
             columns = {**columns, "weights": weights}
         if lengths is None:
             if "weights" not in columns:

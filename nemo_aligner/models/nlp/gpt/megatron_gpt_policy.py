@@ -69,6 +69,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
 
     def _read_loss_settings(self) -> None:
         self.loss_reduction: str = self.settings.loss_reduction
+        self.longest = self.settings.length_params.max_length
         self.forward_micro_batch_size = self.settings.forward_micro_batch_size
 
     def take_logprobs_as_sampled(self) -> None:

@@ -15,18 +15,20 @@ from nemo.utils import logging
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.core.losses import ppo_actor_loss
+from nemo_aligner.core.losses import loss_weights, ppo_actor_loss
 from nemo_aligner.core.types import PPOTrainBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
+from nemo_aligner.parallel.collectives import sum_over_dp
 
 
 class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, PolicyWithReference):
     """Policy of PPO on Megatron Core.
 
     Attributes:
-        entropy_bonus, ratio_eps, dual_clip, kl_loss_coef, kl_loss_estimator: of the loss.
+        entropy_bonus, ratio_eps, ratio_eps_high, policy_loss, dual_clip, kl_loss_coef,
+            kl_loss_estimator: of the loss.
         train_on_truncated: responses that did not end count in the loss too.
         surrogate_of: a user's own loss of a token (`ppo_actor_loss`), or None.
     """
@@ -41,6 +43,8 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         super().__init__(cfg, trainer=trainer)
         self.entropy_bonus: float = self.settings.entropy_bonus
         self.ratio_eps: float = self.settings.ratio_eps
+        self.ratio_eps_high: float | None = self.settings.ratio_eps_high
+        self.policy_loss: str = self.settings.policy_loss
         self.dual_clip: float | None = self.settings.dual_clip
         self.kl_loss_coef: float = self.settings.kl_loss_coef
         self.kl_loss_estimator: str = self.settings.kl_loss_estimator
@@ -73,9 +77,13 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         }
         if self.kl_loss_coef:
             columns["ref_logprobs"] = batch["init_logprobs"]
+        if self.loss_reduction == "constant":  # its weights do not add up to 1
+            columns["metric_weights"] = loss_weights(mask, sum_over_dp=sum_over_dp)
         loss = partial(
             ppo_actor_loss,
             ratio_eps=self.ratio_eps,
+            ratio_eps_high=self.ratio_eps_high,
+            policy_loss=self.policy_loss,
             dual_clip=self.dual_clip,
             kl_loss_coef=self.kl_loss_coef,
             kl_loss_estimator=self.kl_loss_estimator,
