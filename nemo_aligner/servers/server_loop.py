@@ -389,9 +389,11 @@ class ServerLoop:
 
     def _close(self, code: ExitCode, why: str) -> None:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
-        failed = bool(code)
+        failed, ending = bool(code), threading.Lock()  # who has it ends the process
 
         def give_up() -> None:
+            if not ending.acquire(blocking=False):
+                return
             if failed:
                 print(f"\nERROR: {why}", file=sys.stderr, flush=True)
             note_ending(code, why)
@@ -414,6 +416,8 @@ class ServerLoop:
             with contextlib.suppress(Exception):
                 while time.monotonic() < deadline and self._store.get("closed") is None:
                     time.sleep(0.2)
+        if not ending.acquire(blocking=False):
+            guard.join()  # for ever: it says why, cleans up and ends the process
         guard.cancel()
         # The process ends next: its last garbage collections would take seconds with torch.
         gc.freeze()

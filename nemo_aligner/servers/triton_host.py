@@ -270,13 +270,14 @@ class TritonHost:
                     process.kill()
 
     def _clean(self) -> None:
-        if self._directory is not None:
+        directory = self._directory  # `kill` may come while `stop` does this
+        if directory is not None:
             # A Triton that was killed while it started leaves processes that wait for it for ever.
             for process in psutil.process_iter(["cmdline"]):
-                if (process.info["cmdline"] or [""])[0].startswith(self._directory + os.sep):
+                if (process.info["cmdline"] or [""])[0].startswith(directory + os.sep):
                     with contextlib.suppress(psutil.Error):
                         process.kill()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
             self._directory = None
         for leftover in self._shared_memory():
             with contextlib.suppress(OSError):

@@ -1,0 +1,48 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a server whose host stops slowly: one party ends the process, and says why once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nemo_aligner.core.endings import ExitCode
+
+PROGRAM = """
+import queue, sys, threading, time
+from types import SimpleNamespace
+from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.servers import server_loop
+
+stops_s, kills_s, patience_s = map(float, sys.argv[1:])
+timer = threading.Timer
+server_loop.threading.Timer = lambda _, function: timer(patience_s, function)
+loop = object.__new__(server_loop.ServerLoop)
+loop.name, loop.rank, loop._current = "the server", 0, None
+loop._admission, loop._queue = threading.Lock(), queue.Queue()
+loop._store = SimpleNamespace(put=lambda *_: None)
+loop._host = SimpleNamespace(
+    port=1,
+    stop=lambda: time.sleep(stops_s),
+    kill=lambda: (print("killed", flush=True), time.sleep(kills_s)),
+)
+loop._close(ExitCode.LOST_PEER, "the reason")
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stops_s", "kills_s", "said", "code"),
+    [
+        (0, 0, ["ended"], 0),
+        (1.5, 2, ["killed"], ExitCode.LOST_PEER),  # the stop ends while the guard cleans up
+    ],
+)
+def test_a_stop_and_its_guard_do_not_both_end_the_process(stops_s, kills_s, said, code):
+    words = [sys.executable, "-c", PROGRAM, str(stops_s), str(kills_s), "1" if stops_s else "60"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    found = [word for word in result.stdout.split() if word in ("killed", "ended")]
+    assert (found, result.returncode) == (said, code), result.stdout + result.stderr
+    assert result.stderr.count("ERROR: the reason") == (1 if code else 0)
