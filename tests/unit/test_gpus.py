@@ -50,22 +50,22 @@ def test_a_job_on_the_cpu_hides_the_gpus(tmp_path):
     assert run(tmp_path, code, "0") == "[False, False, 'refused'] \n"
 
 
-def test_a_script_hides_them_before_anything_else(monkeypatch, capsys):
-    from nemo_aligner.launch import command_line
+def test_a_script_hides_them_before_anything_else(tmp_path):
+    """In a process of its own: Hydra closes handlers of logs, and that of absl its stream."""
+    folder = os.path.abspath(os.path.join(os.path.dirname(__file__), "../../conf"))
+    code = f"""
+import sys
+from nemo_aligner.launch import command_line
 
-    seen = []
-    monkeypatch.setattr(sys, "argv", ["script", "trainer.accelerator=cpu"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+def main(cfg):
+    print(cfg.trainer.accelerator, repr(os.environ["CUDA_VISIBLE_DEVICES"]))
 
-    def main(cfg):
-        seen.append(
-            (OmegaConf.select(cfg, "trainer.accelerator"), os.environ["CUDA_VISIBLE_DEVICES"])
-        )
-
-    main.__module__ = "examples.nlp.gpt.train_gpt_sft"
-    folder = os.path.join(os.path.dirname(__file__), "../../conf")
-    command_line.hydra_runner(config_path=os.path.abspath(folder), config_name="gpt_sft")(main)()
-    assert seen == [("cpu", "")]
+main.__module__ = "examples.nlp.gpt.train_gpt_sft"
+sys.argv = ["script", "trainer.accelerator=cpu"]
+command_line.hydra_runner(config_path={folder!r}, config_name="gpt_sft")(main)()
+"""
+    said = run(tmp_path, code, "0").splitlines()
+    assert said == ["cpu ''", "[False, False, 'refused'] "]
 
 
 @pytest.mark.parametrize(

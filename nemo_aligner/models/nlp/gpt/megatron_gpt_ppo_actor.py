@@ -27,8 +27,8 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
     """Policy of PPO on Megatron Core.
 
     Attributes:
-        entropy_bonus, ratio_eps, ratio_eps_high, policy_loss, dual_clip, kl_loss_coef,
-            kl_loss_estimator: of the loss.
+        policy_loss, ratio_eps, ratio_eps_high, dual_clip: of the loss.
+        entropy_bonus, kl_loss_coef, kl_loss_estimator: of what is added to it.
         train_on_truncated: responses that did not end count in the loss too.
         surrogate_of: a user's own loss of a token (`ppo_actor_loss`), or None.
     """
