@@ -1191,22 +1191,22 @@ MUTANTS = [
     Mutant(
         "the ratio is clipped on one side",
         "core/surrogates.py",
-        "clipped = -advantages * ratios.clamp(1.0 - low, 1.0 + high)",
-        "clipped = -advantages * ratios.clamp(max=1.0 + high)",
+        "clipped = -tokens.advantages * ratios.clamp(1.0 - tokens.low, 1.0 + tokens.high)",
+        "clipped = -tokens.advantages * ratios.clamp(max=1.0 + tokens.high)",
         _unit("test_oracle_losses.py", "test_same_as[clipped loss-openrlhf]"),
     ),
     Mutant(
         "the ratio of a response has the gradient of its mean too",
         "core/surrogates.py",
-        "whole = _mean((logprobs - prev_logprobs).detach(), mask)",
-        "whole = _mean(logprobs - prev_logprobs, mask)",
+        "whole = _mean(tokens.log_ratio.detach(), tokens.mask)",
+        "whole = _mean(tokens.log_ratio, tokens.mask)",
         _unit("test_surrogates.py", "test_loss_and_gradient_are_those_of_the_paper[gspo]"),
     ),
     Mutant(
         "weights of CISPO carry a gradient",
         "core/surrogates.py",
-        "weights = ratio((logprobs - prev_logprobs).detach())",
-        "weights = ratio(logprobs - prev_logprobs)",
+        "weights = tokens.rho.detach()",
+        "weights = tokens.rho",
         _unit("test_surrogates.py", "test_loss_and_gradient_are_those_of_the_paper[cispo]"),
     ),
     Mutant(
@@ -1219,8 +1219,8 @@ MUTANTS = [
     Mutant(
         "GMPO clips bad tokens on the side of good ones",
         "core/surrogates.py",
-        "log_ratio.clamp(min=-low))",
-        "log_ratio.clamp(max=high))",
+        "log_ratio.clamp(min=-tokens.low)",
+        "log_ratio.clamp(max=tokens.high)",
         _unit("test_surrogates.py", "test_loss_and_gradient_are_those_of_the_paper[gmpo]"),
     ),
     Mutant(

@@ -52,7 +52,7 @@ OUTSIDE_TOP_K = ("renormalize", "bucket")
 POLICY_LOSSES = ("clip", "gspo", "cispo", "sapo", "gmpo")
 LOSSES_OF_TOKENS = ("clip", "cispo")  # have a range of single tokens' ratios
 LOSSES_OF_RESPONSES = ("gspo", "gmpo")  # are a mean over responses
-LOSSES_WITHOUT_RANGE = ("sapo",)
+RANGED = ("clip", "gspo", "cispo", "gmpo")  # have a range at all
 DUAL_CLIPPED = ("clip", "gspo")  # a large ratio of a bad token has no bound
 
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).

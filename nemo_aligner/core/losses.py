@@ -30,7 +30,7 @@ from nemo_aligner.core.estimators import (
 )
 from nemo_aligner.core.kl import calculate_kl_penalty
 from nemo_aligner.core.masks import masked_mean
-from nemo_aligner.core.surrogates import SURROGATES, ratio
+from nemo_aligner.core.surrogates import SURROGATES, Tokens
 
 
 def loss_weights(
@@ -192,10 +192,9 @@ def ppo_actor_loss(
         )
     mask = (weights != 0).to(logprobs)
     high = ratio_eps if ratio_eps_high is None else ratio_eps_high
-    surrogate, cut = SURROGATES[policy_loss](
-        logprobs, prev_logprobs, advantages, mask, ratio_eps, high
-    )
-    rho = ratio(logprobs - prev_logprobs)
+    tokens = Tokens(logprobs, prev_logprobs, advantages, mask, ratio_eps, high)
+    surrogate, cut = SURROGATES[policy_loss](tokens)
+    rho = tokens.rho
     metrics = {
         "ppo_ratio": rho,
         "ppo_clip_fraction": cut,

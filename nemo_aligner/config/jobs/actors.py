@@ -36,9 +36,9 @@ from nemo_aligner.core.estimators import (
     DUAL_CLIPPED,
     KL_ESTIMATORS,
     LOSSES_OF_RESPONSES,
-    LOSSES_WITHOUT_RANGE,
     POLICY_LOSSES,
     PROCESS_REWARDS,
+    RANGED,
     ROLLOUT_LOGPROBS,
 )
 
@@ -311,11 +311,7 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
             "advantages of single tokens that is another objective. Use grpo, dr_grpo or rloo, "
             "without process_rewards=steps and advantages of your own, or policy_loss=gspo."
         )
-    readers = {
-        "dual_clip": DUAL_CLIPPED,
-        "ratio_eps_high": [each for each in POLICY_LOSSES if each not in LOSSES_WITHOUT_RANGE],
-    }
-    for setting, losses in readers.items():
+    for setting, losses in (("dual_clip", DUAL_CLIPPED), ("ratio_eps_high", RANGED)):
         value = v.get(MODEL + setting)
         if value is not None and loss not in losses:
             raise ConfigError(
