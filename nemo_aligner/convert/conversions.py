@@ -132,20 +132,14 @@ def merge(source: Path, target: Path, options: Options) -> None:
 def peft_to_nemo(source: Path, target: Path, options: Options) -> None:
     """Write a folder of PEFT as a `.nemo` of adapters; errors as for `merge`."""
     target = check_target(source, target, options)
-    with _adapters_of(source, options) as (section, weights, found, _):
-        path = options.base or found.path
-        if path is None or not Path(path).exists():
-            raise UserError(
-                f"{source} names {found.path!r} as its base, which is not on this machine; give "
-                "it with --base."
-            )
-        where = str(Path(path).resolve())
-        with open_source(path, "--base").tensors() as tensors:
+    with _adapters_of(source, options) as (section, weights, found, given):
+        base = given or open_source(found.path, "base of the adapters")
+        with base.tensors() as tensors:
             checksum = adapters.checksum_of_source(tensors)
-            adapters.check_base(found, checksum, str(source), where)
+            adapters.check_base(found, checksum, str(source), str(base.path))
             # Checks that the base has what the adapters belong to.
             adapters.merged(tensors, weights, adapters.settings_in(section), section)
-        section[adapters.BASE_SECTION] = adapters.Base(where, checksum).to_config()
+        section[adapters.BASE_SECTION] = adapters.Base(str(base.path), checksum).to_config()
         _write_nemo(target, section, weights, options)
 
 
