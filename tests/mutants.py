@@ -1245,6 +1245,22 @@ MUTANTS = [
         _unit("test_advantages.py", "test_estimators_by_their_names_leave_the_deviation_out"),
     ),
     Mutant(
+        "dynamic sampling trains on a prompt twice",
+        "algorithms/dynamic_sampling.py",
+        "order[np.isin(order, fresh)]",
+        "order",
+        _unit(
+            "test_dynamic_sampling.py", "test_a_prompt_that_comes_back_within_a_step_counts_once"
+        ),
+    ),
+    Mutant(
+        "dynamic sampling keeps what it wanted to replace",
+        "algorithms/dynamic_sampling.py",
+        "~np.array(self.differ)",
+        "np.array(self.differ)",
+        _unit("test_dynamic_sampling.py", "test_choice_is_that_of_a_loop_over_the_rounds"),
+    ),
+    Mutant(
         "the dual clip bounds good tokens too",
         "core/losses.py",
         "bounded = (advantages < 0) & (surrogate > bound)",

@@ -28,9 +28,11 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from nemo_aligner.algorithms.alarms import check_policy_equals_reference
+from nemo_aligner.algorithms.dynamic_sampling import DrawnPrompts
 from nemo_aligner.algorithms.parts import log_probs
 from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer
 from nemo_aligner.algorithms.rollouts import (
+    CollectedRollout,
     PPORolloutBatch,
     compute_num_rollout_microbatches,
     first_sample,
@@ -41,6 +43,7 @@ from nemo_aligner.algorithms.rollouts import (
     shares_of_global_batches,
 )
 from nemo_aligner.algorithms.training_loop import TRAIN_TABLE_ROWS
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Logger,
@@ -61,9 +64,11 @@ class PolicyGradientTrainer(RolloutTrainer):
     Attributes:
         compute_init_policy_kl: rollouts need the reference's log-probs.
         resumed: the state is that of a checkpoint.
+        dynamic_sampling_rounds: most rounds of further prompts in a step; 0: none are drawn.
     """
 
     model: PolicyWithReference
+    dynamic_sampling_rounds = 0
 
     def __init__(
         self,
@@ -118,6 +123,12 @@ class PolicyGradientTrainer(RolloutTrainer):
         if responses != 1:
             name += f"={prompts} x {responses_key}={responses}"
         self.check_sizes(self.sampler, prompts * responses, name)
+        if self.dynamic_sampling_rounds and not getattr(self.sampler, "is_random", False):
+            raise ConfigError(
+                f"trainer.{self.SECTION}.dynamic_sampling_rounds={self.dynamic_sampling_rounds} "
+                "may come to the end of the data before the last step: it needs a random sampler, "
+                f"which starts over, but the data loader has a {type(self.sampler).__name__}."
+            )
 
     # ------------------------------------------------------------------------------- the algorithm
 
@@ -139,23 +150,24 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.compute_init_policy_kl:
             self.model.check_reference_policy()
         sampling_step = self.step if sampling_step is None else sampling_step
-        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
-        source = self.source_of_logprobs
-        compared = self.alarms.needs_sampling_logprobs and source is not None
-        sampled = compared or source == "sampler"
-        with self.training_rollout(prompts, sampling_step, sampled) as collected:
-            local = self._with_logprobs(collected.rollout)
-            scores = self.wait_for_scores(collected)
+        with self.inference():
+            collected = self._draw(sampling_step)
+            rollout, scores, drawn = collected.rollout, None, collected.rollout
+            draw_metrics: dict[str, float] = {}
+            if self.dynamic_sampling_rounds:
+                rollout, scores, drawn, draw_metrics = self._redraw(collected, sampling_step)
+            local = self._with_logprobs(rollout)
+            scores = scores or self.wait_for_scores(collected)
             local.update(self._local_share(PPORolloutBatch(score_columns(scores))).columns)
             data, data_metrics = self.make_data(local)
             data_metrics |= self._check_first_kl(local, data["mask"])
             data["sample_order"] = local["sample_order"]
 
-        rollout = collected.columns
-        table = sample_table(rollout, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
-        metrics = self.rollout_metrics(rollout, scores) | data_metrics | {"table": table}
-        metrics["consumed_samples"] = self.consumed_samples
-        return data, metrics, self.generation_timings(rollout)
+        columns = rollout.columns
+        table = sample_table(columns, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
+        metrics = self.rollout_metrics(columns, scores) | draw_metrics | data_metrics
+        metrics |= {"table": table, "consumed_samples": self.consumed_samples}
+        return data, metrics, self.generation_timings(drawn.columns)
 
     @abstractmethod
     def make_data(self, local: RolloutBatch) -> tuple[Any, dict[str, Any]]:
@@ -199,6 +211,32 @@ class PolicyGradientTrainer(RolloutTrainer):
                 dataloader.dataset,
                 self.collate_fn,
             )
+
+    def _draw(self, sampling_step: int) -> CollectedRollout:
+        """Responses to the next prompts of the data, which count as consumed."""
+        prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
+        source = self.source_of_logprobs
+        compared = self.alarms.needs_sampling_logprobs and source is not None
+        return self.draw(prompts, sampling_step, compared or source == "sampler")
+
+    def _redraw(
+        self, collected: CollectedRollout, sampling_step: int
+    ) -> tuple[PPORolloutBatch, Scores, PPORolloutBatch, dict[str, float]]:
+        """Dynamic sampling, from a first round on: `(rollout, scores, all drawn, metrics)`."""
+        drawn = DrawnPrompts(
+            self.num_rollout_samples,
+            self.num_rollouts_per_prompt,
+            (self.seed, sampling_step),
+            self.model.tokenizer.eos_id,
+        )
+        drawn.add(collected.rollout, self.wait_for_scores(collected))
+        for _ in range(self.dynamic_sampling_rounds):
+            if drawn.is_full:
+                break
+            collected = self._draw(sampling_step)
+            drawn.add(collected.rollout, self.wait_for_scores(collected))
+        rollout, scores, everything = drawn.chosen()
+        return rollout, scores, everything, drawn.metrics(everything)
 
     def _local_share(self, rollout: PPORolloutBatch, epoch: int = 0) -> PPORolloutBatch:
         """This rank's samples of a gathered rollout, as shuffled for `epoch` over it."""

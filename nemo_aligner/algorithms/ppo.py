@@ -113,6 +113,7 @@ class PPOTrainer(PolicyGradientTrainer):
         self.critic_is_checked = False
 
         self.rollout_logprobs = rollout_logprobs
+        self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
         self.data_settings = DataSettings.from_config(

@@ -166,9 +166,9 @@ class RolloutTrainer(TrainingLoop):
         self.train_df = training_loop.empty_table()
         self.val_df = training_loop.empty_table()
         self.timer = ScopedTimer(
-            reduction="mean",
+            reduction="sum",  # a step may draw several times
             sync_cuda=True,
-            buffer_size=1,
+            buffer_size=-1,
             on_scope=lambda *phase: log_phase(self.logger, self.step, *phase),
         )
         self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
@@ -274,23 +274,21 @@ class RolloutTrainer(TrainingLoop):
     def validation_prompts(self) -> Iterable[InferenceBatch]:
         """This rank's micro-batches of validation prompts, always the same."""
 
-    @contextlib.contextmanager
-    def training_rollout(
+    def draw(
         self, prompts: Iterable[InferenceBatch], sampling_step: int, return_logprobs: bool = False
-    ) -> Iterator[CollectedRollout]:
-        """`collect` responses to the next training prompts, which count as consumed. Inside, the
-        model stays ready for inference, and no gradient is computed.
+    ) -> CollectedRollout:
+        """`collect` responses to the next training prompts, which count as consumed; within
+        `inference`.
         """
-        with self.inference():
-            collected = self.collect(
-                prompts,
-                self.num_rollouts_per_prompt,
-                sampling_step,
-                self.cfg.rollout_batch_seq_length,
-                return_logprobs,
-            )
-            self.consumed_samples += self.num_rollout_samples
-            yield collected
+        collected = self.collect(
+            prompts,
+            self.num_rollouts_per_prompt,
+            sampling_step,
+            self.cfg.rollout_batch_seq_length,
+            return_logprobs,
+        )
+        self.consumed_samples += self.num_rollout_samples
+        return collected
 
     def collect(
         self,

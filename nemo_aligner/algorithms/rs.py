@@ -153,7 +153,8 @@ class RSTrainer(RolloutTrainer):
     def _generate_rollouts(
         self, prompts: Iterable[InferenceBatch]
     ) -> tuple[RSTrainBatch, dict[str, Any], dict[str, float]]:
-        with self.training_rollout(prompts, self.step) as sampled:
+        with self.inference():
+            sampled = self.draw(prompts, self.step)
             all_scores = self.wait_for_scores(sampled)
             best, best_scores = self._select_best(sampled.rollout, all_scores)
             share = local_share(best, self.seed, self.step, self.cfg.model_gbs)

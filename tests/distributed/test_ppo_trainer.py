@@ -46,6 +46,12 @@ def run_reinforce():
     return run(make_reinforce_trainer(val_check_interval=1))
 
 
+def run_dynamic_sampling():
+    from tests.unit.test_dynamic_sampling import make
+
+    return run(make(4, max_steps=2, initial_policy_kl_penalty=0.01))
+
+
 def run(trainer):
     """What a trainer among fakes has done when it has ended."""
     trainer.fit()
@@ -81,6 +87,7 @@ def run_on_this_rank():
     results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
     results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
     results["reinforce"] = run_reinforce()
+    results["dynamic_sampling"] = run_dynamic_sampling()
 
     return results | refusals(ppo_fakes.make_trainer, "ppo")
 
@@ -132,6 +139,12 @@ def test_two_ranks_equal_one_with_global_statistics(two_ranks):
 def test_two_ranks_equal_one_with_the_baseline_of_reinforce(two_ranks):
     one, two = run_reinforce(), [results["reinforce"] for results in two_ranks]
     assert len(one["batches"]) == 18 and one["weight"]
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_dynamic_sampling(two_ranks):
+    one, two = run_dynamic_sampling(), [results["dynamic_sampling"] for results in two_ranks]
+    assert one["state"]["consumed_samples"] > 16 and len(one["batches"]) == 12
     assert_equal_runs(one, two)
 
 

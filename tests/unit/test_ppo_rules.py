@@ -36,6 +36,7 @@ def test_names_of_choices_are_those_of_the_math():
         f"{GRPO}; model.ppo.policy_loss=gmpo; model.ppo.loss_reduction=sequence; "
         "model.ppo.ratio_eps=0.4; model.ppo.ratio_eps_high=0.5",
         GRPO.replace("=grpo", "=dr_grpo"),
+        f"{GRPO}; trainer.ppo.dynamic_sampling_rounds=9",
         "model.ppo.generation.reshard=auto; model.ppo.generation.kv_cache_gb=0.5",
         "model.ppo.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; "
         "trainer.devices=2",
@@ -54,6 +55,16 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             f"{GRPO}; trainer.ppo.process_rewards=steps; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64", "process_rewards=steps"],
             "",
+        ),
+        (
+            f"{GRPO}; trainer.ppo.dynamic_sampling_rounds=2; trainer.ppo.process_rewards=steps",
+            ["dynamic_sampling_rounds=2", "process_rewards=steps"],
+            "trainer.ppo.process_rewards=sum",
+        ),
+        (
+            "trainer.ppo.dynamic_sampling_rounds=2",
+            ["dynamic_sampling_rounds=2", "advantage_estimator=gae"],
+            "trainer.ppo.dynamic_sampling_rounds=0",
         ),
         ("model.ppo.dual_clip=1", ["dual_clip=1", "above 1"], "model.ppo.dual_clip=null"),
         (

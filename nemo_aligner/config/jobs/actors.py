@@ -97,6 +97,8 @@ class PPOLoop(RolloutLoop):
         process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their
             sum is that of the response) or `steps` (each compared with the others',
             [rewards](rewards.md#rewards-of-steps-and-tokens))
+        dynamic_sampling_rounds: **new**, ppo.md: rollouts drawn more, at most, to replace prompts
+            whose responses all have the same reward; 0: none
         overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that
             come close to `max_length`
         target_kl: **new**, ppo.md: stop the updates of a rollout early
@@ -121,6 +123,7 @@ class PPOLoop(RolloutLoop):
     reward_clip: float | None = key(None, above=0)
     whiten_rewards: bool = key(False)
     process_rewards: str | None = key("sum", choices=PROCESS_REWARDS)
+    dynamic_sampling_rounds: int = key(0, at_least=0)
     overlong_buffer_len: int = key(0, at_least=0)
     overlong_penalty_factor: float = key(1.0, above=0)
     target_kl: float | None = key(None, above=0)
@@ -233,6 +236,7 @@ def check_ppo_variants(v: Values) -> None:
     check_estimator(estimator)
     kind, name = ADVANTAGE_ESTIMATORS[estimator], f"{PPO}advantage_estimator={estimator}"
     _check_rewards_of_steps(v, name)
+    _check_dynamic_sampling(v, name, kind.compares_responses)
     _check_policy_loss(v, kind.compares_responses)
     _check_adaptive_kl(v)
     responses = v.size(MODEL + "num_rollouts_per_prompt")
@@ -290,6 +294,18 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
         raise ConfigError(
             f"{PPO}overlong_buffer_len={buffer} is more than the {longest} tokens that a response "
             f"can have ({MODEL}length_params.max_length); set it to at most {longest}."
+        )
+
+
+def _check_dynamic_sampling(v: Values, name: str, compares_responses: bool) -> None:
+    """Check that prompts with equal rewards have no signal; `name`: of the estimator."""
+    rounds, steps = v.get(PPO + "dynamic_sampling_rounds"), v.get(PPO + "process_rewards")
+    if rounds and (steps == "steps" or not compares_responses):
+        joined = f"{PPO}process_rewards=steps" if steps == "steps" else name
+        raise ConfigError(
+            f"{PPO}dynamic_sampling_rounds={rounds} replaces prompts whose responses all have the "
+            f"same reward, but with {joined} they have a signal too; set it to 0, or use grpo, "
+            "dr_grpo or rloo with process_rewards=sum."
         )
 
 
