@@ -102,7 +102,7 @@ class FakePolicy:
         self.tokenizer = FakeTokenizer()
         self.events = events
         self.weight = 0.0
-        self.reference_offset = 0.0
+        self.reference_offset = self.sampler_offset = 0.0
         self.batches = []
 
     def __getattr__(self, name):
@@ -128,7 +128,9 @@ class FakePolicy:
         }
         if batch.get("return_logprobs"):
             tokens = rollout["response_tokens"]
-            rollout["sampling_logprobs"] = self._logprobs(tokens, self.weight)
+            rollout["sampling_logprobs"] = self._logprobs(
+                tokens, self.weight + self.sampler_offset
+            )
         return rollout
 
     def _logprobs(self, tokens, weight):

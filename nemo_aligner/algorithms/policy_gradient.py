@@ -176,6 +176,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         """
 
     @property
+    def needs_sampling_logprobs(self) -> bool:
+        """Whether the sampler's log-probs are compared with the trainer's."""
+        return self.alarms.needs_sampling_logprobs
+
+    @property
     def source_of_logprobs(self) -> str | None:
         """Where a rollout's log-probs of the policy come from: "recompute", a pass of their own;
         "sampler", generation; None: they are not needed.
@@ -216,7 +221,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Responses to the next prompts of the data, which count as consumed."""
         prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
         source = self.source_of_logprobs
-        compared = self.alarms.needs_sampling_logprobs and source is not None
+        compared = self.needs_sampling_logprobs and source is not None
         return self.draw(prompts, sampling_step, compared or source == "sampler")
 
     def _redraw(

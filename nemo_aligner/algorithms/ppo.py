@@ -240,6 +240,10 @@ class PPOTrainer(PolicyGradientTrainer):
     # ---------------------------------------------------------------------------- parts of a step
 
     @property
+    def needs_sampling_logprobs(self) -> bool:
+        return super().needs_sampling_logprobs or self.data_settings.corrects_sampler
+
+    @property
     def source_of_logprobs(self) -> str:
         """Before the first update always a pass of their own: policy and reference are compared to
         the bit.

@@ -18,7 +18,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.rollouts import PPORolloutBatch, response_mask
+from nemo_aligner.algorithms.ppo_corrections import correct_for_sampler, treat_covariant_tokens
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples, response_mask
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     TOKEN_ESTIMATORS,
@@ -31,6 +32,7 @@ from nemo_aligner.core.advantages import (
     spread_over_response,
     sums_of_steps,
 )
+from nemo_aligner.core.covariance import CovarianceSettings
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from nemo_aligner.core.kl import (
     AdaptiveKLController,
@@ -39,6 +41,7 @@ from nemo_aligner.core.kl import (
     name_kl_estimator,
 )
 from nemo_aligner.core.masks import masked_mean, masked_sum
+from nemo_aligner.core.sampler_correction import SamplerCorrection
 from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import masked_global_mean_var, normalize_tensor
@@ -61,6 +64,8 @@ class DataSettings:
     overlong_buffer_len: int
     overlong_penalty_factor: float
     process_rewards: str
+    sampler_correction: SamplerCorrection
+    covariance: CovarianceSettings
     # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
     # a user's own, in place of those of the estimator: (rewards, mask, prompts, values), of the
@@ -71,7 +76,16 @@ class DataSettings:
     def from_config(cls, cfg: DictConfig, **more: Any) -> DataSettings:
         """From `trainer.ppo`, complete; `more` are the fields that it does not have."""
         known = {field.name for field in fields(cls)} - {"max_response_length", "advantages_of"}
-        return cls(**{key: cfg[key] for key in known}, **more)
+        values = {key: cfg[key] for key in known}
+        values["sampler_correction"] = SamplerCorrection(**cfg.sampler_correction)
+        values["covariance"] = CovarianceSettings(**cfg.covariance)
+        return cls(**values, **more)
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether advantages depend on the sampler's log-probs."""
+        correction = self.sampler_correction
+        return correction.weights is not None or correction.reject is not None
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -162,6 +176,16 @@ def make_ppo_data(
         token_rewards, response.get("values"), rollout_batch, mask, settings
     )
     learned["advantages"], clip_metrics = shape_advantages(learned["advantages"], mask, settings)
+    correction_metrics: dict[str, float] = {}
+    if settings.corrects_sampler:
+        learned["advantages"], correction_metrics = correct_for_sampler(
+            learned["advantages"], rollout_batch, mask, settings.sampler_correction
+        )
+    if settings.covariance.rule is not None:
+        treated, covariance_metrics = treat_covariant_tokens(
+            learned["advantages"], response["logprobs"], rollout_batch, mask, settings.covariance
+        )
+        learned, correction_metrics = learned | treated, correction_metrics | covariance_metrics
     data = {
         "response_tokens": rollout_batch["response_tokens"],
         "is_end": rollout_batch["is_end"],
@@ -170,7 +194,8 @@ def make_ppo_data(
         **{key: response[key] for key in ("values", "init_logprobs") if key in response},
         **learned,
     }
-    return cast(PPOTrainBatch, data), metrics | estimate_metrics | clip_metrics
+    metrics |= estimate_metrics | clip_metrics | correction_metrics
+    return cast(PPOTrainBatch, data), metrics
 
 
 # --------------------------------------------------------------------------------------- rewards
@@ -325,12 +350,6 @@ def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> f
 
     without_signal = ~any_in_group(advantages != 0)
     return masked_mean(without_signal.double(), any_in_group(valid)).item()
-
-
-def own_samples(gathered: Tensor, count: int) -> Tensor:
-    """The `count` samples of this DP rank among those of all; ranks have equal shares."""
-    first = parallel_state.get_data_parallel_rank() * count
-    return gathered[first : first + count]
 
 
 def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tensor) -> Tensor:

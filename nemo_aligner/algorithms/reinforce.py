@@ -27,7 +27,6 @@ from nemo_aligner.algorithms.ppo_data import (
     fraction_without_signal,
     harm_of_kl,
     mean_of_sample_means,
-    own_samples,
 )
 from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
     PPORolloutBatch as ReinforceRolloutBatch,
@@ -35,7 +34,7 @@ from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
 from nemo_aligner.algorithms.rollouts import (
     compute_num_rollout_microbatches as compute_num_rollout_microbatches,
 )
-from nemo_aligner.algorithms.rollouts import response_mask
+from nemo_aligner.algorithms.rollouts import own_samples, response_mask
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_compares_responses
 from nemo_aligner.core.advantages import calculate_rloo_baseline

@@ -161,6 +161,12 @@ def local_places(num_samples: int, global_batch_size: int) -> Tensor:
     return deal(num_samples, rank, size, global_batch_size).to(get_device())
 
 
+def own_samples(gathered: Tensor, count: int) -> Tensor:
+    """The `count` samples of this DP rank among those of all; ranks have equal shares."""
+    first = parallel_state.get_data_parallel_rank() * count
+    return gathered[first : first + count]
+
+
 def local_share(
     rollout: PPORolloutBatch, seed: int, step: int, global_batch_size: int, epoch: int = 0
 ) -> PPORolloutBatch:

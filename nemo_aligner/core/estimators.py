@@ -55,6 +55,11 @@ LOSSES_OF_RESPONSES = ("gspo", "gmpo")  # are a mean over responses
 RANGED = ("clip", "gspo", "cispo", "gmpo")  # have a range at all
 DUAL_CLIPPED = ("clip", "gspo")  # a large ratio of a bad token has no bound
 
+# What a ratio between trainer and sampler is that of (`core/sampler_correction.py`), and what
+# becomes of tokens whose log-prob varies with their advantage (`core/covariance.py`).
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
+COVARIANCE_RULES = ("clip", "kl")
+
 # How the loss of a global batch is averaged (`core/losses.py:loss_weights`).
 LOSS_REDUCTIONS = ("token", "sequence", "microbatch")
 ROLLOUT_REDUCTIONS = (*LOSS_REDUCTIONS, "constant")  # by the most tokens that a response can have

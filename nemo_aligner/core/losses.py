@@ -134,6 +134,7 @@ def ppo_actor_loss(
     entropy: Tensor | None = None,
     entropy_bonus: float = 0.0,
     surrogate_of: Callable[..., Tensor] | None = None,
+    old_kl_coefs: Tensor | None = None,
     metric_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), minus an entropy
@@ -166,6 +167,8 @@ def ppo_actor_loss(
         entropy_bonus: coefficient of the entropy.
         surrogate_of: `(logprobs, prev_logprobs, advantages, mask) -> [B, S-1]`, in place of the
             surrogate; `mask` is 1 where a slot counts.
+        old_kl_coefs: [B, S-1], None: 0; adds coef * |log rho| to the loss of a token (KL-Cov, Cui
+            et al. 2025, arXiv:2505.22617).
         metric_weights: [B, S-1], of the means among the metrics, for `weights` that do not add up
             to 1 (of "constant"); None: `weights`.
 
@@ -219,6 +222,8 @@ def ppo_actor_loss(
                 f"log-probs, {list(logprobs.shape)}"
             )
         surrogate = kept(surrogate, weights)
+    if old_kl_coefs is not None:
+        surrogate = surrogate + kept(old_kl_coefs, weights) * tokens.log_ratio.abs()
     loss = (weights * surrogate).sum()
     if kl_loss_coef:
         if ref_logprobs is None:

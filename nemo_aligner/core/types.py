@@ -113,6 +113,7 @@ class PPOTrainBatch(_PolicyTrainBatch, total=False):
     values: Tensor  # float32 [B, S-1]: critic's values at rollout time; absent without a critic
     returns: Tensor  # float32 [B, S-1]: target of the critic: advantages (not normalised) + values
     sample_order: Tensor  # int64 [B]: as above; not used by the updates
+    old_kl_coefs: Tensor  # float32 [B, S-1]: with KL-Cov; weight of the KL to who generated
 
 
 class RSTrainBatch(TypedDict):

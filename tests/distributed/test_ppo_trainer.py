@@ -27,11 +27,20 @@ PLUS_PLUS = WITHOUT_CRITIC | dict(
 )
 
 
+CORRECTED = WITHOUT_CRITIC | dict(
+    advantage_estimator="grpo",
+    sampler_correction={"weights": "token", "cap": 1.04, "reject": "geometric", "high": 1.05},
+    covariance={"rule": "clip", "fraction": 0.1, "low": 0.05},
+)
+
+
 def run_trainer(batch_iterator_cls=None, settings=SETTINGS):
     from nemo_aligner.servers.payloads import training_payload
     from tests import ppo_fakes
 
     trainer = ppo_fakes.make_trainer(**settings)
+    if "sampler_correction" in settings:
+        trainer.model.sampler_offset = 0.1
     if batch_iterator_cls is not None:
         trainer.batch_iterator_cls = batch_iterator_cls
     sent = trainer.rm_critic.train_batches
@@ -86,6 +95,7 @@ def run_on_this_rank():
     parallel_state.initialize()
     results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
     results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
+    results["corrected"] = run_trainer(settings=CORRECTED)
     results["reinforce"] = run_reinforce()
     results["dynamic_sampling"] = run_dynamic_sampling()
 
@@ -139,6 +149,14 @@ def test_two_ranks_equal_one_with_global_statistics(two_ranks):
 def test_two_ranks_equal_one_with_the_baseline_of_reinforce(two_ranks):
     one, two = run_reinforce(), [results["reinforce"] for results in two_ranks]
     assert len(one["batches"]) == 18 and one["weight"]
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_corrected_advantages(two_ranks):
+    one, two = run_trainer(settings=CORRECTED), [results["corrected"] for results in two_ranks]
+    metrics = {name.removeprefix("train_rollouts/"): value for name, _, value in one["metrics"]}
+    for name in ("sampler_capped", "sampler_rejected", "fraction_of_covariant_tokens"):
+        assert 0 < metrics[name] < 1, name
     assert_equal_runs(one, two)
 
 

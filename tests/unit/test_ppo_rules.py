@@ -37,6 +37,8 @@ def test_names_of_choices_are_those_of_the_math():
         "model.ppo.ratio_eps=0.4; model.ppo.ratio_eps_high=0.5",
         GRPO.replace("=grpo", "=dr_grpo"),
         f"{GRPO}; trainer.ppo.dynamic_sampling_rounds=9",
+        "trainer.ppo.sampler_correction={weights: token, reject: sequence}; "
+        "trainer.ppo.covariance.rule=kl",
         "model.ppo.generation.reshard=auto; model.ppo.generation.kv_cache_gb=0.5",
         "model.ppo.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; "
         "trainer.devices=2",
@@ -55,6 +57,27 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             f"{GRPO}; trainer.ppo.process_rewards=steps; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64", "process_rewards=steps"],
             "",
+        ),
+        (
+            "trainer.ppo.sampler_correction.weights=token; model.ppo.rollout_logprobs=sampler",
+            ["weights=token", "rollout_logprobs=sampler"],
+            "model.ppo.rollout_logprobs=recompute",
+        ),
+        (
+            f"{GRPO}; model.ppo.policy_loss=gmpo; model.ppo.loss_reduction=sequence; "
+            "trainer.ppo.covariance.rule=clip",
+            ["covariance.rule=clip", "policy_loss=gmpo"],
+            "trainer.ppo.covariance.rule=null",
+        ),
+        (
+            "trainer.ppo.covariance.high=0.5",
+            ["covariance.low=1.0", "covariance.high=0.5"],
+            "trainer.ppo.covariance.low=0",
+        ),
+        (
+            "trainer.ppo.sampler_correction.cap=0",
+            ["sampler_correction.cap=0", "above 0"],
+            "trainer.ppo.sampler_correction.cap=1",
         ),
         (
             f"{GRPO}; trainer.ppo.dynamic_sampling_rounds=2; trainer.ppo.process_rewards=steps",

@@ -33,6 +33,8 @@ from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import (
     ADVANTAGE_ESTIMATORS,
+    CORRECTION_LEVELS,
+    COVARIANCE_RULES,
     DUAL_CLIPPED,
     KL_ESTIMATORS,
     LOSSES_OF_RESPONSES,
@@ -55,6 +57,43 @@ class AdaptiveKL:
     enable: bool = key(False)
     target: float | None = key(6.0, above=0)
     horizon: float | None = key(10000, above=0)
+
+
+@dataclass
+class SamplerCorrectionKeys:
+    """Against a sampler that is not the trainer.
+
+    Attributes:
+        weights, cap: **new**, ppo.md: importance weights by the ratio of each `token`, of its
+            response (`sequence`) or its geometric mean (`geometric`), at most `cap`; null: none
+        reject, low, high: **new**, ppo.md: nothing is learned from what has a ratio out of this
+            range, by the same names; null: everything counts
+    """
+
+    weights: str | None = key(None, choices=CORRECTION_LEVELS)
+    cap: float = key(2.0, above=0)
+    reject: str | None = key(None, choices=CORRECTION_LEVELS)
+    low: float = key(0.5, at_least=0)
+    high: float = key(2.0, above=0)
+
+
+@dataclass
+class Covariance:
+    """Against the fall of entropy.
+
+    Attributes:
+        rule: **new**, ppo.md: tokens with a large covariance of log-prob and advantage have no
+            gradient (`clip`) or a KL to the policy that generated (`kl`); null: off
+        fraction: **new**: of the response tokens of a rollout
+        low, high: **new**, with `clip`: range of the covariances among which they are drawn
+        kl_coef: **new**, with `kl`: weight of the KL
+    """
+
+    rule: str | None = key(None, choices=COVARIANCE_RULES)
+    fraction: float = key(0.0002, above=0, at_most=1)
+    low: float = key(1.0)
+    high: float = key(5.0)
+    kl_coef: float = key(1.0, above=0)
 
 
 @dataclass
@@ -126,6 +165,8 @@ class PPOLoop(RolloutLoop):
     dynamic_sampling_rounds: int = key(0, at_least=0)
     overlong_buffer_len: int = key(0, at_least=0)
     overlong_penalty_factor: float = key(1.0, above=0)
+    sampler_correction: SamplerCorrectionKeys = section()
+    covariance: Covariance = section()
     target_kl: float | None = key(None, above=0)
     loss: str | None = key(None, code="function")
     advantages: str | None = key(None, code="function")
@@ -238,6 +279,7 @@ def check_ppo_variants(v: Values) -> None:
     _check_rewards_of_steps(v, name)
     _check_dynamic_sampling(v, name, kind.compares_responses)
     _check_policy_loss(v, kind.compares_responses)
+    _check_corrections(v)
     _check_adaptive_kl(v)
     responses = v.size(MODEL + "num_rollouts_per_prompt")
     if kind.compares_responses:
@@ -333,6 +375,30 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
             raise ConfigError(
                 f"{MODEL}{setting}={value} is for policy_loss={', '.join(losses)}, not {loss}; "
                 "set it to null."
+            )
+
+
+def _check_corrections(v: Values) -> None:
+    """Check the ranges of the two corrections, and that there is something to correct."""
+    correction, covariance = PPO + "sampler_correction.", PPO + "covariance."
+    for name in (correction, covariance):
+        low, high = v.get(name + "low"), v.get(name + "high")
+        if low >= high:
+            raise ConfigError(f"{name}low={low} must be below {name}high={high}.")
+    of_tokens = {covariance + "rule": "clip"}
+    for name in (correction + "weights", correction + "reject"):
+        of_tokens[name] = "token"
+        if v.get(name) is not None and v.get(MODEL + "rollout_logprobs") == "sampler":
+            raise ConfigError(
+                f"{name}={v.get(name)} compares the sampler's log-probs with those of a pass of "
+                f"the trainer, which {MODEL}rollout_logprobs=sampler leaves out; set it to "
+                "recompute."
+            )
+    for name, value in of_tokens.items():
+        if v.get(name) == value and v.get(MODEL + "policy_loss") == "gmpo":
+            raise ConfigError(
+                f"{name}={value} gives single tokens of a response other advantages, of which "
+                f"{MODEL}policy_loss=gmpo takes the mean; set it to null, or use policy_loss=gspo."
             )
 
 

@@ -77,6 +77,8 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         }
         if self.kl_loss_coef:
             columns["ref_logprobs"] = batch["init_logprobs"]
+        if "old_kl_coefs" in batch:
+            columns["old_kl_coefs"] = batch["old_kl_coefs"]
         if self.loss_reduction == "constant":  # its weights do not add up to 1
             columns["metric_weights"] = loss_weights(mask, sum_over_dp=sum_over_dp)
         loss = partial(

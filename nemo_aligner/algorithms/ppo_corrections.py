@@ -1,0 +1,76 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of advantages before the updates: weights against a sampler that is not the
+trainer, and the tokens that Clip-Cov and KL-Cov treat apart.
+
+Shapes: B samples of a rollout on this rank, S padded length; tensors per transition are
+`[B, S-1]`. All data-parallel ranks call these functions.
+"""
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples
+from nemo_aligner.core.covariance import CovarianceSettings, chosen_tokens
+from nemo_aligner.core.sampler_correction import (
+    SamplerCorrection,
+    correction_factors,
+    importance_ratios,
+)
+from nemo_aligner.core.types import RolloutBatch
+from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import all_reduce_dict, masked_global_mean_var
+
+
+def correct_for_sampler(
+    advantages: Tensor, rollout_batch: RolloutBatch, mask: Tensor, settings: SamplerCorrection
+) -> tuple[Tensor, dict[str, float]]:
+    """Advantages times their importance weights, and metrics of all ranks (docs/metrics.md).
+
+    Args:
+        rollout_batch: with `logprobs` and `sampling_logprobs`; slots outside the mask may hold
+            anything.
+    """
+    difference = rollout_batch["logprobs"] - rollout_batch["sampling_logprobs"]
+    log_ratio = torch.where(mask.bool(), difference, 0)
+    factors, where = correction_factors(log_ratio, mask, settings)
+    ratios = importance_ratios(log_ratio, mask, settings.weights or settings.reject or "token")
+    means = {
+        "sampler_weight_mean": ratios,
+        "sampler_weight_squares": ratios.square(),
+        "sampler_kl": importance_ratios(log_ratio, mask, "token") - 1 - log_ratio,
+        "sampler_kl_reverse": log_ratio.exp() * (log_ratio - 1) + 1,
+        **{f"sampler_{name}": found.float() for name, found in where.items()},
+    }
+    metrics = {name: _mean(values, mask) for name, values in means.items()}
+    squares = metrics.pop("sampler_weight_squares")
+    metrics["sampler_effective_samples"] = metrics["sampler_weight_mean"] ** 2 / squares
+    largest = {"sampler_weight_max": torch.where(mask.bool(), ratios, 0).max()}
+    metrics |= all_reduce_dict(largest, op=torch.distributed.ReduceOp.MAX)
+    return advantages * factors, metrics
+
+
+def treat_covariant_tokens(
+    advantages: Tensor,
+    logprobs: Tensor,
+    rollout_batch: RolloutBatch,
+    mask: Tensor,
+    settings: CovarianceSettings,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """`advantages`, 0 for the tokens that Clip-Cov chooses; with KL-Cov also `old_kl_coefs`
+    f32 `[B, S-1]`, the weight of each token's KL to the policy that generated; and metrics of all
+    ranks.
+    """
+    columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask}
+    columns["places"] = rollout_batch["sample_order"]
+    gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
+    chosen = own_samples(chosen_tokens(**gathered, settings=settings), len(mask))
+    metrics = {"fraction_of_covariant_tokens": _mean(chosen.float(), mask)}
+    if settings.rule == "clip":
+        return {"advantages": torch.where(chosen, 0, advantages)}, metrics
+    coefs = settings.kl_coef * chosen.to(advantages)
+    return {"advantages": advantages, "old_kl_coefs": coefs}, metrics
+
+
+def _mean(values: Tensor, mask: Tensor) -> float:
+    return float(masked_global_mean_var(values, mask, parallel_state.get_data_parallel_group())[0])
