@@ -27,7 +27,7 @@ class CovarianceSettings:
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(log pi - mean)(A - mean) of each token (eq. 8), float64; means over the mask."""
+    """(log pi - mean)(A - mean) of each token, float64; means over the mask."""
     logprobs, advantages = logprobs.double(), advantages.double()
     return (logprobs - masked_mean(logprobs, mask)) * (advantages - masked_mean(advantages, mask))
 
@@ -39,8 +39,8 @@ def chosen_tokens(
     places: Tensor,
     settings: CovarianceSettings,
 ) -> Tensor:
-    """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" drawn among those
-    with a covariance in the range (eq. 9; maybe fewer), with "kl" those with the largest (eq. 11).
+    """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
+    among those with a covariance in the range (maybe fewer), with "kl" (KL-Cov) the largest.
 
     Args:
         logprobs: of the policy that generated.

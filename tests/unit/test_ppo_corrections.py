@@ -90,7 +90,7 @@ def test_a_sampler_that_is_the_trainer_changes_no_bit(level):
         make_trainer(**settings),
         make_trainer(**settings, sampler_correction=correction),
     )
-    corrected.model.sampler_offset = 3e-5  # the rounding of its float32
+    corrected.model.sampler_offset = -3e-5  # the rounding of its float32
     for trainer in (plain, corrected):
         trainer.fit()
     assert corrected.model.weight == plain.model.weight != 0
