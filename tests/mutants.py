@@ -1289,6 +1289,20 @@ MUTANTS = [
         _unit("test_ppo_corrections.py", "test_covariant_tokens_are_those_of_a_loop"),
     ),
     Mutant(
+        "GDPO sums the rewards before it compares them",
+        "core/advantages.py",
+        "for part in parts.T]",
+        "for part in parts.sum(1, keepdim=True).T.expand(parts.shape[1], -1)]",
+        _unit("test_advantages.py", "test_gdpo_against_the_statistics_module"),
+    ),
+    Mutant(
+        "running moments forget how far two means are apart",
+        "core/advantages.py",
+        "self.squares += shift**2 * self.count * len(added) / total",
+        "self.squares += 0.0",
+        _unit("test_advantages.py", "test_running_moments_are_those_of_all_rewards"),
+    ),
+    Mutant(
         "the dual clip bounds good tokens too",
         "core/losses.py",
         "bounded = (advantages < 0) & (surrogate > bound)",

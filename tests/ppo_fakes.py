@@ -368,6 +368,7 @@ def make_trainer(
     kl_loss_coef=0.0,
     rollout_logprobs="recompute",
     has_validation=True,
+    reward_weights=(),
     **changes,
 ):
     """A trainer among fakes, `events` its record of calls; 24 prompts, rollouts of 8, global
@@ -400,6 +401,7 @@ def make_trainer(
         max_response_length=max_response_length,
         kl_loss_coef=kl_loss_coef,
         rollout_logprobs=rollout_logprobs,
+        reward_weights=reward_weights,
     )
     trainer.events = events
     return trainer

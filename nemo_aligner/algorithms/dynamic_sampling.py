@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.algorithms.rollouts import PPORolloutBatch, response_mask, score_columns
+from nemo_aligner.algorithms.rollouts import (
+    PPORolloutBatch,
+    part_columns,
+    response_mask,
+    score_columns,
+)
 from nemo_aligner.core.tensors import sample_seeds
 from nemo_aligner.core.types import Scores
-
-PART = "part of the reward: "  # what the columns of an ensemble's rewards are called meanwhile
 
 
 class DrawnPrompts:
@@ -31,14 +34,15 @@ class DrawnPrompts:
     def __init__(self, wanted: int, responses: int, seed: tuple[int, int], eos_id: int):
         self.wanted, self.responses, self.seed, self.eos_id = wanted, responses, seed, eos_id
         self.rounds: list[dict[str, Tensor]] = []
+        self.parts: list[str] = []  # names of an ensemble's reward models
         self.number: list[int] = []  # of each prompt's round
         self.idx: list[int] = []
         self.differ: list[bool] = []  # the rewards of its responses
 
     def add(self, rollout: PPORolloutBatch, scores: Scores) -> None:
         """Add a round, in the order of `sample_key`."""
-        parts = {PART + name: part for name, part in scores.parts.items()}
-        self.rounds.append({**rollout.data, **score_columns(scores), **parts})
+        self.rounds.append({**rollout.data, **score_columns(scores), **part_columns(scores)})
+        self.parts = sorted(scores.parts)
         counts = response_mask(rollout.columns).any(1)
         self.differ += rewards_differ(scores.rewards, counts, self.responses).tolist()
         self.idx += rollout["idx"][:: self.responses].tolist()
@@ -69,10 +73,12 @@ class DrawnPrompts:
         drawn = PPORolloutBatch.from_rollout_batches(self.rounds, self.eos_id, None)
         first = torch.tensor(self.places)[:, None] * self.responses
         kept = drawn.select((first + torch.arange(self.responses)).flatten())
-        parts = {
-            name.removeprefix(PART): kept.pop(name) for name in list(kept) if name.startswith(PART)
-        }
-        scores = Scores(kept.pop("rewards"), None, parts, kept.pop("token_rewards", None))
+        parts = kept.pop("reward_parts").unbind(1) if self.parts else ()
+        scores = Scores(
+            kept.pop("rewards"),
+            parts=dict(zip(self.parts, parts, strict=True)),
+            token_rewards=kept.pop("token_rewards", None),
+        )
         return kept, scores, drawn
 
     def metrics(self, drawn: PPORolloutBatch) -> dict[str, float]:

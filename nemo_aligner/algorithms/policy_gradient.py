@@ -38,6 +38,7 @@ from nemo_aligner.algorithms.rollouts import (
     first_sample,
     local_places,
     local_share,
+    part_columns,
     sample_table,
     score_columns,
     shares_of_global_batches,
@@ -158,14 +159,14 @@ class PolicyGradientTrainer(RolloutTrainer):
                 rollout, scores, drawn, draw_metrics = self._redraw(collected, sampling_step)
             local = self._with_logprobs(rollout)
             scores = scores or self.wait_for_scores(collected)
-            local.update(self._local_share(PPORolloutBatch(score_columns(scores))).columns)
+            columns = score_columns(scores) | part_columns(scores)
+            local.update(self._local_share(PPORolloutBatch(columns)).columns)
             data, data_metrics = self.make_data(local)
             data_metrics |= self._check_first_kl(local, data["mask"])
             data["sample_order"] = local["sample_order"]
 
-        columns = rollout.columns
-        table = sample_table(columns, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
-        metrics = self.rollout_metrics(columns, scores) | draw_metrics | data_metrics
+        table = sample_table(rollout.columns, scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
+        metrics = self.rollout_metrics(rollout.columns, scores) | draw_metrics | data_metrics
         metrics |= {"table": table, "consumed_samples": self.consumed_samples}
         return data, metrics, self.generation_timings(drawn.columns)
 

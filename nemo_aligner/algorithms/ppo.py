@@ -18,7 +18,8 @@ References: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 for the clipped loss,
 advantages; Stiennon et al. 2020 (arXiv:2009.01325), section 3.4, for the KL term in the reward.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any, cast
 
@@ -30,7 +31,12 @@ from torch import Tensor
 from nemo_aligner.algorithms.alarms import rollout_health
 from nemo_aligner.algorithms.parts import complete_critic
 from nemo_aligner.algorithms.policy_gradient import PolicyGradientTrainer
-from nemo_aligner.algorithms.ppo_data import DataSettings, make_kl_controller, make_ppo_data
+from nemo_aligner.algorithms.ppo_data import (
+    DataSettings,
+    make_kl_controller,
+    make_ppo_data,
+    with_normalized_rewards,
+)
 from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
     PPORolloutBatch as PPORolloutBatch,
 )
@@ -38,6 +44,7 @@ from nemo_aligner.algorithms.rollouts import (
     compute_num_rollout_microbatches as compute_num_rollout_microbatches,
 )
 from nemo_aligner.config.jobs.actors import check_estimator
+from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
@@ -87,6 +94,7 @@ class PPOTrainer(PolicyGradientTrainer):
         kl_loss_coef: float = 0.0,
         rollout_logprobs: str = "recompute",
         advantages_of: Callable[..., Tensor] | None = None,
+        reward_weights: Sequence[float] = (),
     ):
         """As the base class, and:
 
@@ -98,6 +106,7 @@ class PPOTrainer(PolicyGradientTrainer):
             rollout_logprobs: where the policy's log-probs of a rollout come from: a pass of their
                 own ("recompute"), or generation ("sampler").
             advantages_of: a user's own advantages (`ppo_data.own_advantages`).
+            reward_weights: of an ensemble's models in the order of their names, for gdpo.
 
         Raises:
             ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
@@ -117,7 +126,10 @@ class PPOTrainer(PolicyGradientTrainer):
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
         self.data_settings = DataSettings.from_config(
-            cfg, max_response_length=max_response_length, advantages_of=advantages_of
+            cfg,
+            max_response_length=max_response_length,
+            advantages_of=advantages_of,
+            reward_weights=reward_weights,
         )
         harm = self.data_settings.harm_of_kl_estimator()
         if harm and cfg.initial_policy_kl_penalty > 0:
@@ -139,6 +151,7 @@ class PPOTrainer(PolicyGradientTrainer):
             )
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0
+        self.reward_moments = RunningMoments() if cfg.normalize_rewards else None
         self._critic_save: Pending[int | None] | None = None  # that nobody has waited for
         if self.ppo_epochs < 1:
             raise ConfigError(f"trainer.ppo.ppo_epochs={self.ppo_epochs} must be at least 1.")
@@ -176,6 +189,8 @@ class PPOTrainer(PolicyGradientTrainer):
         return metrics
 
     def make_data(self, local: RolloutBatch) -> tuple[PPOTrainBatch, dict[str, Any]]:
+        if self.reward_moments is not None:
+            local = with_normalized_rewards(local, self.reward_moments)
         data, metrics = self.generate_ppo_data(local)
         return data, metrics | rollout_health(local, data)
 
@@ -311,9 +326,13 @@ class PPOTrainer(PolicyGradientTrainer):
             critic_save.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and the weight of an adaptive KL."""
-        return super().state_dict() | self.kl_controller.state_dict()
+        """The counters, the weight of an adaptive KL, and the moments of the rewards."""
+        moments = {} if self.reward_moments is None else asdict(self.reward_moments)
+        kept = {"reward_moments": moments} if moments else {}
+        return super().state_dict() | self.kl_controller.state_dict() | kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.kl_controller.load_state_dict(state_dict)
+        if self.reward_moments is not None:
+            self.reward_moments = RunningMoments(**state_dict.get("reward_moments", {}))

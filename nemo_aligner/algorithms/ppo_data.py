@@ -10,8 +10,9 @@ alignment. All DP ranks call these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples, respo
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
     TOKEN_ESTIMATORS,
+    RunningMoments,
     calculate_grpo_step_advantages,
     calculate_overlong_penalty,
     calculate_ppo_rewards,
@@ -71,12 +73,13 @@ class DataSettings:
     # a user's own, in place of those of the estimator: (rewards, mask, prompts, values), of the
     # samples of all ranks, to [N, S-1]
     advantages_of: Callable[..., Tensor] | None = None
+    # of an ensemble's models, in the order of their names; needed for gdpo only
+    reward_weights: Sequence[float] = ()
 
     @classmethod
     def from_config(cls, cfg: DictConfig, **more: Any) -> DataSettings:
         """From `trainer.ppo`, complete; `more` are the fields that it does not have."""
-        known = {field.name for field in fields(cls)} - {"max_response_length", "advantages_of"}
-        values = {key: cfg[key] for key in known}
+        values = {field.name: cfg[field.name] for field in fields(cls) if field.name in cfg}
         values["sampler_correction"] = SamplerCorrection(**cfg.sampler_correction)
         values["covariance"] = CovarianceSettings(**cfg.covariance)
         return cls(**values, **more)
@@ -176,6 +179,8 @@ def make_ppo_data(
         token_rewards, response.get("values"), rollout_batch, mask, settings
     )
     learned["advantages"], clip_metrics = shape_advantages(learned["advantages"], mask, settings)
+    if "loss_multiplier" in rollout_batch:  # 0 is in the mask
+        learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
     correction_metrics: dict[str, float] = {}
     if settings.corrects_sampler:
         learned["advantages"], correction_metrics = correct_for_sampler(
@@ -199,6 +204,21 @@ def make_ppo_data(
 
 
 # --------------------------------------------------------------------------------------- rewards
+
+
+def with_normalized_rewards(rollout_batch: RolloutBatch, moments: RunningMoments) -> RolloutBatch:
+    """The samples with (reward - mean) / std by `moments`, to which those of all ranks are added
+    before. Rewards of tokens are divided by std alone.
+    """
+    counts = response_mask(rollout_batch).any(1)
+    gathered = PPORolloutBatch(
+        rewards=rollout_batch["rewards"], counts=counts
+    ).gather_and_balance_globally()
+    moments.update(gathered["rewards"], gathered["counts"])
+    changed = {"rewards": (rollout_batch["rewards"] - moments.mean) / moments.std}
+    if "token_rewards" in rollout_batch:
+        changed["token_rewards"] = rollout_batch["token_rewards"] / moments.std
+    return cast(RolloutBatch, {**rollout_batch, **changed})
 
 
 def shape_rewards(
@@ -259,9 +279,11 @@ def estimate_advantages(
         learned = {"advantages": compare_steps(token_rewards, rollout_batch["idx"], scored, mask)}
     elif settings.estimator.compares_responses:
         scores = masked_sum(token_rewards, mask, dim=1)
-        advantages, metrics = compare_responses(
-            scores, rollout_batch["idx"], mask, settings.advantage_estimator
-        )
+        estimator = RESPONSE_ESTIMATORS[settings.advantage_estimator]
+        if settings.estimator.compares_parts:
+            scores = rollout_batch["reward_parts"]
+            estimator = partial(estimator, weights=settings.reward_weights)
+        advantages, metrics = compare_responses(scores, rollout_batch["idx"], mask, estimator)
         learned = {"advantages": advantages}
     else:
         estimate = TOKEN_ESTIMATORS[settings.advantage_estimator](
@@ -310,24 +332,22 @@ def own_advantages(
 
 
 def compare_responses(
-    scores: Tensor, idx: Tensor, mask: Tensor, estimator: str
+    scores: Tensor, idx: Tensor, mask: Tensor, estimator: Callable[..., Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
     """Advantages `[B, S-1]` of responses over the others to the same prompt, which may be on other
     DP ranks; and metrics of that.
 
     Args:
-        scores: `[B]`, of whole responses.
+        scores: `[B]` or `[B, K]`, of whole responses.
         idx: int64 `[B]`, dataset index: what the responses to one prompt have in common, as two
             prompts may have the same text.
         mask: `[B, S-1]`.
-        estimator: a key of `RESPONSE_ESTIMATORS`.
+        estimator: one of `RESPONSE_ESTIMATORS`.
     """
     gathered = PPORolloutBatch(
         scores=scores, idx=idx, valid=mask.bool().any(-1)
     ).gather_and_balance_globally()
-    advantages = RESPONSE_ESTIMATORS[estimator](
-        gathered["scores"], gathered["idx"], gathered["valid"]
-    )
+    advantages = estimator(gathered["scores"], gathered["idx"], gathered["valid"])
     metrics = {
         "fraction_of_prompts_without_signal": fraction_without_signal(
             advantages, gathered["idx"], gathered["valid"]

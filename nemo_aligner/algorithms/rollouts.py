@@ -277,6 +277,14 @@ def score_columns(scores: Scores) -> dict[str, Tensor]:
     return {name: column for name, column in columns.items() if column is not None}
 
 
+def part_columns(scores: Scores) -> dict[str, Tensor]:
+    """`reward_parts` f32 `[b, K]`, the rewards of an ensemble's K models in the order of their
+    names; nothing without an ensemble.
+    """
+    parts = [scores.parts[name] for name in sorted(scores.parts)]
+    return {"reward_parts": torch.stack(parts, dim=1)} if parts else {}
+
+
 def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
     """The scores of all DP ranks on every rank; all ranks call it.
 

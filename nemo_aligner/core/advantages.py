@@ -10,12 +10,14 @@ group. A mask is non-zero (or True) where a slot, or a sample, counts; elsewhere
 anything, NaN included.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+
+from nemo_aligner.core.masks import masked_std
 
 
 def calculate_advantages_and_returns(
@@ -186,6 +188,28 @@ def calculate_grpo_advantages(
     return deviation.to(scores.dtype)
 
 
+def calculate_gdpo_advantages(
+    parts: Tensor, prompts: Tensor, mask: Tensor, weights: Sequence[float], eps: float = 1e-6
+) -> Tensor:
+    """Group reward-decoupled normalization (Liu et al. 2026, arXiv:2601.05242): the GRPO advantage
+    of each reward, their weighted sum, and that divided by its deviation over all valid samples. A
+    reward that varies little then counts as much as one that varies much.
+
+    Args:
+        parts: [N, K], the rewards of whole responses, one column each.
+        prompts, mask: as for `calculate_grpo_advantages`.
+        weights: of the K columns.
+        eps: added to each deviation.
+
+    Returns:
+        [N], dtype of `parts`; 0 for samples that are not valid. The mean over all samples is 0, as
+        that of each prompt.
+    """
+    each = [calculate_grpo_advantages(part.double(), prompts, mask, eps=eps) for part in parts.T]
+    total = torch.stack(each, dim=1) @ parts.new_tensor(weights, dtype=torch.float64)
+    return (total / (masked_std(total, mask) + eps)).to(parts.dtype)
+
+
 def calculate_grpo_step_advantages(
     rewards: Tensor, prompts: Tensor, scored: Tensor, mask: Tensor, eps: float = 1e-6
 ) -> Tensor:
@@ -298,12 +322,13 @@ TOKEN_ESTIMATORS: dict[
     str, Callable[[Tensor, Tensor | None, Tensor, float, float, float | None], TokenEstimate]
 ] = {"gae": _gae_with_critic, "reinforce_plus_plus": _reinforce_plus_plus}
 
-# From one score per response, by comparison with the other responses to its prompt: (scores [N],
-# prompt of each [N], mask [N]) to advantages [N].
-RESPONSE_ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+# From one score per response (gdpo: several), by comparison with the other responses to its
+# prompt: (scores [N], prompt of each [N], mask [N]) to advantages [N].
+RESPONSE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "rloo": calculate_rloo_advantages,
     "grpo": calculate_grpo_advantages,
     "dr_grpo": partial(calculate_grpo_advantages, normalize_std=False),
+    "gdpo": calculate_gdpo_advantages,
 }
 
 
@@ -388,6 +413,33 @@ def sums_of_steps(token_rewards: Tensor, scored: Tensor, mask: Tensor) -> Tensor
     before = torch.nn.functional.pad(last_end[:, :-1], (1, 0), value=-1)
     total_before = torch.where(before >= 0, total.gather(1, before.clamp(min=0)), 0)
     return torch.where(ends, total - total_before, 0).to(token_rewards.dtype)
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance of all rewards so far, in float64 (Chan, Golub, LeVeque 1983, eq. 1.1)."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
+
+    def update(self, rewards: Tensor, mask: Tensor) -> None:
+        """Add those of `rewards` [N] where `mask` [N] is non-zero; all ranks give the same ones,
+        in whatever order.
+        """
+        added = rewards[mask != 0].double()
+        if not len(added):
+            return
+        shift, total = added.mean().item() - self.mean, self.count + len(added)
+        self.squares += (added - added.mean()).square().sum().item()
+        self.squares += shift**2 * self.count * len(added) / total
+        self.mean += shift * len(added) / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Of the rewards so far (Bessel-corrected); 1 while they are all the same."""
+        return (self.squares / max(self.count - 1, 1)) ** 0.5 or 1.0
 
 
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:

@@ -19,6 +19,7 @@ class AdvantageEstimator:
     # their advantages have a scale of their own (no normalization)
     compares_responses: bool = False
     divides_by_std: bool = False  # that scale is not the rewards'
+    compares_parts: bool = False  # it compares the rewards of an ensemble's models one by one
 
 
 ADVANTAGE_ESTIMATORS = {
@@ -27,6 +28,7 @@ ADVANTAGE_ESTIMATORS = {
     "rloo": AdvantageEstimator(compares_responses=True),
     "grpo": AdvantageEstimator(compares_responses=True, divides_by_std=True),
     "dr_grpo": AdvantageEstimator(compares_responses=True),
+    "gdpo": AdvantageEstimator(compares_responses=True, divides_by_std=True, compares_parts=True),
 }
 
 # What GRPO makes of rewards of steps or tokens: their sum, or each compared with the others'.

@@ -80,6 +80,8 @@ class RolloutBatch(Rollout, total=False):
     logprobs: Tensor  # float32 [B, S-1]: of the policy that generated, at its temperature
     init_logprobs: Tensor  # float32 [B, S-1]: of the reference; only if a KL is measured
     rewards: Tensor  # float32 [B]: of the whole response; the sum of `token_rewards` if given
+    # float32 [B, K]: of an ensemble's models in the order of their names, without their weights
+    reward_parts: Tensor
     values: Tensor  # float32 [B, S-1]: of the critic; absent without one
     sample_order: Tensor  # int64 [B]: place of the sample in the shuffled rollout of all ranks
 

@@ -46,6 +46,7 @@ def train_ppo(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.ppo import PPOTrainer
+        from nemo_aligner.config.server_rules import read_reward_models
         from nemo_aligner.launch.experiment import start_with_model
         from nemo_aligner.launch.rollout_job import (
             load_state_of_pair,
@@ -68,6 +69,9 @@ def train_ppo(cfg: DictConfig) -> None:
         # Before a checkpoint is resumed: the reference stays the model that the job started from.
         model.set_reference_policy()
     has_critic = ADVANTAGE_ESTIMATORS[settings.advantage_estimator].needs_critic
+    remote, ensemble = cfg.remote_critic_rm, []
+    if remote.reward_models is not None:
+        ensemble = read_reward_models(remote, "remote_critic_rm")
     trainer_class = partial(
         PPOTrainer,
         num_rollouts_per_prompt=ppo.num_rollouts_per_prompt,
@@ -75,6 +79,7 @@ def train_ppo(cfg: DictConfig) -> None:
         kl_loss_coef=ppo.kl_loss_coef,
         rollout_logprobs=ppo.rollout_logprobs,
         advantages_of=own_advantages,
+        reward_weights=[spec.weight for spec in sorted(ensemble, key=lambda spec: str(spec.name))],
     )
     train_on_rollouts(
         cfg,

@@ -19,6 +19,7 @@ WITHOUT_CRITIC = dict(ppo_epochs=2, val_check_interval=1, num_rollouts_per_promp
 GRPO = WITHOUT_CRITIC | dict(advantage_estimator="grpo", target_kl=1e-5)
 PLUS_PLUS = WITHOUT_CRITIC | dict(
     advantage_estimator="reinforce_plus_plus",
+    normalize_rewards=True,
     reward_clip=1.2,
     overlong_buffer_len=3,
     advantage_clip=1.5,
@@ -27,6 +28,9 @@ PLUS_PLUS = WITHOUT_CRITIC | dict(
 )
 
 
+DECOUPLED = WITHOUT_CRITIC | dict(
+    advantage_estimator="gdpo", reward_weights=(0.7, 0.3), initial_policy_kl_penalty=0.0
+)
 CORRECTED = WITHOUT_CRITIC | dict(
     advantage_estimator="grpo",
     sampler_correction={"weights": "token", "cap": 1.04, "reject": "geometric", "high": 1.05},
@@ -96,6 +100,7 @@ def run_on_this_rank():
     results = {"default": run_trainer(), "queue": run_trainer(rank_0_draws_everything)}
     results |= {"grpo": run_trainer(settings=GRPO), "plus_plus": run_trainer(settings=PLUS_PLUS)}
     results["corrected"] = run_trainer(settings=CORRECTED)
+    results["decoupled"] = run_trainer(settings=DECOUPLED)
     results["reinforce"] = run_reinforce()
     results["dynamic_sampling"] = run_dynamic_sampling()
 
@@ -157,6 +162,12 @@ def test_two_ranks_equal_one_with_corrected_advantages(two_ranks):
     metrics = {name.removeprefix("train_rollouts/"): value for name, _, value in one["metrics"]}
     for name in ("sampler_capped", "sampler_rejected", "fraction_of_covariant_tokens"):
         assert 0 < metrics[name] < 1, name
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_rewards_compared_apart(two_ranks):
+    one, two = run_trainer(settings=DECOUPLED), [results["decoupled"] for results in two_ranks]
+    assert one["weight"]
     assert_equal_runs(one, two)
 
 

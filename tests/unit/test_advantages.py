@@ -125,6 +125,39 @@ def test_grpo_against_the_statistics_module():
     assert lonely and not valid.all()
 
 
+def test_gdpo_against_the_statistics_module():
+    """A reward a thousand times as large as the other counts as much."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.tensor([4, 9, 4, 9, 4, 9, 9, 4])
+    valid = torch.tensor([True] * 7 + [False])
+    parts = torch.randn(8, 2, generator=generator).double() * torch.tensor([1000.0, 1.0])
+    weights = (0.3, 0.7)
+    totals = {}
+    for row in range(7):
+        group = [r for r in range(7) if prompts[r] == prompts[row]]
+        totals[row] = 0.0
+        for column, weight in enumerate(weights):
+            rewards = [float(parts[r, column]) for r in group]
+            deviation = float(parts[row, column]) - statistics.mean(rewards)
+            totals[row] += weight * deviation / (statistics.stdev(rewards) + 1e-6)
+    std = statistics.stdev(totals.values())
+    expected = [total / (std + 1e-6) for total in totals.values()] + [0.0]
+    found = advantages.calculate_gdpo_advantages(parts, prompts, valid, weights)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_running_moments_are_those_of_all_rewards():
+    moments, seen = advantages.RunningMoments(), []
+    assert moments.std == 1.0
+    for size in (5, 1, 7):
+        rewards = torch.randn(size, generator=torch.Generator().manual_seed(size)) + 100
+        mask = torch.arange(size) != 2  # one does not count
+        moments.update(rewards.masked_fill(~mask, 1e9), mask)
+        seen += rewards[mask].tolist()
+    assert moments.mean == pytest.approx(statistics.mean(seen), rel=1e-12)
+    assert moments.std == pytest.approx(statistics.stdev(seen), rel=1e-9)
+
+
 def test_estimators_by_their_names_leave_the_deviation_out():
     scores, idx = torch.tensor([1.0, 4.0, 10.0]), torch.zeros(3)
     found = RESPONSE_ESTIMATORS["dr_grpo"](scores, idx, torch.ones(3))

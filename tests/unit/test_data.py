@@ -128,6 +128,20 @@ def test_files_follow_one_another_and_blank_lines_do_not_count(tmp_path, texts, 
     assert found == ["a", "b", "cé", "d", "e"]
 
 
+def test_a_column_of_the_records_is_the_weight_of_the_sample(tmp_path, tiny_tokenizer):
+    def dataset(*weights):
+        path = tmp_path / "weighted.jsonl"
+        lines = [{"text": "ab", "importance": weight} for weight in weights]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return RLHFDataset([str(path)], tiny_tokenizer, 20, {"sample_weight": "importance"})
+
+    found = dataset(0.25, 3, 0)
+    assert [found[i]["loss_multiplier"].item() for i in range(3)] == [0.25, 3, 0]
+    for bad in (-1, "much", None, True, float("inf")):
+        with pytest.raises(UserError, match="line 2: 'importance' is .* at least 0 in each"):
+            dataset(1, bad)
+
+
 def test_limit_is_sequence_length_less_answer_and_long_prompts_are_replaced(
     texts, tiny_tokenizer, warnings
 ):

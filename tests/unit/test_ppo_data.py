@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from nemo_aligner.algorithms import ppo
+from nemo_aligner.algorithms.ppo_data import with_normalized_rewards
 from nemo_aligner.algorithms.rollouts import repeat_prompts
+from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
-from tests.ppo_fakes import fit_until_stopped, make_trainer
+from tests.ppo_fakes import NUM_PROMPTS, fit_until_stopped, make_trainer
 
 NAN = float("nan")
 WIDTH = 9  # S - 1
@@ -413,6 +415,43 @@ def test_adaptive_penalty_follows_the_kl_and_is_resumed():
     second.fit()
     assert [value for _, value in second.logger.series("train_rollouts/kl_penalty")] == used[1:]
     assert second.model.weight == whole.model.weight
+
+
+def test_rewards_are_normalized_by_all_so_far_and_resumed():
+    settings = dict(normalize_rewards=True, save_interval=1, initial_policy_kl_penalty=0.0)
+    whole = make_trainer(**settings)
+    whole.fit()
+    kept = whole.state_dict()["reward_moments"]
+    assert kept["count"] == NUM_PROMPTS
+    rewards = [value for _, value in whole.logger.series("train_rollouts/rewards")]
+    assert kept["mean"] == pytest.approx(sum(rewards) / 3, rel=1e-6)  # logged as they came
+    first = make_trainer(time_limit=1, **settings)
+    fit_until_stopped(first)
+    second = make_trainer(**settings)
+    second.model.weight = first.model.weight
+    second.load_state_dict(first.ckpt_callback.saved[-1][2])
+    second.fit()
+    assert second.state_dict() == whole.state_dict()
+    assert second.model.weight == whole.model.weight != 0
+    batch = scored_rollout(with_values=True)
+    moments = RunningMoments(2, 1.0, 9.0)
+    changed = with_normalized_rewards(batch, moments)["rewards"]
+    assert moments.count == 2 + STAND_IN
+    torch.testing.assert_close(changed, (batch["rewards"] - moments.mean) / moments.std)
+
+
+def test_weights_of_samples_multiply_their_advantages():
+    trainer = make_trainer(advantage_estimator="grpo", num_rollouts_per_prompt=2)
+    batch = scored_rollout(with_values=False)
+    plain = trainer.generate_ppo_data(batch)[0]["advantages"]
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0])
+    weighted, metrics = trainer.generate_ppo_data(batch | {"loss_multiplier": weights})
+    compared_without_row_3 = [0, 2, 4, 5, 6, 7]
+    torch.testing.assert_close(
+        weighted["advantages"][compared_without_row_3],
+        (plain * weights[:, None])[compared_without_row_3],
+    )
+    assert not weighted["mask"][3].any() and metrics["advantages_mean"] < 1e-6
 
 
 def test_a_fixed_penalty_is_the_configurations_also_after_an_adaptive_one():

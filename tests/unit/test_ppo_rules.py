@@ -37,6 +37,8 @@ def test_names_of_choices_are_those_of_the_math():
         "model.ppo.ratio_eps=0.4; model.ppo.ratio_eps_high=0.5",
         GRPO.replace("=grpo", "=dr_grpo"),
         f"{GRPO}; trainer.ppo.dynamic_sampling_rounds=9",
+        GRPO.replace("=grpo", "=gdpo") + "; trainer.ppo.initial_policy_kl_penalty=0; "
+        "remote_critic_rm.reward_models={kind: {ip: a, port: 1}, terse: {ip: b, port: 2}}",
         "trainer.ppo.sampler_correction={weights: token, reject: sequence}; "
         "trainer.ppo.covariance.rule=kl",
         "model.ppo.generation.reshard=auto; model.ppo.generation.kv_cache_gb=0.5",
@@ -57,6 +59,11 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             f"{GRPO}; trainer.ppo.process_rewards=steps; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64", "process_rewards=steps"],
             "",
+        ),
+        (
+            GRPO.replace("=grpo", "=gdpo"),
+            ["advantage_estimator=gdpo", "reward_models"],
+            "trainer.ppo.advantage_estimator=grpo",
         ),
         (
             "trainer.ppo.sampler_correction.weights=token; model.ppo.rollout_logprobs=sampler",

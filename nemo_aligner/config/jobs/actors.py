@@ -121,8 +121,8 @@ class PPOLoop(RolloutLoop):
         initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
             reference policy
         advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
-            `rloo`, `grpo`, `dr_grpo`; see [ppo.md](ppo.md) for this and all that follows marked
-            "ppo.md"
+            `rloo`, `grpo`, `dr_grpo`, `gdpo`; see [ppo.md](ppo.md) for this and all that follows
+            marked "ppo.md"
         kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
             `use_absolute_kl`
         use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute
@@ -132,7 +132,7 @@ class PPOLoop(RolloutLoop):
         critic_gae_lambda: **new**, ppo.md: lambda of the returns that the critic learns; null:
             `gae_lambda`
         normalize_advantages: to mean 0 and variance 1 over all response tokens
-        advantage_clip, reward_clip, whiten_rewards: **new**, ppo.md
+        advantage_clip, reward_clip, whiten_rewards, normalize_rewards: **new**, ppo.md
         process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their
             sum is that of the response) or `steps` (each compared with the others',
             [rewards](rewards.md#rewards-of-steps-and-tokens))
@@ -161,6 +161,7 @@ class PPOLoop(RolloutLoop):
     advantage_clip: float | None = key(None, above=0)
     reward_clip: float | None = key(None, above=0)
     whiten_rewards: bool = key(False)
+    normalize_rewards: bool = key(False)
     process_rewards: str | None = key("sum", choices=PROCESS_REWARDS)
     dynamic_sampling_rounds: int = key(0, at_least=0)
     overlong_buffer_len: int = key(0, at_least=0)
@@ -255,6 +256,18 @@ class RemoteCriticRM(Remote):
         "o.reward_fn},${model.ppo.environment.path},${.reward_models}}"
     )
     critic: CriticAddress = section()
+
+
+@dataclass
+class WeightedLines(Lines):
+    """The prompts of PPO.
+
+    Attributes:
+        sample_weight: **new**: a column of the records with a number of at least 0, by which the
+            advantages of the responses to the prompt are multiplied; null: 1
+    """
+
+    sample_weight: str | None = key(None)
 
 
 PPO, MODEL = "trainer.ppo.", "model.ppo."
@@ -448,6 +461,17 @@ def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
             "anyway).",
         ),
     }
+    if ADVANTAGE_ESTIMATORS[v.get(PPO + "advantage_estimator")].compares_parts:
+        if v.is_null("remote_critic_rm.reward_models"):
+            raise ConfigError(
+                f"{name} normalizes several rewards apart, which remote_critic_rm.reward_models "
+                "names; set it, or use grpo."
+            )
+        beside = f"has no part in {name}, which reads the rewards of the ensemble alone"
+        accepted["initial_policy_kl_penalty"] = 0, f"{beside}; set it to 0 (kl_loss_coef works)."
+        accepted["overlong_buffer_len"] = 0, f"{beside}; set it to 0."
+        accepted["normalize_rewards"] = False, f"{beside}; set it to False."
+        accepted["reward_clip"] = None, f"{beside}; set it to null."
     if compares_responses:
         why = f"has no part in {name}, which compares whole responses; set it to 1.0."
         accepted["discount_factor"] = 1.0, why
@@ -465,7 +489,7 @@ PPO_JOB = Configuration(
         "model": TrainedModel,
         "model.ppo": PPOPolicy,
         "model.peft": PolicyPeft,
-        "model.data": Lines,
+        "model.data": WeightedLines,
     },
     of_actor("ppo", "val_rewards"),
     check=check_ppo,

@@ -35,8 +35,9 @@ class RLHFDataset(EncodedDataset):
         data_cfg: `model.data`; see `Records` and `RecordEncoder`.
         limit_text: the limit in words, and where it comes from; for messages.
 
-    Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32, `idx`, the
-    index that was asked for, and for `PromptColumns` `record`, the number of the prompt's record.
+    Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32 (from the
+    column that `data_cfg.sample_weight` names, else 1), `idx`, the index that was asked for, and
+    for `PromptColumns` `record`, the number of the prompt's record.
     """
 
     prompt_field, read_fields = "prompt", A_SAMPLE
@@ -85,6 +86,23 @@ class RLHFDataset(EncodedDataset):
                 f"{self.limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
                 "replaced by the next prompt that fits, without weight in the loss."
             )
+        if self.data_cfg.get("sample_weight"):
+            for document in self.documents:
+                self._weight(document)
+
+    def _weight(self, document: int) -> float:
+        """What its record says in the column `sample_weight`; 1 without that key."""
+        column = self.data_cfg.get("sample_weight")
+        if not column:
+            return 1.0
+        weight: Any = self.lines[document].get(column)
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not 0 <= weight < float("inf"):
+            raise UserError(
+                f"{self.lines.where(document)}: '{column}' is {weight!r}, but "
+                f"model.data.sample_weight={column} needs a number of at least 0 in each record."
+            )
+        return float(weight)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """Length of a prompt, and whether it is empty."""
@@ -134,7 +152,9 @@ class RLHFDataset(EncodedDataset):
         item = {
             "text": tokens,
             "length": torch.tensor(len(tokens)),
-            "loss_multiplier": torch.tensor(0.0 if replaced or index < 0 else 1.0),
+            "loss_multiplier": torch.tensor(
+                0.0 if replaced or index < 0 else self._weight(self.documents[position])
+            ),
             "idx": torch.tensor(index),
         }
         if self.first_record is not None:
