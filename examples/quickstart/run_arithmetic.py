@@ -12,7 +12,8 @@ file holds, sampled at temperature 1 as in training. Every phase after the first
 project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
 
 With `--estimator grpo` (or rloo) there is no critic: the policy generates several responses to
-each sum, and the advantage of a response is its reward compared with those of the others.
+each sum, and the advantage of a response is its reward compared with those of the others. With
+`--objective NAME` it learns from these by another objective of docs/ppo.md.
 
 Exit code: 0 if the share of exact responses rose clearly (`outcome.py` says what is clear), 1 if
 not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was stopped.
@@ -70,6 +71,36 @@ STEPS = (
     Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples"),
     Steps("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
+SEQUENCE = {"model.ppo.loss_reduction": "sequence"}
+OBJECTIVES = {
+    "clip": {},
+    "dapo": {"model.ppo.ratio_eps_high": 0.28, "trainer.ppo.dynamic_sampling_rounds": 3},
+    "dr_grpo": {
+        "trainer.ppo.advantage_estimator": "dr_grpo",
+        "model.ppo.loss_reduction": "constant",
+        "model.ppo.train_on_truncated": True,
+    },
+    # a wider range than the paper's, as responses have four tokens and not thousands
+    "gspo": {"model.ppo.policy_loss": "gspo", "model.ppo.ratio_eps": 0.1, **SEQUENCE},
+    "cispo": {
+        "model.ppo.policy_loss": "cispo",
+        "model.ppo.ratio_eps": 1.0,
+        "model.ppo.ratio_eps_high": 0.28,
+    },
+    "sapo": {"model.ppo.policy_loss": "sapo", **SEQUENCE},
+    "gmpo": {"model.ppo.policy_loss": "gmpo", "model.ppo.ratio_eps": 0.4, **SEQUENCE},
+    "clip_cov": {"trainer.ppo.covariance.rule": "clip"},
+    "kl_cov": {
+        "trainer.ppo.covariance.rule": "kl",
+        "trainer.ppo.covariance.fraction": 0.002,
+        "model.ppo.ratio_eps": 1.0,
+    },
+}
+OBJECTIVE = Variant(
+    "--objective",
+    tuple(OBJECTIVES),
+    "of the policy (docs/ppo.md); all but clip, the default, compare responses, as grpo does",
+)
 ESTIMATOR = Variant(
     "--estimator",
     ("gae", "grpo", "rloo"),
@@ -101,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS, (ESTIMATOR,))
+    return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS, (ESTIMATOR, OBJECTIVE))
 
 
 def exact_responses(data: Path) -> Score:
@@ -129,13 +160,14 @@ def story(walk: Walk) -> None:
     walk.do("data", write_data)
     walk.follow("sft", sft_job(run_dir, seed, walk.args.sft_steps))
     servers, started = (), "starting"
-    if walk.args.estimator == "gae":
+    objective, estimator = OBJECTIVES[walk.args.objective], walk.args.estimator
+    if estimator == "gae" and not objective:
         port = find_free_port()
         servers = (critic_job(run_dir, seed, steps, port),)
         started = f"starting the critic server on port {port}"
         advantages = with_critic(port)
     else:
-        advantages = without_critic(walk.args.estimator)
+        advantages = without_critic("grpo" if objective else estimator) | objective
     walk.follow("ppo", actor_job(run_dir, seed, steps, advantages), servers, started)
 
 
