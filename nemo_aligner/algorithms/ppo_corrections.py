@@ -35,11 +35,12 @@ def correct_for_sampler(
     log_ratio = torch.where(mask.bool(), difference, 0)
     factors, where = correction_factors(log_ratio, mask, settings)
     ratios = importance_ratios(log_ratio, mask, settings.weights or settings.reject or "token")
+    exact = log_ratio.double()  # the KLs of the built-in engine are those of its rounding
     means = {
         "sampler_weight_mean": ratios,
         "sampler_weight_squares": ratios.square(),
-        "sampler_kl": importance_ratios(log_ratio, mask, "token") - 1 - log_ratio,
-        "sampler_kl_reverse": log_ratio.exp() * (log_ratio - 1) + 1,
+        "sampler_kl": exact.expm1() - exact,
+        "sampler_kl_reverse": exact.exp() * (exact - 1) + 1,
         **{f"sampler_{name}": found.float() for name, found in where.items()},
     }
     metrics = {name: _mean(values, mask) for name, values in means.items()}
