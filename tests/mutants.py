@@ -1277,16 +1277,16 @@ MUTANTS = [
     Mutant(
         "KL-Cov takes the tokens that vary least",
         "core/covariance.py",
-        "argsort(descending=True)",
-        "argsort()",
+        "argsort(descending=True, stable=True)",
+        "argsort(stable=True)",
         _unit("test_ppo_corrections.py", "test_covariant_tokens_are_those_of_a_loop"),
     ),
     Mutant(
         "Clip-Cov draws by the places on the rank",
-        "core/covariance.py",
-        "sample_seeds(0, 1, places)",
-        "sample_seeds(0, 1, torch.arange(len(places)))",
-        _unit("test_ppo_corrections.py", "test_covariant_tokens_are_those_of_a_loop"),
+        "algorithms/ppo_corrections.py",
+        'gathered.select(gathered.pop("sample_order").argsort())',
+        'gathered.select(gathered.pop("sample_order") * 0 + torch.arange(len(gathered["mask"])))',
+        _unit("test_ppo_corrections.py", "test_chosen_tokens_lose_their_gradient_or_get_a_kl"),
     ),
     Mutant(
         "GDPO sums the rewards before it compares them",

@@ -83,13 +83,14 @@ OBJECTIVES = {
     # a wider range than the paper's, as responses have four tokens and not thousands
     "gspo": {"model.ppo.policy_loss": "gspo", "model.ppo.ratio_eps": 0.1, **SEQUENCE},
     "cispo": {
+        **optimizer(lr=3e-4),
         "model.ppo.policy_loss": "cispo",
         "model.ppo.ratio_eps": 1.0,
         "model.ppo.ratio_eps_high": 0.28,
     },
-    "sapo": {"model.ppo.policy_loss": "sapo", **SEQUENCE},
+    "sapo": {**optimizer(lr=3e-4), "model.ppo.policy_loss": "sapo", **SEQUENCE},
     "gmpo": {"model.ppo.policy_loss": "gmpo", "model.ppo.ratio_eps": 0.4, **SEQUENCE},
-    "clip_cov": {"trainer.ppo.covariance.rule": "clip"},
+    "clip_cov": {"trainer.ppo.covariance.rule": "clip", "trainer.ppo.covariance.fraction": 0.002},
     "kl_cov": {
         "trainer.ppo.covariance.rule": "kl",
         "trainer.ppo.covariance.fraction": 0.002,
@@ -167,7 +168,7 @@ def story(walk: Walk) -> None:
         started = f"starting the critic server on port {port}"
         advantages = with_critic(port)
     else:
-        advantages = without_critic("grpo" if objective else estimator) | objective
+        advantages = without_critic("grpo" if estimator == "gae" else estimator) | objective
     walk.follow("ppo", actor_job(run_dir, seed, steps, advantages), servers, started)
 
 

@@ -128,7 +128,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             raise ConfigError(
                 f"trainer.{self.SECTION}.dynamic_sampling_rounds={self.dynamic_sampling_rounds} "
                 "may come to the end of the data before the last step: it needs a random sampler, "
-                f"which starts over, but the data loader has a {type(self.sampler).__name__}."
+                f"which starts over, but train_dataloader_builder gives a loader with a "
+                f"{type(self.sampler).__name__}. Change it, or set dynamic_sampling_rounds=0."
             )
 
     # ------------------------------------------------------------------------------- the algorithm

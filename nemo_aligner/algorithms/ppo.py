@@ -118,6 +118,11 @@ class PPOTrainer(PolicyGradientTrainer):
         super().__init__(*learner, *prompts, *outputs, *responses)
         cfg = self.cfg
         check_estimator(cfg.advantage_estimator)
+        if cfg.advantage_estimator == "gdpo" and not reward_weights:
+            raise ConfigError(
+                "trainer.ppo.advantage_estimator=gdpo needs reward_weights, those of the reward "
+                "models of an ensemble; give them, or use grpo."
+            )
         self.rm_critic = complete_critic(rm_critic)
         self.critic_is_checked = False
 
@@ -204,12 +209,14 @@ class PPOTrainer(PolicyGradientTrainer):
             rollout_batch: `response_tokens` int64 `[B, S]`; `response_lengths`, `prompt_lengths`,
                 `idx` int64 `[B]`; `is_end` bool `[B]`; `rewards` f32 `[B]`; `logprobs`, with a
                 critic `values` and with a KL to measure `init_logprobs` f32 `[B, S-1]`. Slots
-                outside the response may hold anything, NaN included.
+                outside the response may hold anything, NaN included. With the keys that read them
+                `sampling_logprobs` f32 `[B, S-1]`, `sample_order` int64 `[B]`, `reward_parts` f32
+                `[B, K]`; `loss_multiplier` f32 `[B]`, the weights of samples, if there are any.
 
         Returns:
             data: `response_tokens` int64 `[B, S]`, `is_end` bool `[B]`, and f32 `[B, S-1]`: `mask`
                 (1 on response tokens), `advantages`, `prev_logprobs`; with a critic `returns` and
-                `values`; with a KL to measure `init_logprobs`.
+                `values`; with a KL to measure `init_logprobs`; with KL-Cov `old_kl_coefs`.
             metrics: of all ranks, before advantages are normalized.
         """
         kl_penalty = self.kl_controller.value

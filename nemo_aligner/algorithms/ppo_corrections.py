@@ -10,7 +10,7 @@ Shapes: B samples of a rollout on this rank, S padded length; tensors per transi
 import torch
 from torch import Tensor
 
-from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples
+from nemo_aligner.algorithms.rollouts import PPORolloutBatch
 from nemo_aligner.core.covariance import CovarianceSettings, chosen_tokens
 from nemo_aligner.core.sampler_correction import (
     SamplerCorrection,
@@ -34,7 +34,8 @@ def correct_for_sampler(
     difference = rollout_batch["logprobs"] - rollout_batch["sampling_logprobs"]
     log_ratio = torch.where(mask.bool(), difference, 0)
     factors, where = correction_factors(log_ratio, mask, settings)
-    ratios = importance_ratios(log_ratio, mask, settings.weights or settings.reject or "token")
+    level = settings.weights or settings.reject or "token"
+    ratios = importance_ratios(log_ratio, mask, level).double()  # a square must not overflow
     exact = log_ratio.double()  # the KLs of the built-in engine are those of its rounding
     means = {
         "sampler_weight_mean": ratios,
@@ -45,7 +46,8 @@ def correct_for_sampler(
     }
     metrics = {name: _mean(values, mask) for name, values in means.items()}
     squares = metrics.pop("sampler_weight_squares")
-    metrics["sampler_effective_samples"] = metrics["sampler_weight_mean"] ** 2 / squares
+    mean = metrics["sampler_weight_mean"]
+    metrics["sampler_effective_samples"] = mean**2 / squares if squares else 0.0
     largest = {"sampler_weight_max": torch.where(mask.bool(), ratios, 0).max()}
     metrics |= all_reduce_dict(largest, op=torch.distributed.ReduceOp.MAX)
     return advantages * factors, metrics
@@ -61,11 +63,17 @@ def treat_covariant_tokens(
     """`advantages`, 0 for the tokens that Clip-Cov chooses; with KL-Cov also `old_kl_coefs`
     f32 `[B, S-1]`, the weight of each token's KL to the policy that generated; and metrics of all
     ranks.
+
+    Args:
+        rollout_batch: with `sample_order`, `response_tokens` and `is_end`; tokens of responses
+            that were cut off are no candidates.
     """
+    mask = mask * rollout_batch["is_end"][:, None]  # by default the loss has no others
     columns = {"logprobs": logprobs, "advantages": advantages, "mask": mask}
-    columns["places"] = rollout_batch["sample_order"]
+    columns |= {key: rollout_batch[key] for key in ("sample_order", "response_tokens")}
     gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
-    chosen = own_samples(chosen_tokens(**gathered, settings=settings), len(mask))
+    gathered = gathered.select(gathered.pop("sample_order").argsort())  # at any split the same
+    chosen = chosen_tokens(**gathered, settings=settings)[rollout_batch["sample_order"]]
     metrics = {"fraction_of_covariant_tokens": _mean(chosen.float(), mask)}
     if settings.rule == "clip":
         return {"advantages": torch.where(chosen, 0, advantages)}, metrics

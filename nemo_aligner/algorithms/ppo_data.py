@@ -179,18 +179,19 @@ def make_ppo_data(
         token_rewards, response.get("values"), rollout_batch, mask, settings
     )
     learned["advantages"], clip_metrics = shape_advantages(learned["advantages"], mask, settings)
-    if "loss_multiplier" in rollout_batch:  # 0 is in the mask
-        learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
-    correction_metrics: dict[str, float] = {}
-    if settings.corrects_sampler:
-        learned["advantages"], correction_metrics = correct_for_sampler(
-            learned["advantages"], rollout_batch, mask, settings.sampler_correction
-        )
+    more_metrics: dict[str, float] = {}
     if settings.covariance.rule is not None:
-        treated, covariance_metrics = treat_covariant_tokens(
+        treated, more_metrics = treat_covariant_tokens(
             learned["advantages"], response["logprobs"], rollout_batch, mask, settings.covariance
         )
-        learned, correction_metrics = learned | treated, correction_metrics | covariance_metrics
+        learned |= treated
+    if "loss_multiplier" in rollout_batch:  # 0 is in the mask
+        learned["advantages"] = learned["advantages"] * rollout_batch["loss_multiplier"][:, None]
+    if settings.corrects_sampler:
+        learned["advantages"], sampler_metrics = correct_for_sampler(
+            learned["advantages"], rollout_batch, mask, settings.sampler_correction
+        )
+        more_metrics = more_metrics | sampler_metrics
     data = {
         "response_tokens": rollout_batch["response_tokens"],
         "is_end": rollout_batch["is_end"],
@@ -199,7 +200,7 @@ def make_ppo_data(
         **{key: response[key] for key in ("values", "init_logprobs") if key in response},
         **learned,
     }
-    metrics |= estimate_metrics | clip_metrics | correction_metrics
+    metrics |= estimate_metrics | clip_metrics | more_metrics
     return cast(PPOTrainBatch, data), metrics
 
 

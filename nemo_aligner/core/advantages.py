@@ -417,7 +417,7 @@ def sums_of_steps(token_rewards: Tensor, scored: Tensor, mask: Tensor) -> Tensor
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of all rewards so far, in float64 (Chan, Golub, LeVeque 1983, eq. 1.1)."""
+    """Mean and variance of all rewards so far, in float64 (Chan, Golub, LeVeque 1983)."""
 
     count: int = 0
     mean: float = 0.0
@@ -427,7 +427,7 @@ class RunningMoments:
         """Add those of `rewards` [N] where `mask` [N] is non-zero; all ranks give the same ones,
         in whatever order.
         """
-        added = rewards[mask != 0].double()
+        added = rewards[mask != 0].double().sort().values  # sums do not depend on the order
         if not len(added):
             return
         shift, total = added.mean().item() - self.mean, self.count + len(added)

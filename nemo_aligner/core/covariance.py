@@ -1,7 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The few tokens that take most of a policy's entropy: those whose log-prob and advantage vary
-together (Cui et al. 2025, arXiv:2505.22617). Pure functions, of the samples of a whole rollout.
+together (Cui et al. 2025, arXiv:2505.22617). Pure functions, of the samples of a whole rollout in
+an order that does not depend on the split.
 
 Shapes: N samples, S padded length; tensors per transition are [N, S-1].
 """
@@ -36,7 +37,7 @@ def chosen_tokens(
     logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    places: Tensor,
+    response_tokens: Tensor,
     settings: CovarianceSettings,
 ) -> Tensor:
     """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
@@ -46,17 +47,18 @@ def chosen_tokens(
         logprobs: of the policy that generated.
         advantages: of the updates.
         mask: non-zero where a token counts.
-        places: int64 [N], a number for each sample that does not depend on the split; decides
-            what is drawn.
+        response_tokens: int64 [N, S]; seeds the draw, which the next rollout then repeats nowhere.
     """
     covariance, able = covariances(logprobs, advantages, mask), mask != 0
     count = max(1, int(settings.fraction * int(able.sum())))
     priority = covariance
     if settings.rule == "clip":
         able = able & (covariance >= settings.low) & (covariance <= settings.high)
-        columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        priority = sample_seeds(0, 0, sample_seeds(0, 1, places)[:, None] + columns).double()
-    order = torch.where(able, priority, -torch.inf).flatten().argsort(descending=True)
+        slots = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+        seed = int(sample_seeds(0, 0, response_tokens.flatten()).sum())
+        priority = sample_seeds(seed, 0, slots).double()
+    ordered = torch.where(able, priority, -torch.inf).flatten()
+    order = ordered.argsort(descending=True, stable=True)
     chosen = torch.zeros_like(able).flatten()
     chosen[order[:count]] = True
     return chosen.view_as(able) & able

@@ -40,7 +40,7 @@ class InferenceBatch(TypedDict, total=False):
 
     text: Tensor  # int64 [B, max(P) + max_length]: prompt, then eos
     length: Tensor  # int64 [B]: P
-    loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else 1
+    loss_multiplier: Tensor  # float32 [B]: 0 for a sample that must not be trained on, else weight
     idx: Tensor  # int64 [B]: index in the data set
     record: Tensor  # int64 [B], optional: number of the prompt's record (`PromptColumns`)
     sample_key: Tensor  # int64 [B]: unique; in the order of index in the data set and response

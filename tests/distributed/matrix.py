@@ -304,6 +304,7 @@ def global_batch(role: str, masked_value: float, empty: bool = False) -> dict:
             "mask": responses[:, 1:].float(),
             "advantages": numbers(),
             "prev_logprobs": numbers(-5.5),
+            "old_kl_coefs": numbers(0.3),
         }
     if role == "reinforce":
         rewards = torch.randn(SAMPLES, generator=generator)

@@ -156,6 +156,13 @@ def test_running_moments_are_those_of_all_rewards():
         seen += rewards[mask].tolist()
     assert moments.mean == pytest.approx(statistics.mean(seen), rel=1e-12)
     assert moments.std == pytest.approx(statistics.stdev(seen), rel=1e-9)
+    states = set()
+    for seed in range(20):  # as the ranks may hold them
+        other = advantages.RunningMoments(3, 1.0, 2.0)
+        order = torch.randperm(len(seen), generator=torch.Generator().manual_seed(seed))
+        other.update(torch.tensor(seen)[order], torch.ones(len(seen)))
+        states.add((other.mean, other.squares))
+    assert len(states) == 1
 
 
 def test_estimators_by_their_names_leave_the_deviation_out():

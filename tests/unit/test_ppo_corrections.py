@@ -4,7 +4,6 @@
 formulas, and runs of a trainer among fakes."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tests.ppo_fakes import make_trainer
 
 ROWS, COLUMNS = 6, 7
 MASK = torch.tensor([[0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 0, 0], [0] * 7] * 2).float()
+TOKENS = torch.arange(ROWS * (COLUMNS + 1)).view(ROWS, -1)
 LEVELS = ("token", "sequence", "geometric")
 
 
@@ -66,6 +66,15 @@ def test_factors_and_metrics_are_those_of_a_loop(weights, reject):
     assert metrics["sampler_kl"] > 0 and metrics["sampler_kl_reverse"] > 0
 
 
+def test_ratios_beyond_a_float32_and_no_token_at_all_are_no_error():
+    far = torch.full_like(MASK, -30.0) * MASK
+    settings = SamplerCorrection("sequence", 2.0, None, 0.5, 2.0)
+    for log_ratio, mask in ((far, MASK), (-far, MASK), (far, 0 * MASK)):
+        batch = {"logprobs": log_ratio, "sampling_logprobs": torch.zeros_like(MASK)}
+        corrected, metrics = correct_for_sampler(MASK, batch, mask, settings)
+        assert corrected.isfinite().all() and 0 <= metrics["sampler_effective_samples"] <= 1
+
+
 def test_kls_are_those_of_the_two_distributions():
     """Of one token of three, counted as often as the sampler draws it."""
     sampler, trainer = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
@@ -107,16 +116,10 @@ def test_covariant_tokens_are_those_of_a_loop():
     found = covariances(logprobs, advantages, MASK)
     assert all(float(found[s]) == pytest.approx(naive[s], rel=1e-5) for s in slots)
 
-    def chosen(**changes):
+    def chosen(new_rollout=0, **changes):
         values = {"rule": "kl", "fraction": 0.25, "low": 0.0, "high": 0.2, "kl_coef": 0.5}
         settings = CovarianceSettings(**values | changes)
-        order = list(range(ROWS))
-        random.Random(5).shuffle(order)  # as other ranks would hold the samples
-        got = chosen_tokens(logprobs, advantages, MASK, torch.arange(ROWS), settings)
-        elsewhere = chosen_tokens(
-            logprobs[order], advantages[order], MASK[order], torch.tensor(order), settings
-        )
-        assert torch.equal(got[order], elsewhere)
+        got = chosen_tokens(logprobs, advantages, MASK, TOKENS + new_rollout, settings)
         return {tuple(slot) for slot in got.nonzero().tolist()}
 
     largest = sorted(slots, key=naive.get)[-4:]  # a quarter of 16
@@ -125,19 +128,27 @@ def test_covariant_tokens_are_those_of_a_loop():
     inside = {s for s in slots if 0 <= naive[s] <= 0.2}
     drawn = chosen(rule="clip")
     assert len(drawn) == 4 < len(inside) and drawn < inside
+    assert any(chosen(rule="clip", new_rollout=1 + i) != drawn for i in range(3))
     assert chosen(rule="clip", fraction=1.0) == inside
     assert chosen(rule="clip", low=7.0, high=8.0) == set()
 
 
 def test_chosen_tokens_lose_their_gradient_or_get_a_kl():
     logprobs, advantages, prev = noise(3).requires_grad_(), noise(4), noise(5)
-    batch = {"sample_order": torch.arange(ROWS)}
+    ends = torch.tensor([True, True, True, True, False, True])
+    batch = {"sample_order": torch.arange(ROWS), "response_tokens": TOKENS, "is_end": ends}
     weights = MASK / MASK.sum()
 
     def loss(rule):
         settings = CovarianceSettings(rule, 0.25, 0.0, 0.2, 0.5)
         treated, metrics = treat_covariant_tokens(advantages, prev, batch, MASK, settings)
-        assert metrics == {"fraction_of_covariant_tokens": 0.25}
+        assert metrics == {"fraction_of_covariant_tokens": pytest.approx(3 / 13)}
+        order = torch.tensor([3, 0, 5, 1, 4, 2])  # as ranks might hold the samples
+        mixed = {key: column[order] for key, column in batch.items()}
+        arguments = (advantages[order], prev[order], mixed, MASK[order], settings)
+        elsewhere, _ = treat_covariant_tokens(*arguments)
+        for name, column in treated.items():
+            assert torch.equal(column[order], elsewhere[name])
         total, _ = ppo_actor_loss(
             logprobs=logprobs, prev_logprobs=prev, weights=weights, ratio_eps=9.0, **treated
         )
@@ -145,7 +156,8 @@ def test_chosen_tokens_lose_their_gradient_or_get_a_kl():
 
     total, gradient, treated = loss("clip")
     lost = (MASK != 0) & (gradient == 0)
-    assert torch.equal(lost, (MASK != 0) & (treated["advantages"] == 0)) and int(lost.sum()) == 4
+    assert torch.equal(lost, (MASK != 0) & (treated["advantages"] == 0)) and int(lost.sum()) == 3
+    assert not lost[4].any()  # of a response that was cut off
     total, _, treated = loss("kl")
     naive = sum(
         -float(advantages[s]) * math.exp(float(logprobs[s] - prev[s]))

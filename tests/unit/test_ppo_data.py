@@ -445,13 +445,13 @@ def test_weights_of_samples_multiply_their_advantages():
     batch = scored_rollout(with_values=False)
     plain = trainer.generate_ppo_data(batch)[0]["advantages"]
     weights = torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0])
-    weighted, metrics = trainer.generate_ppo_data(batch | {"loss_multiplier": weights})
+    weighted, _ = trainer.generate_ppo_data(batch | {"loss_multiplier": weights})
     compared_without_row_3 = [0, 2, 4, 5, 6, 7]
     torch.testing.assert_close(
         weighted["advantages"][compared_without_row_3],
         (plain * weights[:, None])[compared_without_row_3],
     )
-    assert not weighted["mask"][3].any() and metrics["advantages_mean"] < 1e-6
+    assert not weighted["mask"][3].any()
 
 
 def test_a_fixed_penalty_is_the_configurations_also_after_an_adaptive_one():

@@ -40,7 +40,7 @@ def test_names_of_choices_are_those_of_the_math():
         GRPO.replace("=grpo", "=gdpo") + "; trainer.ppo.initial_policy_kl_penalty=0; "
         "remote_critic_rm.reward_models={kind: {ip: a, port: 1}, terse: {ip: b, port: 2}}",
         "trainer.ppo.sampler_correction={weights: token, reject: sequence}; "
-        "trainer.ppo.covariance.rule=kl",
+        "trainer.ppo.covariance.rule=kl; trainer.ppo.ppo_epochs=2",
         "model.ppo.generation.reshard=auto; model.ppo.generation.kv_cache_gb=0.5",
         "model.ppo.generation.reshard={tp: 1, pp: 1}; model.tensor_model_parallel_size=2; "
         "trainer.devices=2",
@@ -75,6 +75,11 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             "trainer.ppo.covariance.rule=clip",
             ["covariance.rule=clip", "policy_loss=gmpo"],
             "trainer.ppo.covariance.rule=null",
+        ),
+        (
+            "trainer.ppo.covariance.rule=kl; model.ppo.num_rollout_samples=64",
+            ["covariance.rule=kl", "second update"],
+            "trainer.ppo.covariance.rule=clip",
         ),
         (
             "trainer.ppo.covariance.high=0.5",

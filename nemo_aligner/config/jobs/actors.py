@@ -42,6 +42,7 @@ from nemo_aligner.core.estimators import (
     PROCESS_REWARDS,
     RANGED,
     ROLLOUT_LOGPROBS,
+    AdvantageEstimator,
 )
 
 
@@ -290,7 +291,7 @@ def check_ppo_variants(v: Values) -> None:
     check_estimator(estimator)
     kind, name = ADVANTAGE_ESTIMATORS[estimator], f"{PPO}advantage_estimator={estimator}"
     _check_rewards_of_steps(v, name)
-    _check_dynamic_sampling(v, name, kind.compares_responses)
+    _check_dynamic_sampling(v, name, kind)
     _check_policy_loss(v, kind.compares_responses)
     _check_corrections(v)
     _check_adaptive_kl(v)
@@ -298,14 +299,17 @@ def check_ppo_variants(v: Values) -> None:
     if kind.compares_responses:
         check_compares_responses(name, MODEL + "num_rollouts_per_prompt", responses)
     check_responses_differ(v, MODEL, responses)
-    target, samples = v.get(PPO + "target_kl"), _samples_per_step(v)
-    batch, epochs = v.get("model.global_batch_size"), v.get(PPO + "ppo_epochs")
-    if target is not None and samples // batch * epochs == 1:
-        raise ConfigError(
-            f"{PPO}target_kl={target} ends the updates on a rollout early, but there is only one: "
-            f"{samples} samples per PPO step are one model.global_batch_size={batch}, in one "
-            "epoch. Set target_kl to null, or a smaller global_batch_size or more ppo_epochs."
-        )
+    samples, batch = _samples_per_step(v), v.get("model.global_batch_size")
+    if samples // batch * v.get(PPO + "ppo_epochs") == 1:
+        for setting in ("target_kl", "covariance.rule"):
+            value = v.get(PPO + setting)
+            if value not in (None, "clip"):
+                raise ConfigError(
+                    f"{PPO}{setting}={value} acts from the second update of a rollout on, but "
+                    f"there is only one: {samples} samples per PPO step are one "
+                    f"model.global_batch_size={batch}, in one epoch. Set it to null, or a smaller "
+                    "global_batch_size or more ppo_epochs."
+                )
     if not kind.needs_critic:
         _check_critic_free(v, name, kind.compares_responses)
         return
@@ -352,10 +356,11 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
         )
 
 
-def _check_dynamic_sampling(v: Values, name: str, compares_responses: bool) -> None:
+def _check_dynamic_sampling(v: Values, name: str, kind: AdvantageEstimator) -> None:
     """Check that prompts with equal rewards have no signal; `name`: of the estimator."""
     rounds, steps = v.get(PPO + "dynamic_sampling_rounds"), v.get(PPO + "process_rewards")
-    if rounds and (steps == "steps" or not compares_responses):
+    has_other_signal = kind.compares_parts or not kind.compares_responses
+    if rounds and (steps == "steps" or has_other_signal):
         joined = f"{PPO}process_rewards=steps" if steps == "steps" else name
         raise ConfigError(
             f"{PPO}dynamic_sampling_rounds={rounds} replaces prompts whose responses all have the "
@@ -398,15 +403,15 @@ def _check_corrections(v: Values) -> None:
         low, high = v.get(name + "low"), v.get(name + "high")
         if low >= high:
             raise ConfigError(f"{name}low={low} must be below {name}high={high}.")
-    of_tokens = {covariance + "rule": "clip"}
-    for name in (correction + "weights", correction + "reject"):
-        of_tokens[name] = "token"
+    levels, rule = (correction + "weights", correction + "reject"), covariance + "rule"
+    for name in levels:
         if v.get(name) is not None and v.get(MODEL + "rollout_logprobs") == "sampler":
             raise ConfigError(
                 f"{name}={v.get(name)} compares the sampler's log-probs with those of a pass of "
                 f"the trainer, which {MODEL}rollout_logprobs=sampler leaves out; set it to "
                 "recompute."
             )
+    of_tokens = {rule: "clip", **dict.fromkeys(levels, "token")}
     for name, value in of_tokens.items():
         if v.get(name) == value and v.get(MODEL + "policy_loss") == "gmpo":
             raise ConfigError(

@@ -86,13 +86,16 @@ class RLHFDataset(EncodedDataset):
                 f"{self.limit_text} (the longest has {self.lines.notes.max()} tokens). Each is "
                 "replaced by the next prompt that fits, without weight in the loss."
             )
-        if self.data_cfg.get("sample_weight"):
-            for document in self.documents:
-                self._weight(document)
+        for document in self.documents if self._weight_column else ():
+            self._weight(document)
+
+    @property
+    def _weight_column(self) -> str | None:
+        return self.data_cfg.get("sample_weight") if self.name == "train" else None
 
     def _weight(self, document: int) -> float:
         """What its record says in the column `sample_weight`; 1 without that key."""
-        column = self.data_cfg.get("sample_weight")
+        column = self._weight_column
         if not column:
             return 1.0
         weight: Any = self.lines[document].get(column)
