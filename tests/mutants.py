@@ -35,7 +35,7 @@ class Mutant:
 
     Attributes:
         name: of the fault.
-        file: that it is planted in, below the package.
+        file: that it is planted in, below the package, or `examples/...`.
         old, new: text of the file, and what takes its place; `old` must occur once.
         tests: selections for pytest that must notice it.
     """
@@ -48,7 +48,7 @@ class Mutant:
 
     @property
     def path(self) -> str:
-        return f"nemo_aligner/{self.file}"
+        return self.file if self.file.startswith("examples/") else f"nemo_aligner/{self.file}"
 
 
 def _unit(file: str, *names: str) -> tuple[str, ...]:
@@ -592,7 +592,7 @@ MUTANTS = [
     ),
     Mutant(
         "comparisons of other responses are taken for those of these",
-        "synthetic/constitutional.py",
+        "examples/nlp/cai/constitutional.py",
         "judge.fingerprint(constitution, judge_request(found[number]))",
         "judge.fingerprint(constitution)",
         _unit(
@@ -643,7 +643,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed annotation starts afresh",
-        "synthetic/annotation.py",
+        "examples/nlp/data/steerlm/annotation.py",
         "for number in range(first, len(records)):",
         "for number in range(0 * first, len(records)):",
         _unit("test_steerlm.py", "test_a_stopped_annotation_goes_on_where_it_ended"),
@@ -664,21 +664,21 @@ MUTANTS = [
     ),
     Mutant(
         "a stopped command of constitutional AI asks everything again",
-        "synthetic/constitutional.py",
+        "examples/nlp/cai/constitutional.py",
         "for number in range(self.count) if number not in self._found]",
         "for number in range(self.count)]",
         _unit("test_constitutional_ai.py", "test_a_stopped_command_asks_for_what_is_missing"),
     ),
     Mutant(
         "all prompts of constitutional AI share a random stream",
-        "synthetic/constitutional.py",
+        "examples/nlp/cai/constitutional.py",
         'f"{seed} {what} {number}"',
         'f"{seed} {what}"',
         _unit("test_constitutional_ai.py", "test_revisions_of_the_engine_resume_to_the_same"),
     ),
     Mutant(
         "the worse response of a comparison comes first",
-        "synthetic/constitutional.py",
+        "examples/nlp/cai/constitutional.py",
         'for side in ("chosen", "rejected"):',
         'for side in ("rejected", "chosen"):',
         _unit(
@@ -688,14 +688,14 @@ MUTANTS = [
     ),
     Mutant(
         "a request to a chat server is sent once",
-        "synthetic/chat_models.py",
+        "examples/nlp/cai/chat_models.py",
         "if not error.may_pass or number == self.tries:",
         "if number:",
         _unit("test_constitutional_ai.py", "test_an_unusable_reply_is_one_line"),
     ),
     Mutant(
         "a revision does not see what came before",
-        "synthetic/constitutional.py",
+        "examples/nlp/cai/constitutional.py",
         'work.say("assistant", found[work.result[NUMBER]])',
         "pass",
         _unit("test_constitutional_ai.py", "test_revisions_are_data_of_supervised_fine_tuning"),

@@ -102,10 +102,17 @@ def write_conversations(
         print(f"{write_records(path, records)} conversations: {path}")
 
 
+def check_conversation(record: Record) -> int:
+    """How many responses a conversation has; for `Records`."""
+    from nemo_aligner.data.nlp.steerlm import scored_turns
+
+    if "conversations" not in record:
+        raise UserError(f"field 'conversations' is missing; the line has {sorted(record)}.")
+    return len(scored_turns(record))
+
+
 def check_conversations(path: str) -> list[Record]:
     """The conversations of a file; `UserError` names file and line."""
-    from nemo_aligner.synthetic.annotation import check_conversation
-
     return list(open_records(path, check_conversation))
 
 

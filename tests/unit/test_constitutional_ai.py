@@ -10,15 +10,10 @@ import runpy
 import socket
 from pathlib import Path
 
+import chat_models
+import constitutional
 import pytest
-from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
-from omegaconf import OmegaConf
-
-from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.data.nlp.builders import build_sft_dataset
-from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
-from nemo_aligner.synthetic import chat_models, constitutional
-from nemo_aligner.synthetic.chat_models import (
+from chat_models import (
     Sampling,
     ServedChatModel,
     TextForm,
@@ -26,13 +21,19 @@ from nemo_aligner.synthetic.chat_models import (
     read_api_key,
     text_form,
 )
-from nemo_aligner.synthetic.constitutional import (
+from constitutional import (
     Generator,
     Progress,
     read_judgement,
     split,
     stream_seed,
 )
+from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
+from omegaconf import OmegaConf
+
+from nemo_aligner.core.errors import ServerRequestError, UserError
+from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
 from tests.cases import some_of
 from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
@@ -562,7 +563,7 @@ def policy_file(tiny_tokenizer_dir, tmp_path_factory):
 
 def engine(policy_file, *options):
     """The engine with the options of a command line, in this process."""
-    from nemo_aligner.synthetic.chat_models import ModelParser, open_model, text_form
+    from chat_models import ModelParser, open_model, text_form
 
     parser = ModelParser(
         "", greedy="False", top_p=1.0, top_k=0, repetition_penalty=1.0, end_strings=None

@@ -11,13 +11,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from chat_models import Sampling, ServedChatModel
 
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.server_rules import RewardServersSpec, read_reward_servers
 from nemo_aligner.core.errors import ConfigError, LostPeerError, UserError
 from nemo_aligner.servers.reward_function import RewardFunction, RewardFunctionError
 from nemo_aligner.servers.web import NoReplyError, RewardServers, post_json
-from nemo_aligner.synthetic.chat_models import Sampling, ServedChatModel
 from tests.json_server import JsonServer
 from tests.patience import patience
 

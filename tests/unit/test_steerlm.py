@@ -13,8 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
+import annotation
 import numpy as np
 import pytest
+from annotation import AttributeModel, annotate
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
 from omegaconf import OmegaConf
 
@@ -26,8 +28,7 @@ from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
-from nemo_aligner.synthetic import annotation
-from nemo_aligner.synthetic.annotation import AttributeModel, annotate, check_conversation
+from nemo_aligner.synthetic.command_line import check_conversation
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, answer, http, triton_config
 

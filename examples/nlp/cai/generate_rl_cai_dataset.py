@@ -17,11 +17,7 @@ import ast
 import random
 from pathlib import Path
 
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.responses import check_writable
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic.chat_models import (
+from chat_models import (
     ModelParser,
     Sampling,
     ServedChatModel,
@@ -32,8 +28,7 @@ from nemo_aligner.synthetic.chat_models import (
     text_form,
     unescaped,
 )
-from nemo_aligner.synthetic.command_line import open_records, write_records
-from nemo_aligner.synthetic.constitutional import (
+from constitutional import (
     Generator,
     candidates,
     check_shares,
@@ -42,6 +37,12 @@ from nemo_aligner.synthetic.constitutional import (
     red_team_prompt,
     split,
 )
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.responses import check_writable
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.synthetic.command_line import open_records, write_records
 
 NGC_URL = "https://integrate.api.nvidia.com/v1/chat/completions"
 KINDS = ("prompts", "comparisons")

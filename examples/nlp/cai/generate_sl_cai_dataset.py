@@ -18,19 +18,14 @@ import json
 import random
 from pathlib import Path
 
-from nemo_aligner.core.errors import UserError
-from nemo_aligner.generate.responses import check_writable, replaced
-from nemo_aligner.launch.endings import user_errors_end_the_job
-from nemo_aligner.parallel.environment import is_rank_zero
-from nemo_aligner.synthetic.chat_models import (
+from chat_models import (
     ModelParser,
     check_files,
     engine_trainer,
     open_model,
     text_form,
 )
-from nemo_aligner.synthetic.command_line import open_records, write_records
-from nemo_aligner.synthetic.constitutional import (
+from constitutional import (
     Generator,
     read_few_shot,
     read_principles,
@@ -38,6 +33,12 @@ from nemo_aligner.synthetic.constitutional import (
     revise,
     revised_conversation,
 )
+
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.responses import check_writable, replaced
+from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.parallel.environment import is_rank_zero
+from nemo_aligner.synthetic.command_line import open_records, write_records
 
 
 def parser() -> ModelParser:

@@ -19,14 +19,16 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.synthetic.command_line import (
     add_attributes,
     add_files,
+    check_conversation,
     open_records,
 )
 
 
 @user_errors_end_the_job
 def main() -> None:
+    from annotation import AttributeModel, annotate
+
     from nemo_aligner.data.nlp.steerlm import read_attributes
-    from nemo_aligner.synthetic.annotation import AttributeModel, annotate, check_conversation
 
     parser = CommandParser(takes_words=False, description=__doc__)
     add_files(parser)

@@ -16,6 +16,7 @@ from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.synthetic.command_line import (
     add_attributes,
     add_files,
+    check_conversation,
     open_records,
     write_records,
 )
@@ -24,7 +25,6 @@ from nemo_aligner.synthetic.command_line import (
 @user_errors_end_the_job
 def main() -> None:
     from nemo_aligner.data.nlp.steerlm import read_attributes, regression_records
-    from nemo_aligner.synthetic.annotation import check_conversation
 
     parser = CommandParser(takes_words=False, description=__doc__)
     add_files(parser)

@@ -135,13 +135,6 @@ def annotate(
     return len(records) - done
 
 
-def check_conversation(record: Record) -> int:
-    """How many responses a conversation has; for `Records`."""
-    if "conversations" not in record:
-        raise UserError(f"field 'conversations' is missing; the line has {sorted(record)}.")
-    return len(scored_turns(record))
-
-
 def _requests(
     records: Records, first: int, model: AttributeModel, turns_per_request: int
 ) -> Iterator[_Asked]:

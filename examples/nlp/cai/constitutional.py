@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chat_models import ChatModel, TextForm, Turn
 from nemo.utils import logging
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
@@ -25,7 +26,6 @@ from nemo_aligner.data.nlp.growing_files import append_lines, complete_lines
 from nemo_aligner.data.nlp.nemo_chat import RESPONDER, USER
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.parallel.collectives import on_rank_zero
-from nemo_aligner.synthetic.chat_models import ChatModel, TextForm, Turn
 
 Result = dict[str, Any]
 NUMBER, SKIPPED = "number", "skipped"
