@@ -12,8 +12,8 @@ class JsonServer:
     """Serves inside a `with` block.
 
     Args:
-        reply: (path, fields of the request) -> what becomes JSON, or (HTTP status, bytes), or None
-            for silence.
+        reply: (path, fields of the request) -> what becomes JSON, or (HTTP status, bytes, and may
+            be more headers), or None for silence.
 
     Attributes:
         requests, headers: of each request, in the order in which they came.
@@ -33,12 +33,14 @@ class JsonServer:
                 if found is None:
                     time.sleep(1.0)
                     return
-                status, content = found if isinstance(found, tuple) else (200, None)
+                status, content, *more = found if isinstance(found, tuple) else (200, None)
                 content = json.dumps(found).encode() if content is None else content
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 if 300 <= status < 400:
                     self.send_header("Location", "http://elsewhere/?key=hidden")
+                for header in more[0].items() if more else ():
+                    self.send_header(*header)
                 self.end_headers()
                 self.wfile.write(content)
 

@@ -985,6 +985,27 @@ MUTANTS = [
         _unit("test_reward_url.py", "test_what_is_no_score_is_one_error_or_the_fallback"),
     ),
     Mutant(
+        "a judge is asked the same twice at once",
+        "servers/judge.py",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "pass",
+        _unit("test_judge.py", "test_nothing_is_asked_twice_and_numbers_do_not_depend_on_order"),
+    ),
+    Mutant(
+        "a judge's score outside its scale is a reward",
+        "config/judge_rules.py",
+        'self.options["least"] <= score <= self.options["most"]',
+        'score < float("inf")',
+        _unit("test_judge.py", "test_the_score_in_a_reply"),
+    ),
+    Mutant(
+        "a judge is asked although its budget is spent",
+        "servers/judge.py",
+        "if requests > 0 and budget is not None and count >= budget:",
+        "if requests > 0 and budget is not None and count >= 2 * budget:",
+        _unit("test_judge.py", "test_a_budget_ends_the_job_and_not_a_reward"),
+    ),
+    Mutant(
         "half a reply of a web server is taken for all of it",
         "servers/web.py",
         "if not piece and length is not None:",

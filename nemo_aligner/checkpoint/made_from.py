@@ -23,6 +23,7 @@ from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.megatron import locate
 from nemo_aligner.config.access import shown_url
+from nemo_aligner.config.judge_rules import text_of
 from nemo_aligner.config.values import leaves, plain_dict
 from nemo_aligner.core.content import content_samples
 from nemo_aligner.core.errors import UserError
@@ -210,6 +211,10 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
         file = source.rpartition(":")[0]
         # A web server may come up elsewhere, and a file may move.
         name = "web servers" if "://" in source else Path(source).name
+        if values["trainer.*.judge.url"] is not None:
+            source = name = f"the judge {values['trainer.*.judge.model']}"
+            asked = (values[f"trainer.*.judge.{each}"] for each in ("prompt", "system", "score"))
+            settings["texts of the judge"] = _hash(*(text_of(str(each)) for each in asked))
         objective["reward"] = {"shown": shown_url(source), "content": _hash(name)}
         if given and "://" not in source:
             settings["code of the reward"] = _by_content(source, file)

@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token, shown_url
+from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.parallel_rules import EP_REMEDY
-from nemo_aligner.config.server_rules import (
-    check_kind_of_rewards,
-    read_reward_models,
-    read_reward_servers,
-)
+from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
@@ -46,11 +43,11 @@ def check_remote(v: Values, remote: str) -> None:
 
 
 def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
-    """Check a reward function or an environment, and that nothing beside it gives rewards."""
+    """Check what gives the rewards in the job, and that nothing beside it does."""
     section, environment = f"trainer.{kind}", f"model.{kind}.environment.path"
     check_kind_of_rewards(v, section)
-    read_reward_servers(v.get(section), section)
-    own = {key: v.get(key) for key in (f"{section}.reward_fn", environment)}
+    read_web_rewards(v.get(section), section)
+    own = {k: v.get(k) for k in (f"{section}.reward_fn", f"{section}.judge.url", environment)}
     given = [f"{key}={shown_url(str(name))}" for key, name in own.items() if name is not None]
     if not given:
         return

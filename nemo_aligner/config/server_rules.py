@@ -227,15 +227,17 @@ class RewardServersSpec:
         return f"the reward server {', '.join(map(shown_url, self.urls))}"
 
 
-def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | None:
-    """The web servers that `reward_fn` of `options`, the section called `section`, names; None if
-    it is null or a Python function.
+def read_reward_servers(
+    options: Mapping, section: str, key: str = "reward_fn"
+) -> RewardServersSpec | None:
+    """The web servers that `key` of `options`, the section called `section`, names; None if it is
+    `reward_fn`, and null or a Python function.
     """
-    setting, reward_fn = f"{section}.reward_fn", options["reward_fn"]
+    setting, reward_fn, may_be_code = f"{section}.{key}", options[key], key == "reward_fn"
     given = _as_list(reward_fn)
     texts = [value for value in given if isinstance(value, str) and value.strip()]
     urls = [value for value in texts if value.lower().startswith(("http://", "https://"))]
-    if not urls and (reward_fn is None or len(texts) == len(given) == 1):
+    if not urls and may_be_code and (reward_fn is None or len(texts) == len(given) == 1):
         for key in ("reward_token_file", "reward_tls_ca_file"):
             if options[key] is not None:
                 raise ConfigError(
@@ -245,8 +247,9 @@ def read_reward_servers(options: Mapping, section: str) -> RewardServersSpec | N
         return None
     if not urls or len(urls) < len(given) or len(set(urls)) < len(urls):
         raise ConfigError(
-            f"{setting}={shown_url(str(reward_fn))} must be path/to/file.py:function, an address "
-            "http://... or https://..., or a list of different addresses."
+            f"{setting}={shown_url(str(reward_fn))} must be "
+            f"{'path/to/file.py:function, ' if may_be_code else ''}an address http://... or "
+            "https://..., or a list of different addresses."
         )
     for url in urls:
         if not is_web_address(url):

@@ -24,7 +24,8 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import read_state, step_to_resume
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.server_rules import read_reward_servers
+from nemo_aligner.config.judge_rules import JudgeSpec, read_web_rewards
+from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
 from nemo_aligner.data.nlp.builders import (
@@ -51,10 +52,11 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.critic_client import CriticStatus
 from nemo_aligner.servers.environment import PythonEnvironment
+from nemo_aligner.servers.judge import JudgeWorker
 from nemo_aligner.servers.reward_function import RewardFunction
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient, RewardsInJob, ScoreSource
 from nemo_aligner.servers.web import TAKEN, RewardServers
-from nemo_aligner.servers.worker import LoadError, load_named
+from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
@@ -225,8 +227,8 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
 def start_score_source(
     cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
 ) -> ScoreSource | None:
-    """What `model.<kind>.environment` or `trainer.<kind>.reward_fn` names; None: servers of this
-    package give the rewards. All ranks call it. Its processes end with the job.
+    """What `model.<kind>.environment`, `trainer.<kind>.reward_fn` or `judge` names; None: servers
+    of this package give the rewards. All ranks call it. Its processes end with the job.
 
     Args:
         cfg: the whole configuration.
@@ -245,7 +247,7 @@ def start_score_source(
             atexit.register(policy.environment.close)
         return policy.environment
     options, section = cfg.trainer[kind], f"trainer.{kind}"
-    if options.reward_fn is None:
+    if options.reward_fn is None and options.judge.url is None:
         return None
     function = None
     with failing_together():
@@ -275,7 +277,7 @@ def check_names(function: RewardFunction, record: Mapping[str, Any]) -> None:
             f"which gets the lengths: write (prompts, responses, lengths, {name})."
         )
     taken = [name for name in TAKEN if name in record]
-    if function.is_served and taken:
+    if function.is_served and taken and ALL_COLUMNS in function.columns:
         logging.warning(
             f"{function.title} does not get these columns of the records, as its own fields have "
             f"the names: {', '.join(taken)}. Rename them in the data if it needs them."
@@ -298,9 +300,10 @@ def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnviro
 def _function(
     options: DictConfig, section: str, policy: Any, init_timeout_s: float
 ) -> RewardFunction:
-    servers = read_reward_servers(options, section)
+    servers = read_web_rewards(plain_dict(options, resolve=True), section)
+    kind = JudgeWorker if isinstance(servers, JudgeSpec) else None
     return RewardFunction(
-        RewardServers(servers, init_timeout_s) if servers else options.reward_fn,
+        RewardServers(servers, init_timeout_s, kind) if servers else options.reward_fn,
         policy.tokenizer,
         workers=options.reward_fn_workers * (len(servers.urls) if servers else 1),
         timeout_s=options.reward_fn_timeout_s,

@@ -92,8 +92,9 @@ class RewardFunction:
         setting = f"{key}={spec}"
         self.is_served = isinstance(spec, RewardServers)
         make: Callable[[], Any]
+        self._most = MAX_CHUNK
         if isinstance(spec, RewardServers):
-            self.title, make = str(spec.spec), spec.worker
+            self.title, make, self._most = str(spec.spec), spec.worker, spec.kind.most
         else:
             self.title = f"the reward function {spec}"
             example = "examples/rewards/arithmetic.py:exact_answer"
@@ -239,7 +240,7 @@ class RewardFunction:
         request.future.add_done_callback(lambda _: self._requests.discard(request))
         # A few chunks per process, so that they finish together; a server has more at once.
         chunks = self.workers * (1 if self.is_served else 4)
-        size = min(max(len(samples) // chunks, 1), MAX_CHUNK)
+        size = min(max(len(samples) // chunks, 1), self._most)
 
         def message(_worker: Any, left: Sequence[int]) -> tuple[list[Any], float]:
             return [samples[index] for index in left], self.timeout_s

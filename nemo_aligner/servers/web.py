@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON over HTTP, to web servers that know nothing of this package."""
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -25,6 +26,7 @@ from nemo_aligner.servers.worker import ALL_COLUMNS, BadValueError, Outcome, Sam
 
 MAX_LOST = 3  # servers that end or fall silent with the same samples, which may be the reason
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+LONGEST_ASKED_S = 60.0  # of a pause that a server asks for
 TAKEN = ("query", "prompts", "responses", "lengths")  # names of a request that no column has
 SCORES = ("rewards", "scores", "reward", "score")
 
@@ -39,7 +41,10 @@ class NoReplyError(ServerRequestError):
     Attributes:
         may_pass: another try may succeed.
         was_sent: the server may have been at work on the request when it ended.
+        pause_s: that the server asks for before another try.
     """
+
+    pause_s = 0.0
 
     def __init__(self, url: str, why: str, may_pass: bool = True, was_sent: bool = False):
         super().__init__(f"the server {shown_url(url)} {why}.")
@@ -89,7 +94,10 @@ def post_json(
         elif 300 <= error.code < 400:
             text += f" (it names {shown_url(error.headers.get('Location', 'nothing'))})"
         why = f"replied with HTTP {error.code}: {text}"
-        raise NoReplyError(url, why, may_pass=error.code in try_again) from None
+        refusal = NoReplyError(url, why, may_pass=error.code in try_again)
+        asked = error.headers.get("Retry-After", "")
+        refusal.pause_s = min(float(asked), LONGEST_ASKED_S) if asked.isdecimal() else 0.0
+        raise refusal from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         was_sent = not isinstance(error, urllib.error.URLError)
@@ -125,26 +133,40 @@ def error_text(content: bytes) -> str:
         return one_line(content[:500].decode("utf-8", "replace"))
 
 
+def chat_text(content: bytes) -> str:
+    """The text of a chat completion, a reply in OpenAI's form; `BadValueError`: it is none."""
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
+        text = json.loads(content)["choices"][0]["message"]["content"]
+        if text is None or isinstance(text, str):
+            return text or ""
+    shown = one_line(content[:200].decode("utf-8", "replace")) or "nothing"
+    raise BadValueError(f"something else than a chat completion: {shown}")
+
+
 class RewardServers:
     """Web servers in place of a function; samples wait for them up to `init_timeout_s`."""
 
-    def __init__(self, spec: RewardServersSpec, init_timeout_s: float):
-        self.spec, self.init_timeout_s = spec, init_timeout_s
+    def __init__(
+        self, spec: RewardServersSpec, init_timeout_s: float, kind: "type[UrlWorker] | None" = None
+    ):
+        self.spec, self.init_timeout_s, self.kind = spec, init_timeout_s, kind or UrlWorker
         self._firsts = itertools.cycle(range(len(spec.urls)))
 
     def worker(self) -> "UrlWorker":
-        return UrlWorker(self, next(self._firsts))
+        return self.kind(self, next(self._firsts))
 
 
 class UrlWorker:
     """Has samples scored by a server; a `WorkerProcess` for `RewardFunction`."""
+
+    most = 32  # samples that it gets at once
 
     def __init__(self, servers: RewardServers, first: int):
         self._servers, self._place = servers, first
         self._closed = threading.Event()
         self._outcomes: deque[Outcome] = deque()
 
-    def load(self) -> tuple[str, str]:
+    def load(self) -> Sequence[str]:
         return "lengths", ALL_COLUMNS
 
     def kill(self) -> None:
@@ -159,7 +181,7 @@ class UrlWorker:
     def send(self, samples: Sequence[Sample], timeout_s: float) -> None:
         """Have samples scored, each within `timeout_s`; `LostPeerError`: no server replied."""
         try:
-            scores = _scores_in(self._reply(samples, timeout_s * len(samples)))
+            scores = _scores_in(self._reply(_fields(samples), timeout_s * len(samples)))
             if len(scores) != len(samples):
                 raise BadValueError(f"it gave {len(scores)} scores for {len(samples)} samples")
         except (NoReplyError, BadValueError) as error:
@@ -170,15 +192,20 @@ class UrlWorker:
     def receive(self, timeout_s: float) -> Outcome:
         return self._outcomes.popleft()
 
-    def _reply(self, samples: Sequence[Sample], limit_s: float) -> bytes:
+    def _post(self, fields: dict[str, Any], limit_s: float) -> bytes:
+        """The reply of the server whose turn it is."""
+        spec = self._servers.spec
+        return post_json(spec.urls[self._place], fields, spec.token, limit_s, spec.tls)
+
+    def _reply(self, fields: dict[str, Any], limit_s: float) -> bytes:
         """The reply of the first server that gives one."""
         servers, spec, lost, pause = self._servers, self._servers.spec, 0, FIRST_PAUSE_S
-        fields, begin = _fields(samples), time.monotonic()
+        begin = time.monotonic()
         for tries in itertools.count(1):
             try:
-                return post_json(spec.urls[self._place], fields, spec.token, limit_s, spec.tls)
+                return self._post(fields, limit_s)
             except NoReplyError as error:
-                lost += error.was_sent
+                lost, asked_s = lost + error.was_sent, error.pause_s
                 if not error.may_pass or lost == MAX_LOST:
                     raise
                 waited = time.monotonic() - begin
@@ -192,7 +219,7 @@ class UrlWorker:
             progress.made()
             self._place = (self._place + 1) % len(spec.urls)
             if tries % len(spec.urls) == 0:
-                self._closed.wait(pause)
+                self._closed.wait(max(pause, asked_s))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise AssertionError("the loop does not end")
 

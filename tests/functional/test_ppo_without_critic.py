@@ -176,6 +176,35 @@ def test_a_function_and_a_web_server_give_the_same_run_at_another_split(tmp_path
 
 
 @pytest.mark.full
+def test_a_judge_is_asked_once_and_gives_the_same_run_at_another_split(tmp_path, inputs, answers):  # noqa: F811
+    """The second job has its folder of answers, and no server."""
+
+    def reply(_path, fields):
+        answer, _, response = fields["messages"][0]["content"].partition(" ")
+        score = json.dumps({"score": score_of(response, 0, answer)})
+        return {"choices": [{"message": {"content": f"Well, {score}"}}]}
+
+    (tmp_path / "rubric.txt").write_text("{answer} {response}")
+    with JsonServer(reply) as server:
+        judge = f"url: {server.url}, model: m, prompt: {tmp_path}/rubric.txt, score: score"
+        judge += f", least: 0, most: 99, cache: {tmp_path}/kept, budget_requests: 999"
+        few = [answers, "trainer.ppo.max_steps=2", f"trainer.ppo.judge={{{judge}}}"]
+        with grpo(inputs, tmp_path / "one", *few) as job:
+            assert_ended_well(job, job.wait(240))
+        asked = [json.dumps(each) for each in server.requests]
+    assert len(asked) == len(set(asked)) == len([*tmp_path.glob("kept/*/*.json")]) > 0
+    few.append("remote_critic_rm.init_timeout_s=1")
+    with grpo(inputs, tmp_path / "two", *few, ranks=2) as job:
+        assert_ended_well(job, job.wait(240))
+    assert_right_rewards(tmp_path / "one")
+    assert samples_of(tmp_path / "two") == samples_of(tmp_path / "one")
+    for key in COMPARED:
+        expected = read_metrics(tmp_path / "one/actor", key)
+        found = read_metrics(tmp_path / "two/actor", key)
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5) and len(found) >= 2
+
+
+@pytest.mark.full
 def test_grpo_with_a_function_resumes_after_a_kill_as_if_nothing_had_been(
     tmp_path,
     inputs,  # noqa: F811

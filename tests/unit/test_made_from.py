@@ -124,6 +124,7 @@ def test_each_key_that_is_compared_is_one_of_a_job():
 
 
 PPO = "trainer.ppo."
+JUDGE = {PPO + "judge.url": "http://a", PPO + "judge.model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,12 @@ PPO = "trainer.ppo."
         ({PPO + "reward_fn": "r.py:f"}, {PPO + "reward_fn": "moved/r.py:f"}, None),
         ({PPO + "reward_fn": "r.py:f"}, {PPO + "reward_fn": "r.py:g"}, "reward +r.py:f"),
         ({PPO + "reward_fn": "http://a/x"}, {PPO + "reward_fn": ["http://b", "http://c"]}, None),
+        (
+            JUDGE,
+            JUDGE | {PPO + "judge.url": ["http://b"], PPO + "judge.prompt": "{response}"},
+            None,
+        ),
+        (JUDGE, JUDGE | {PPO + "judge.model": "n"}, "reward +the judge m .* +the judge n "),
         ({}, {"model.ppo.environment.path": "e.py:E"}, "reward +servers"),
         ({}, {"model.data.chat_template": "t.jinja"}, "chat template +tokenizer"),
         ({}, {"model.data.chat_template": "tokenizer"}, None),

@@ -11,18 +11,18 @@ together with; a server of others promises that as far as it honours seeds.
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_aligner.config.access import is_web_address, shown_url
-from nemo_aligner.core.errors import UserError, one_line
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.chat_records import Message
 from nemo_aligner.generate.settings import RESTORE_KEY, CommandParser, compose_settings
 from nemo_aligner.parallel.collectives import on_rank_zero
-from nemo_aligner.servers.web import TRY_AGAIN, NoReplyError, post_json
+from nemo_aligner.servers.web import TRY_AGAIN, NoReplyError, chat_text, post_json
+from nemo_aligner.servers.worker import BadValueError
 
 if TYPE_CHECKING:
     from nemo_aligner.core.tokenizer import Tokenizer
@@ -141,14 +141,9 @@ class ServedChatModel:
             self.url, fields, self._api_key, self.timeout_s, try_again=(*TRY_AGAIN, 500)
         )
         try:
-            text = json.loads(content)["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
-            shown = one_line(content[:200].decode("utf-8", "replace")) or "nothing"
-            what = f"replied with something else than a chat completion: {shown}"
-            raise NoReplyError(self.url, what) from None
-        if text is not None and not isinstance(text, str):
-            raise NoReplyError(self.url, f"replied with a message that is no text: {text!r}")
-        return text or ""
+            return chat_text(content)
+        except BadValueError as error:
+            raise NoReplyError(self.url, f"replied with {error}") from None
 
 
 def read_api_key(path: str | None, variable: str) -> str | None:

@@ -248,13 +248,13 @@ class RemoteCriticRM(Remote):
 
     Attributes:
         combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
-            server does. False too where it is not set and `reward_fn`, an environment or
+            server does. False too where it is not set and `reward_fn`, a judge, an environment or
             `reward_models` is, or there is no critic
     """
 
     combine_rm_and_critic_server: bool = key(
         "${critic_gives_rewards:${trainer.ppo.advantage_estimator},${trainer.pp"
-        "o.reward_fn},${model.ppo.environment.path},${.reward_models}}"
+        "o.reward_fn},${trainer.ppo.judge.url},${model.ppo.environment.path},${.reward_models}}"
     )
     critic: CriticAddress = section()
 

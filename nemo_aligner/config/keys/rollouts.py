@@ -139,7 +139,8 @@ class FunctionWorkers:
 
     Attributes:
         reward_fn_workers, reward_fn_timeout_s: **new**: processes that call it, on each rank that
-            generates, or requests at a time to each address; time limit per sample in seconds
+            generates, or requests at a time to each address; time limit per sample, or per reply
+            of a judge, in seconds
         reward_fn_fallback: **new**: reward of a sample for which there is none; null: the job
             ends, and of a server the request fails, and with it the job that sent it
     """
@@ -170,6 +171,45 @@ class RewardFunction(FunctionWorkers):
 
 
 @dataclass
+class Judge:
+    """A judge, a language model that gives rewards.
+
+    Attributes:
+        url, model: **new**: `http://.../v1/chat/completions`, or a list of addresses of the same
+            model, and its name there ([rewards](rewards.md#a-judge)); null: there is no judge
+        prompt, system: **new**: the user's message and the one before it, each a text or the path
+            of its file, with `{prompt}`, `{response}` and columns of the records in braces; `{{`
+            and `}}` are braces
+        score, least, most: **new**: where a reply has its score: a JSON field, such as
+            `verdict.score`, or a regular expression with one group, of which the last one counts;
+            the ends of the scale, outside of which a score is none
+        tries: **new**: how often it is asked for a score, from the second time on with another
+            seed, and with temperature 1 where it is 0
+        temperature, max_tokens, seed, request: **new**: of a reply; more fields of a request,
+            such as `{top_p: 0.9}`, also in place of those, where null leaves one out
+        cache: **new**: folder that keeps the replies, none of which is then asked for again
+        budget_requests, budget_tokens: **new**: what the replies in `cache` may cost in all,
+            whichever jobs and ranks ask; the job that would spend more ends
+    """
+
+    url: Any = key(None)
+    model: str | None = key(None)
+    prompt: str | None = key(None)
+    system: str | None = key(None)
+    score: str | None = key(None)
+    least: float | None = key(None)
+    most: float | None = key(None)
+    tries: int = key(3, at_least=1)
+    temperature: float = key(0.0, at_least=0)
+    max_tokens: int = key(512, at_least=1)
+    seed: int = key(0, at_least=0)
+    request: dict | None = key(None, free=True)
+    cache: str | None = key(None)
+    budget_requests: int | None = key(None, at_least=1)
+    budget_tokens: int | None = key(None, at_least=1)
+
+
+@dataclass
 class RolloutAlarms(Alarms):
     """Alarms of jobs that roll out.
 
@@ -196,6 +236,7 @@ class RolloutLoop(Loop, RewardFunction):
 
     max_epochs: int = key(1, at_least=1)
     val_check_interval: int = key(10, at_least=0)
+    judge: Judge = section()
     reward_token_file: str | None = key(None)
     reward_tls_ca_file: str | None = key(None)
     run_init_validation: bool = key(False)
