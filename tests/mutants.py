@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "data-parallel ranks that generate together get each other's responses",
         "generation/split.py",
-        "for _, lengths, _ in batches[:rank])",
-        "for _, lengths, _ in batches[rank + 1 :])",
+        "for _, lengths, *_ in batches[:rank])",
+        "for _, lengths, *_ in batches[rank + 1 :])",
         (
             f"{DISTRIBUTED}test_generation_splits.py::test_texts_are_those_of_the_split_of_training",
         ),
@@ -1945,10 +1945,38 @@ MUTANTS = [
         _unit("test_front.py", "test_what_must_not_enter_is_refused"),
     ),
     Mutant(
+        "agents may change what was said",
+        "servers/agents.py",
+        "if one != other:",
+        "if False:",
+        _unit("test_agents.py", "test_a_history_that_differs_is_refused"),
+    ),
+    Mutant(
+        "a session of a silent agent is lost",
+        "servers/agents.py",
+        "if session.tries < TRIES:",
+        "if False:",
+        _unit("test_agents.py", "test_the_session_of_a_silent_agent_is_played_again_by_another"),
+    ),
+    Mutant(
+        "a session that could not go on counts as ended by itself",
+        "servers/agents.py",
+        "Reply(session.unread, reward, not session.unread)",
+        "Reply((), reward, True)",
+        _unit("test_agents.py", "test_agents_get_the_samples_that_a_class_gets"),
+    ),
+    Mutant(
+        "the token that ended a response is read twice",
+        "data/nlp/chat_template.py",
+        "return ids[1:] if ids[:1] == list(response[-1:]) else ids",
+        "return ids",
+        _unit("test_agents.py", "test_the_tokens_after_a_response_are_those_of_the_template"),
+    ),
+    Mutant(
         "a server lets requests without the token through",
         "servers/admission.py",
-        'return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())',
-        "return True",
+        "if wanted and not hmac.compare_digest(given.encode(), wanted.encode()):",
+        "if False:",
         _unit("test_front.py", "test_requests_bring_the_token"),
     ),
     Mutant(

@@ -27,9 +27,13 @@ class ScriptedEnvironment:
         self.reply, self.max_turns = reply, max_turns
         self.draws = random.Random(seed)
         self.waiting, self.open, self.most_waiting = [], set(), 0
+        self.logprobs = {}  # by conversation: of the tokens of its responses
 
-    def submit(self, number, seed, prompt, responses):
+    def submit(self, number, seed, prompt, responses, details):
+        """The number of a record, where there is one, must be three times the seed."""
         assert (number in self.open) == (len(responses) > 1)
+        assert details.record in (None, 3 * seed)
+        self.logprobs.setdefault(number, []).extend(details.logprobs or ())
         self.open.add(number)
         self.waiting.append((number, prompt, responses))
         self.most_waiting = max(self.most_waiting, len(self.waiting))

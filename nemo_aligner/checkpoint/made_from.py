@@ -181,6 +181,7 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
         key.replace(f".{section}.", ".*."): value
         for key, value in leaves(plain_dict(tree, resolve=True))
     }
+    agents_port = values.pop("model.*.environment.port", None)  # which one, does not matter
     objective: dict[str, Any] = {"job": section}
     if "trainer.*.use_absolute_kl" in values:
         values["trainer.*.kl_estimator"] = name_kl_estimator(
@@ -207,7 +208,7 @@ def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, An
     objective["chat template"] = _by_content(template, template)
     if "trainer.*.reward_fn" in values:
         given = values.get("model.*.environment.path") or values["trainer.*.reward_fn"]
-        source = str(given or "servers of this package")
+        source = str(given or (agents_port and "agents") or "servers of this package")
         file = source.rpartition(":")[0]
         # A web server may come up elsewhere, and a file may move.
         name = "web servers" if "://" in source else Path(source).name

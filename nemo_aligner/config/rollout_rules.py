@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.access import client_tls, read_token, shown_url
+from nemo_aligner.config.access import client_tls, read_token, server_token, shown_url
 from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
@@ -44,10 +44,11 @@ def check_remote(v: Values, remote: str) -> None:
 
 def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     """Check what gives the rewards in the job, and that nothing beside it does."""
-    section, environment = f"trainer.{kind}", f"model.{kind}.environment.path"
+    section, environment = f"trainer.{kind}", f"model.{kind}.environment"
+    turns = [f"{environment}.{key}" for key in ("path", "port")]
     check_kind_of_rewards(v, section)
     read_web_rewards(v.get(section), section)
-    own = {k: v.get(k) for k in (f"{section}.reward_fn", f"{section}.judge.url", environment)}
+    own = {k: v.get(k) for k in (f"{section}.reward_fn", f"{section}.judge.url", *turns)}
     given = [f"{key}={shown_url(str(name))}" for key, name in own.items() if name is not None]
     if not given:
         return
@@ -61,7 +62,9 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
         )
     if v.get(f"{remote}.reward_models"):
         raise ConfigError(f"{gives}, so {remote}.reward_models would not be asked; leave it null.")
-    if own[environment] is not None and v.get(f"{section}.overlong_buffer_len", 0):
+    if own[turns[1]] is not None:
+        server_token(v.get(f"{environment}.host"), v.get(f"{environment}.token_file"), environment)
+    if any(own[key] is not None for key in turns) and v.get(f"{section}.overlong_buffer_len", 0):
         raise ConfigError(
             f"{section}.overlong_buffer_len={v.get(f'{section}.overlong_buffer_len')} is for "
             f"single responses, but {given[0]} makes samples of several; set it to 0, and let the "

@@ -34,6 +34,7 @@ class WaitingSample:
     prompt: tuple[int, ...]  # its ids
     limit: int  # longest R; of several turns, at the end of the first
     seed: int  # of its random stream
+    record: int | None = None  # number of the prompt's record, if it has one
 
 
 @dataclass
@@ -212,6 +213,14 @@ class DecodingBatch:
         held.pauses, held.limit = True, len(held.ids)
         self._set([slot])
         return tuple(held.ids[held.start :])
+
+    def response_logprobs(self, slot: int) -> tuple[float, ...] | None:
+        """Those of the tokens of the response that has ended in `slot`, if they are computed."""
+        if self.logprobs is None:
+            return None
+        held = self.in_slots[slot]
+        drawn = len(held.ids) - held.foreign
+        return tuple(self.logprobs[slot, drawn - len(held.ids) + held.start : drawn].tolist())
 
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
         """Append an observation to the sample in `slot`, of at most `longest` tokens; its pause

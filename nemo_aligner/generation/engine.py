@@ -30,6 +30,7 @@ from nemo_aligner.generation.cache import DecodingPass, FeedingPass
 from nemo_aligner.generation.decoding_model import DecodingModel, StepGraphs
 from nemo_aligner.generation.interface import (
     Conversation,
+    Details,
     Environment,
     GenerationOutput,
     GenerationParams,
@@ -125,6 +126,7 @@ class MegatronGenerator:
         on_tokens: OnTokens | None = None,
         environment: Environment | None = None,
         slots: int | None = None,
+        records: Tensor | None = None,
     ) -> GenerationOutput:
         """Generate one response to each prompt, or with an `environment` a conversation; every
         rank of a TP x PP x CP group calls it.
@@ -149,6 +151,7 @@ class MegatronGenerator:
                 or where an observation leaves no room for a response.
             slots: samples that are decoded together at most, by all ranks that divide them; None:
                 all.
+            records: int64 `[b]`, numbers of the prompts' records, for an environment that asks.
 
         Returns:
             The responses, on `get_device()`; the same on all ranks of a model.
@@ -158,7 +161,9 @@ class MegatronGenerator:
                 vocabulary; or the environment failed.
             RuntimeError: the model's logits are not finite.
         """
-        inputs = prompts, prompt_lengths, sample_seeds
+        inputs: Prompts = prompts, prompt_lengths, sample_seeds
+        if records is not None:
+            inputs = *inputs, records
         slots = min(slots or len(prompts), len(prompts))
         with self._decoding_model() as model:
             return self._generate(model, inputs, params, slots, environment, on_tokens)
@@ -180,8 +185,8 @@ class MegatronGenerator:
             self._check(*inputs[:2])
         own_slots = math.ceil(slots / self._dividing_ranks())
 
-        def decode(prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
-            batches = iter([(prompts, lengths, seeds)])
+        def decode(*inputs: Tensor) -> GenerationOutput:
+            batches = iter([inputs])
             run = _Decoding(self, model, batches, params, own_slots, environment, on_tokens)
             return self._joined(sorted(run.samples(), key=lambda sample: sample.number))
 
@@ -229,9 +234,9 @@ class MegatronGenerator:
                 return
 
             def checked() -> Iterator[Prompts]:
-                for prompts, lengths, seeds in batches:
-                    self._check(prompts, lengths)
-                    yield prompts, lengths, seeds
+                for inputs in batches:
+                    self._check(*inputs[:2])
+                    yield inputs
 
             ready: list[FinishedSample] = []
             for sample in _Decoding(self, model, checked(), params, slots, environment).samples():
@@ -523,9 +528,9 @@ class _Decoding:
             conversation.responses.append(self.batch.pause(slot))
             conversation.is_end = is_end
             if self.generator.asks_environment:
-                environment.submit(
-                    sample.number, sample.seed, sample.prompt, tuple(conversation.responses)
-                )
+                details = Details(is_end, sample.record, self.batch.response_logprobs(slot))
+                said = tuple(conversation.responses)
+                environment.submit(sample.number, sample.seed, sample.prompt, said, details)
 
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
         """Take the replies that have come: some conversations get an observation.
@@ -568,12 +573,11 @@ def _numbered(
 ) -> Iterator[list[WaitingSample]]:
     """The samples of each batch, numbered in the order in which they come."""
     number = 0
-    for prompts, lengths, seeds in batches:
-        rows = zip(prompts.tolist(), lengths.tolist(), seeds.tolist(), strict=True)
+    for inputs in batches:
         samples = []
-        for tokens, length, seed in rows:
+        for tokens, length, *seed_and_record in zip(*map(Tensor.tolist, inputs), strict=True):
             limit = min(length + max_length, longest)
-            samples.append(WaitingSample(number, tuple(tokens[:length]), limit, seed))
+            samples.append(WaitingSample(number, tuple(tokens[:length]), limit, *seed_and_record))
             number += 1
         yield samples
 

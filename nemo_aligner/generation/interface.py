@@ -154,6 +154,15 @@ class Reply:
     done: bool  # the conversation is over
 
 
+@dataclass(frozen=True)
+class Details:
+    """What there is to know of a response beside its ids."""
+
+    is_end: bool  # it ended by itself
+    record: int | None = None  # number of its prompt's record, where the prompts have numbers
+    logprobs: tuple[float, ...] | None = None  # of its tokens, where they are computed
+
+
 class Environment(Protocol):
     """The other side of conversations, as the engine sees it.
 
@@ -169,6 +178,7 @@ class Environment(Protocol):
         seed: int,
         prompt: tuple[int, ...],
         responses: tuple[tuple[int, ...], ...],
+        details: Details,
     ) -> None:
         """Ask for the reply to the last of `responses`, ids; returns at once.
 
@@ -176,6 +186,7 @@ class Environment(Protocol):
             number: of the conversation, in which one reply is asked for after the other.
             seed: of its random stream.
             prompt: ids.
+            details: of the last response.
         """
 
     def replies(self, wait: bool) -> Mapping[int, Reply]:
@@ -219,8 +230,9 @@ class Conversation:
 
 
 # Prompts int64 `[b, W]`, padded on the right, their lengths int64 `[b]`, and the seeds of the
-# samples' random streams, int64 `[b]`.
-Prompts = tuple[Tensor, Tensor, Tensor]
+# samples' random streams, int64 `[b]`; where an environment asks for them also the numbers of the
+# prompts' records, int64 `[b]`.
+Prompts = tuple[Tensor, ...]
 # Called after each step with the samples that got a token, int64 `[n]` places in the caller's
 # batch, and their tokens, int64 `[n]`.
 OnTokens = Callable[[Tensor, Tensor], None]

@@ -127,7 +127,7 @@ def drawn(batches: Iterator[Prompts], count: int) -> Iterator[Prompts]:
     waiting: list[Prompts] = []
     for batch in batches:
         waiting.append(batch)
-        if sum(len(lengths) for _, lengths, _ in waiting) >= count:
+        if sum(len(lengths) for _, lengths, *_ in waiting) >= count:
             yield joined_prompts(waiting)
             waiting = []
     if waiting:
@@ -135,10 +135,11 @@ def drawn(batches: Iterator[Prompts], count: int) -> Iterator[Prompts]:
 
 
 def joined_prompts(batches: list[Prompts]) -> Prompts:
-    prompts, lengths, seeds = zip(*batches, strict=True)
+    batches = [batch for batch in batches if len(batch[1])] or batches[:1]
+    prompts, *columns = zip(*batches, strict=True)
     width = max(rows.size(1) for rows in prompts)
     padded = [torch.nn.functional.pad(rows, (0, width - rows.size(1))) for rows in prompts]
-    return torch.cat(padded), torch.cat(lengths), torch.cat(seeds)
+    return torch.cat(padded), *map(torch.cat, columns)
 
 
 def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
@@ -175,10 +176,10 @@ def join(
         raise error or UserError(messages[0])
     batches = [batch for _, batch in found]
     rank = torch.distributed.get_rank(group)
-    first = sum(len(lengths) for _, lengths, _ in batches[:rank])
+    first = sum(len(lengths) for _, lengths, *_ in batches[:rank])
     device = inputs[0].device
-    prompts, lengths, seeds = (tensor.to(device) for tensor in joined_prompts(batches))
-    return (prompts, lengths, seeds), torch.arange(first, first + len(inputs[1]))
+    joined = tuple(tensor.to(device) for tensor in joined_prompts(batches))
+    return joined, torch.arange(first, first + len(inputs[1]))
 
 
 def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> GenerationOutput:
@@ -190,10 +191,9 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
     # A rank without samples of its own decodes a copy of the first: if experts are spread over
     # ranks, none may be absent.
     index = own if len(own) else torch.zeros(1, dtype=torch.int64)
-    prompts, lengths, seeds = (tensor[index.to(tensor.device)] for tensor in inputs)
     output, error = None, None
     try:
-        output = decode(prompts, lengths, seeds)
+        output = decode(*(tensor[index.to(tensor.device)] for tensor in inputs))
     except RuntimeError as failure:
         error = failure
     # By rank: the error message, and the width of the output.

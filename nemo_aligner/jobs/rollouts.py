@@ -42,7 +42,8 @@ def train_ppo(cfg: DictConfig) -> None:
             model.ppo.num_rollouts_per_prompt=8 trainer.ppo.reward_fn=path/to/file.py:function
 
     With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards
-    come from a Python class in processes of this job (docs/environments.md).
+    come from a Python class in processes of this job; with `model.ppo.environment.port` from
+    agents that talk to the policy over HTTP (docs/environments.md).
     """
     with long_imports():
         from nemo_aligner.algorithms.ppo import PPOTrainer

@@ -84,5 +84,6 @@ def check_job(cfg: DictConfig, config_name: str) -> list[str]:
 
 def reward_servers(cfg: DictConfig, kind: str) -> int:
     """How many servers give the rewards of the job `kind`: none if it has them by itself."""
-    own = cfg.trainer[kind]
-    return 0 if cfg.model[kind].environment.path or own.reward_fn or own.judge.url else 1
+    environment, own = cfg.model[kind].environment, cfg.trainer[kind]
+    in_job = environment.path or environment.port or own.reward_fn or own.judge.url
+    return 0 if in_job else 1

@@ -23,6 +23,7 @@ from nemo_aligner.algorithms.rollout_trainer import RolloutTrainer, updates_of_r
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.folders import read_state, step_to_resume
+from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.judge_rules import JudgeSpec, read_web_rewards
 from nemo_aligner.config.values import plain_dict
@@ -34,6 +35,9 @@ from nemo_aligner.data.nlp.builders import (
     build_train_valid_test_rlhf_datasets,
     collate_with_pad_to_max_batch,
 )
+from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat_records import holds_conversation
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
     RLHFDataset,
@@ -50,6 +54,8 @@ from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.servers.agent_door import AgentDoor
+from nemo_aligner.servers.agents import AgentEnvironment
 from nemo_aligner.servers.critic_client import CriticStatus
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.judge import JudgeWorker
@@ -246,6 +252,14 @@ def start_score_source(
             policy.environment = _environment(options, section, policy)
             atexit.register(policy.environment.close)
         return policy.environment
+    share = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if options.port is not None:
+        copies = gathered(policy.generator.asks_environment)
+        with failing_together():
+            records = PromptColumns(prompts, (ALL_COLUMNS,), share)
+            place = sum(copies[: share[0]])
+            policy.environment = _agents(cfg, kind, remote, policy, records, place)
+        return policy.environment
     options, section = cfg.trainer[kind], f"trainer.{kind}"
     if options.reward_fn is None and options.judge.url is None:
         return None
@@ -259,7 +273,6 @@ def start_score_source(
     if asked is None:
         return RewardsInJob(function, None)
     with failing_together():  # each rank checks its share of the records
-        share = torch.distributed.get_rank(), torch.distributed.get_world_size()
         columns = PromptColumns(prompts, asked, share)
     return RewardsInJob(function, columns)
 
@@ -295,6 +308,39 @@ def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnviro
         section=section,
         starts_workers=policy.generator.asks_environment,
     )
+
+
+def _agents(
+    cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
+) -> AgentEnvironment:
+    """What talks to agents, on the copy of the weights that is number `place`."""
+    options, section = cfg.model[kind].environment, f"model.{kind}.environment"
+    form, first = chat_form(cfg.model.data, policy.tokenizer), records.record(0)
+    if not isinstance(form, ChatTemplate) or not holds_conversation(first):
+        raise ConfigError(
+            f"{section}.port={options.port} needs prompts that are conversations and a chat "
+            f"template: the first one has {sorted(first)}, and model.data.chat_template="
+            f"{cfg.model.data.get('chat_template')}."
+        )
+    environment = AgentEnvironment(
+        form,
+        policy.tokenizer,
+        records.record,
+        policy.generation_params,
+        policy.generator.max_sequence_length,
+        max_turns=options.max_turns,
+        timeout_s=options.timeout_s,
+        fallback=options.fallback,
+        idle_timeout_s=cfg[remote].init_timeout_s,
+        section=section,
+    )
+    if policy.generator.asks_environment:
+        host, port = options.host, options.port + place
+        token = server_token(host, options.token_file, section)
+        door = AgentDoor(host, port, environment, token, f"{section}.port")
+        atexit.register(door.close)
+        logging.info(f"agents find the policy at http://{host}:{port}/v1/sessions")
+    return environment
 
 
 def _function(

@@ -122,7 +122,7 @@ class Admission:
         self._largest_body = access.largest_body
         self.leases = LeaseBook(access.lease_required)
         self.instance = uuid.uuid4().hex
-        self._credentials = token_header(access.token).get("Authorization")
+        self._token = access.token
 
     def admit(self, method: str, path: str, header: GetHeader) -> Admitted | None:
         """Return what the request is, before any of its body is read. None: it was about the lease
@@ -131,23 +131,16 @@ class Admission:
         Raises:
             RefusedError: it may not pass.
         """
-        if not self._has_token(header("Authorization")):
-            raise RefusedError(401, "this server asks for a token")
+        check_token(header, self._token)
         if header(INSTANCE_HEADER) not in (None, self.instance):
             raise RefusedError(503, "the server was started anew since this client connected")
         if method not in METHODS:
             raise RefusedError(501, f"Unsupported method ({method[:40]!r})")
-        length = _body_length(header)
+        length = body_length(header)
         if path == LEASE_PATH and any(each.is_exclusive for each in self.endpoints.values()):
             self._change_lease(method, length, header(LEASE_HEADER))
             return None
         return self._check(method, path, length, header)
-
-    def _has_token(self, credentials: str | None) -> bool:
-        """Whether this Authorization header has the token; takes as long for any."""
-        if self._credentials is None:
-            return True
-        return hmac.compare_digest((credentials or "").encode(), self._credentials.encode())
 
     def _change_lease(self, method: str, length: int, lease: str | None) -> None:
         """Give, renew or take back the lease of the actor that asks."""
@@ -186,7 +179,16 @@ class Admission:
         return Admitted(name, what, length, _head_size(header, length))
 
 
-def _body_length(header: GetHeader) -> int:
+def check_token(header: GetHeader, token: str | None) -> None:
+    """Refuse a request without the `token` of a server that has one; takes as long for any."""
+    wanted = token_header(token).get("Authorization", "")
+    given = header("Authorization") or ""
+    if wanted and not hmac.compare_digest(given.encode(), wanted.encode()):
+        raise RefusedError(401, "this server asks for a token")
+
+
+def body_length(header: GetHeader) -> int:
+    """The bytes of a request's body, which comes in one piece."""
     if header("Transfer-Encoding") is not None or header("Content-Encoding") is not None:
         raise RefusedError(411, "send the body in one piece, as it is, with Content-Length")
     length = header("Content-Length") or "0"

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo.utils import logging
+from typing_extensions import Self
 
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError, cause_in
 from nemo_aligner.core.tokenizer import response_text
 from nemo_aligner.core.types import Rollout, Scores
-from nemo_aligner.generation.interface import Reply
+from nemo_aligner.generation.interface import Details, Reply
 from nemo_aligner.servers.futures import FutureScores
 from nemo_aligner.servers.reward_function import shown
 from nemo_aligner.servers.schema import Arrays
@@ -53,18 +54,57 @@ def _cannot_start(error: Exception) -> UserError:
     )
 
 
-class PythonEnvironment:
-    """Replies to responses with the class `spec`; call `close()` or use it in a `with` block.
+class RewardingEnvironment:
+    """What an `Environment` (`generation/interface.py`) of this package is for trainers: it gives
+    them its rewards. `close()` it, or use it in a `with` block.
 
-    It is an `Environment` (`generation/interface.py`), and gives trainers its rewards (`score`).
+    Attributes:
+        section: of its keys.
+        fallback: reward of a response to which there is no reply, which ends its conversation;
+            None makes generation fail.
+    """
+
+    section: str
+    fallback: float | None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that it has started. Any thread may call it, more than once."""
+
+    def score(
+        self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
+    ) -> "EnvironmentScores":
+        """The rewards that came with the replies, as `RewardModels.score` gives others."""
+        return EnvironmentScores(rollout_batch)
+
+    def reply_to_failure(self, message: str, remedy: str) -> Reply:
+        """What ends a conversation that failed, as `message` says.
+
+        Raises:
+            EnvironmentFailedError: there is no `fallback`.
+        """
+        if self.fallback is None:
+            raise EnvironmentFailedError(
+                f"{message}. {remedy}, or set {self.section}.fallback to the reward that such a "
+                "response gets."
+            )
+        logging.warning(f"{message}. The conversation ends with {self.section}.fallback.")
+        return Reply((), self.fallback, True)
+
+
+class PythonEnvironment(RewardingEnvironment):
+    """Replies to responses with the class `spec`.
 
     Args:
         spec: "path/to/file.py:Class"; a relative path counts from the current folder. The file may
             import modules that lie beside it.
         max_turns: responses in a conversation, at most.
         timeout_s: per reply; one that takes longer fails, and its worker is killed.
-        fallback: reward of a response to which the environment failed to reply, which ends its
-            conversation; None makes generation fail.
         starts_workers: False on a rank that does not ask for replies.
 
     Raises:
@@ -104,14 +144,7 @@ class PythonEnvironment:
         if starts_workers:
             logging.info(f"environment {spec}: {workers} worker(s), {timeout_s:g} s per reply")
 
-    def __enter__(self) -> "PythonEnvironment":
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Kill the workers. Any thread may call it, more than once."""
         self._pool.close()
 
     # --- conversations: one thread calls these --------------------------------------------------
@@ -122,7 +155,9 @@ class PythonEnvironment:
         seed: int,
         prompt: tuple[int, ...],
         responses: tuple[tuple[int, ...], ...],
+        details: Details | None = None,
     ) -> None:
+        """See `Environment.submit`; a class learns nothing of the `details`."""
         texts = [response_text(self.tokenizer, response) for response in responses]
         text = self.tokenizer.ids_to_text(list(prompt))
         request = _Request(number, seed, text, texts)
@@ -186,21 +221,7 @@ class PythonEnvironment:
         )
         if "\n" in why:
             logging.error(f"{message}\n{why}")
-        if self.fallback is None:
-            raise EnvironmentFailedError(
-                f"{message}. Correct the environment, or set {self.section}.fallback to the "
-                "reward that such a response gets."
-            )
-        logging.warning(f"{message}. The conversation ends with {self.section}.fallback.")
-        return Reply((), self.fallback, True)
-
-    # --- rewards --------------------------------------------------------------------------------
-
-    def score(
-        self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
-    ) -> "EnvironmentScores":
-        """The rewards that came with the replies, as `RewardModels.score` gives others."""
-        return EnvironmentScores(rollout_batch)
+        return self.reply_to_failure(message, "Correct the environment")
 
 
 class EnvironmentScores(FutureScores):

@@ -88,8 +88,37 @@ class Passing:
     reply: "concurrent.futures.Future[Reply] | None" = None
 
 
-class Front(socketserver.ThreadingTCPServer):
-    """The door of a server; each connection has a thread.
+class HttpServer(socketserver.ThreadingTCPServer):
+    """Each connection has a thread."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    request_queue_size = 1024
+
+    def __init__(self, *arguments: Any, **options: Any):
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*arguments, **options)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Close a connection at once while there are too many."""
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Log what is an error of ours; a client or Triton that is gone is none."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError | http.client.HTTPException):
+            logging.error(f"request of {client_address}: {traceback.format_exc()}")
+
+
+class Front(HttpServer):
+    """The door of a server.
 
     Args:
         socket_path: of Triton's Unix socket.
@@ -97,11 +126,6 @@ class Front(socketserver.ThreadingTCPServer):
     Raises:
         UserError: it cannot listen there.
     """
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = 1024
 
     def __init__(
         self,
@@ -115,7 +139,6 @@ class Front(socketserver.ThreadingTCPServer):
         self.address = host, port
         self.socket_path = socket_path
         self.admission = Admission(endpoints, access)
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._passing: dict[object, Passing] = {}
         self._idle = threading.Condition()
         self._serving = threading.Thread(
@@ -165,37 +188,28 @@ class Front(socketserver.ThreadingTCPServer):
             if request is not None and request.reply is None:  # else nobody waits for it any more
                 request.reply = request.submit()
 
-    def verify_request(self, request: object, client_address: object) -> bool:
-        """Close a connection at once while there are too many."""
-        return self._free.acquire(blocking=False)
 
-    def process_request_thread(self, request: object, client_address: object) -> None:
-        try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log what is an error of this file; a client or Triton that is gone is none."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError | http.client.HTTPException):
-            logging.error(f"request of {client_address}: {traceback.format_exc()}")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Front
+class HttpHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = FIRST_REQUEST_S
     disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: clients probe every few seconds."""
+        """Log nothing: clients ask every few seconds."""
 
     def send_error(
         self, code: int, message: str | None = None, explain: str | None = None
     ) -> None:
         """Refuse what the base class refuses, such as a method, in the form of all errors."""
-        self._refuse(RefusedError(code, message or self.responses[code][0]))
+        self.refuse(RefusedError(code, message or self.responses[code][0]))
+
+    def refuse(self, refusal: RefusedError) -> None:
+        """Reply with an error and close the connection, whose body was not read."""
+        raise NotImplementedError
+
+
+class _Handler(HttpHandler):
+    server: Front
 
     def _handle(self) -> None:
         admission = self.server.admission
@@ -213,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
                 with self._asking_triton(self.command, self.path) as response:
                     self._pass_on(response)
         except RefusedError as refusal:
-            self._refuse(refusal)
+            self.refuse(refusal)
             return
         self.connection.settimeout(NEXT_REQUEST_S)
 
@@ -315,8 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _refuse(self, refusal: RefusedError) -> None:
-        """Reply with an error and close the connection, whose body was not read."""
+    def refuse(self, refusal: RefusedError) -> None:
         self.close_connection = True
         self._send(*error_reply(refusal.status, str(refusal)))
         # A client that still sends would get a reset instead of the reply.

@@ -38,10 +38,15 @@ def check_port_is_free(host: str, port: int) -> None:
         raise port_error(host, port, error) from error
 
 
-def port_error(host: str, port: int, error: Exception) -> UserError:
+def port_error(
+    host: str,
+    port: int,
+    error: Exception,
+    key: str = "trainer.ppo.port, or inference.port for a reward server",
+) -> UserError:
     return UserError(
-        f"cannot listen on {host}:{port}: {error}. Set another port (trainer.ppo.port, or "
-        "inference.port for a reward server), or stop the server that uses it."
+        f"cannot listen on {host}:{port}: {error}. Set another port ({key}), or stop the server "
+        "that uses it."
     )
 
 

@@ -670,7 +670,9 @@ def generated(model, role: str = "actor") -> dict[str, list]:
     results = {}
     for name, params in {**GENERATION, "turns": GENERATION["sampled"]}.items():
         environment = ScriptedEnvironment() if name == "turns" else None
-        output = model.generator.generate(*mine, params, environment=environment)
+        output = model.generator.generate(
+            *mine, params, environment=environment, records=3 * mine[2]
+        )
         results[name] = all_samples(samples_of(output))
         if environment is not None:  # a rank may have only conversations of one turn
             assert any(all_samples(output.observed.any(1).tolist()))

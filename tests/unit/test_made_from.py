@@ -151,6 +151,8 @@ JUDGE = {PPO + "judge.url": "http://a", PPO + "judge.model": "m"}
         ),
         (JUDGE, JUDGE | {PPO + "judge.model": "n"}, "reward +the judge m .* +the judge n "),
         ({}, {"model.ppo.environment.path": "e.py:E"}, "reward +servers"),
+        ({}, {"model.ppo.environment.port": 1}, "reward +servers"),
+        ({"model.ppo.environment.port": 1}, {"model.ppo.environment.port": 2}, None),
         ({}, {"model.data.chat_template": "t.jinja"}, "chat template +tokenizer"),
         ({}, {"model.data.chat_template": "tokenizer"}, None),
     ],

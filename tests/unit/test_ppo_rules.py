@@ -56,6 +56,21 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
     [
         ("trainer.ppo.advantage_estimator=gape", ["gape", "rloo"], ""),
         (
+            "model.ppo.environment.path=a.py:A; model.ppo.environment.port=5600",
+            ["model.ppo.environment.port=5600", "set one to null"],
+            "model.ppo.environment.path=null",
+        ),
+        (
+            "model.ppo.environment.port=5600; model.ppo.environment.host=0.0.0.0",
+            ["model.ppo.environment.host=0.0.0.0", "needs a token"],
+            "model.ppo.environment.host=127.0.0.1",
+        ),
+        (
+            f"{GRPO}; model.ppo.environment.port=5600; trainer.ppo.overlong_buffer_len=64",
+            ["overlong_buffer_len=64 is for single responses", "environment.port=5600"],
+            "trainer.ppo.overlong_buffer_len=0",
+        ),
+        (
             f"{GRPO}; trainer.ppo.process_rewards=steps; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64", "process_rewards=steps"],
             "",

@@ -47,7 +47,8 @@ def prompts(tiny_tokenizer):
 def converse(actor, prompts, params, environment, slots):
     """Samples by place: ids, columns of the responses, rewards, is_end, log-probs."""
     generator = MegatronGenerator(actor.model, actor.tokenizer, LIMIT)
-    batches, found = list(zip(*(x.split(3) for x in prompts), strict=True)), {}
+    columns = *prompts, 3 * prompts[2]  # the records
+    batches, found = list(zip(*(x.split(3) for x in columns), strict=True)), {}
     for places, output in generator.stream(batches, params, slots, environment):
         for i, place in enumerate(places):
             length, start = int(output.response_lengths[i]), int(prompts[1][place])
@@ -105,7 +106,10 @@ def test_conversations_are_those_of_a_naive_loop(actor, prompts, options, slots,
 @pytest.mark.slow
 def test_the_samplers_log_probs_are_those_of_the_whole_sample(actor, prompts):
     params = GenerationParams(max_length=7, end_strings=LETTERS, return_logprobs=True)
-    for ids, policy, _, _, logprobs in converse(actor, prompts, params, ScriptedEnvironment(), 4):
+    environment = ScriptedEnvironment()
+    samples = converse(actor, prompts, params, environment, 4)
+    for place, (ids, policy, _, _, logprobs) in enumerate(samples):
+        assert environment.logprobs[place] == logprobs[policy].tolist()
         whole = actor.get_inference_log_probs(torch.tensor([ids]))[0]
         assert torch.allclose(logprobs[policy], whole[policy], atol=1e-4)
 

@@ -254,7 +254,8 @@ class RemoteCriticRM(Remote):
 
     combine_rm_and_critic_server: bool = key(
         "${critic_gives_rewards:${trainer.ppo.advantage_estimator},${trainer.pp"
-        "o.reward_fn},${trainer.ppo.judge.url},${model.ppo.environment.path},${.reward_models}}"
+        "o.reward_fn},${trainer.ppo.judge.url},${model.ppo.environment.path},"
+        "${model.ppo.environment.port},${.reward_models}}"
     )
     critic: CriticAddress = section()
 

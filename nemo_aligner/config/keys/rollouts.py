@@ -83,8 +83,15 @@ class Environment:
         max_turns: **new**: responses in a conversation, at most
         workers, timeout_s: **new**: processes that run the class, for each copy of the policy's
             weights; seconds for a reply
-        fallback: **new**: reward of a response to which the class fails to reply; its conversation
-            ends. null: the job ends with one line that shows the response and the cause
+        fallback: **new**: reward of a response to which the class fails to reply, or two agents
+            one after the other; its conversation ends. null: the job ends with one line that shows
+            the response and the cause
+        port: **new**: in place of `path`, where agents find the policy as a chat model over HTTP
+            ([agents](environments.md#agents)); of several copies of the weights the second listens
+            at the next port, and so on
+        host, token_file: **new**: where it listens, this machine alone unless told otherwise; file
+            with the token that agents send as the API key, null: `NEMO_ALIGNER_TOKEN`, if it is
+            set
     """
 
     path: Any = key(None, code="class")
@@ -92,6 +99,9 @@ class Environment:
     workers: int = key(2, at_least=1)
     timeout_s: float = key(10.0, above=0)
     fallback: float | None = key(None)
+    port: int | None = key(None, at_least=1, at_most=65535)
+    host: str = key("127.0.0.1")
+    token_file: str | None = key(None)
 
 
 @dataclass

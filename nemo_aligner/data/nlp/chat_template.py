@@ -55,6 +55,7 @@ Render = Callable[[Sequence[Message], bool], str]
 Span = tuple[int, int]  # start and end in characters
 # What stands around the marked parts of a text: characters that no text has.
 MARK_START, MARK_END = "\ufdd0", "\ufdd1"
+A_RESPONSE = "\ufdd2"  # what stands for one
 
 
 def find_turns(
@@ -299,6 +300,26 @@ class ChatTemplate(ConversationForm):
         text = self.render(messages, True, self._inputs(record))
         _check_contents(text, messages)
         return self.tokenize([text])[0]
+
+    def continuation(
+        self, messages: Sequence[Message], record: Record, response: Sequence[int]
+    ) -> list[int]:
+        """The tokens that follow the assistant's last message, up to where its next one begins,
+        without the token that ended it as a `response`, ids. They do not depend on what it says.
+
+        Args:
+            messages: a conversation that goes on after that message.
+            record: of the prompt that it began with.
+        """
+        last = max(n for n, message in enumerate(messages) if message["role"] == ASSISTANT)
+        more = messages[last + 1 :]
+        whole = [*messages[:last], {"role": ASSISTANT, "content": A_RESPONSE}, *more]
+        _, found, text = self.render(whole, True, self._inputs(record)).rpartition(A_RESPONSE)
+        if not found:
+            raise UserError(f"the chat template leaves out message {last + 1}, a response.")
+        _check_contents(text, more)
+        ids = self.tokenize([text])[0]
+        return ids[1:] if ids[:1] == list(response[-1:]) else ids
 
     def encode_messages(
         self, messages: Sequence[Message], record: Record, first: int = 0

@@ -216,13 +216,13 @@ class PromptColumns:
                     where = dataset.lines.where(document)
                     raise UserError(f"{where} cannot be given to a reward: {error}") from None
 
+    def record(self, number: int) -> Record:
+        """The whole record with this number."""
+        return next(lines[number - first] for first, lines in self.records if number >= first)
+
     def __call__(self, numbers: torch.Tensor) -> list[dict[str, Any]]:
         """The columns of the records with these numbers, int64 [b]."""
-        found = (
-            next(lines[n - first] for first, lines in self.records if n >= first)
-            for n in numbers.tolist()
-        )
-        return [columns_asked(record, self.asked) for record in found]
+        return [columns_asked(self.record(number), self.asked) for number in numbers.tolist()]
 
 
 def collate_with_batch_max_sequence_length(

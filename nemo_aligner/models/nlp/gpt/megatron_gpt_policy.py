@@ -156,11 +156,15 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         Raises:
             UserError: a prompt leaves no room for a response, or the environment failed.
         """
-        prompts, lengths, seeds = self._prompts(inference_batch)
-        params = self._params(inference_batch)
+        prompts, lengths, seeds, *records = self._prompts(inference_batch)
         with self.adapters_for_generation():
             generated = self.generator.generate(
-                prompts, lengths, seeds, params, environment=self.environment
+                prompts,
+                lengths,
+                seeds,
+                self._params(inference_batch),
+                environment=self.environment,
+                records=records[0] if records else None,
             )
         return _rollout(generated, lengths)
 
@@ -217,7 +221,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         seeds = batch.get("sample_seeds")
         if seeds is None:
             seeds = self._seeds_of_prompts(batch["text"], batch["length"])
-        return batch["text"], batch["length"], seeds
+        records = (batch["record"],) if "record" in batch else ()
+        return batch["text"], batch["length"], seeds, *records
 
     def _params(self, batch: InferenceBatch) -> GenerationParams:
         wanted = bool(batch.get("return_logprobs"))

@@ -1,0 +1,117 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP of agents (`agents.py`), all of it JSON:
+
+    POST /v1/sessions                          the next session; 204: there is none for a while
+    POST /v1/sessions/<id>/chat/completions    OpenAI's request; the rest is its `base_url`
+    POST /v1/sessions/<id>/reward              {"reward": 1.0}; ends the session
+
+A refusal is OpenAI's {"error": {"message": ...}}: 400, or 404 for a session that is over. Their
+client would repeat a request that gets 409.
+"""
+
+import json
+import re
+import threading
+import traceback
+from typing import Any
+
+from nemo.utils import logging
+
+from nemo_aligner.core.errors import UserError, cause_of
+from nemo_aligner.servers.admission import BODY_S, JSON, RefusedError, body_length, check_token
+from nemo_aligner.servers.agents import AgentEnvironment
+from nemo_aligner.servers.front import HttpHandler, HttpServer
+from nemo_aligner.servers.ports import port_error
+
+LARGEST_BODY = 2**24
+_PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")
+
+
+class AgentDoor(HttpServer):
+    """Serves `environment` from its construction to `close`.
+
+    Args:
+        token: that every request must bring, as OpenAI's API key; None: none.
+        key: of the port, for messages.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+
+    def __init__(
+        self, host: str, port: int, environment: AgentEnvironment, token: str | None, key: str
+    ):
+        self.environment, self.token = environment, token
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise port_error(host, port, error, key) from error
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="door").start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(HttpHandler):
+    server: AgentDoor
+    timeout = BODY_S
+
+    def do_POST(self) -> None:
+        try:
+            request = self._read()
+            check_token(self.headers.get, self.server.token)
+            reply = self._reply(request)
+        except (RefusedError, UserError) as refusal:
+            status = refusal.status if isinstance(refusal, RefusedError) else 400
+            self._send(status, {"error": {"message": str(refusal)}})
+        except Exception as error:
+            if isinstance(error, OSError):
+                raise
+            logging.error(f"{self.path}: {traceback.format_exc()}")
+            self._send(500, {"error": {"message": cause_of(error)}})
+        else:
+            self._send(204 if reply is None else 200, reply)
+
+    def _read(self) -> dict[str, Any]:
+        """The object of a body, which may be empty."""
+        closes, self.close_connection = self.close_connection, True  # unless the body is read
+        length = body_length(self.headers.get)
+        if length > LARGEST_BODY:
+            raise RefusedError(413, f"a body has {LARGEST_BODY} bytes at most, not {length}")
+        data = self.rfile.read(length)
+        self.close_connection = closes
+        try:
+            request = json.loads(data or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(400, f"the JSON of the body cannot be read: {error}") from error
+        if not isinstance(request, dict):
+            raise RefusedError(400, "the JSON of the body is no object")
+        return request
+
+    def _reply(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        environment, path = self.server.environment, _PATH.fullmatch(self.path)
+        if path is None:
+            raise RefusedError(404, f"nothing at {self.path[:200]!r}; start at /v1/sessions")
+        if path[1] is not None:
+            act = environment.reward if path[2] == "reward" else environment.chat
+            return act(path[1], request)
+        session = environment.take()
+        host = self.headers.get("Host") or "{}:{}".format(*self.server.server_address[:2])
+        return session and session | {"base_url": f"http://{host}/v1/sessions/{session['id']}"}
+
+    def refuse(self, refusal: RefusedError) -> None:
+        self.close_connection = True
+        self._send(refusal.status, {"error": {"message": str(refusal)}})
+
+    def _send(self, status: int, content: dict[str, Any] | None) -> None:
+        body = b"" if content is None else json.dumps(content).encode()
+        self.send_response_only(status)
+        if content is not None:
+            self.send_header("Content-Type", JSON)
+            self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)

@@ -1,0 +1,342 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Agents as the environment of conversations: programs that talk to the policy as to any chat
+model (`agent_door.py` is the HTTP), and say at the end what a conversation is worth.
+
+A conversation is a session. An agent takes it, asks the policy with the messages of the session's
+prompt, then with those, what the policy said and messages of its own, and so on, and posts the
+reward. The policy reads the ids of the prompt, its own as it sampled them, and between them those
+that the chat template writes for the agent's messages; no token is made from a text twice.
+
+All that an agent sends must begin with what was said so far. So a request that is repeated gets
+the same reply, and so does another agent that gets the session after the first has fallen silent.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nemo.utils import logging
+
+from nemo_aligner.core.endings import progress
+from nemo_aligner.core.errors import UserError
+from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, response_text
+from nemo_aligner.data.nlp.chat_records import (
+    ASSISTANT,
+    Message,
+    prompt_messages,
+    read_messages,
+    record_tools,
+)
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.generation.interface import Details, GenerationParams, Reply
+from nemo_aligner.servers.admission import RefusedError
+from nemo_aligner.servers.environment import RewardingEnvironment
+from nemo_aligner.servers.reward_function import columns_asked, shown
+from nemo_aligner.servers.worker import ALL_COLUMNS, BadValueError, finite_number
+
+LOOK_S = 1.0  # between looks at the clock, and signs of life
+POLL_S = 5.0  # for which an agent may wait for a session
+TRIES = 2  # agents that get a session, one after the other
+# Fields of a request that change no response.
+WITHOUT_EFFECT = """messages reward logprobs return_token_ids model user seed store metadata
+    service_tier parallel_tool_calls stream_options""".split()
+
+
+class Turn(NamedTuple):
+    """What the policy said, and the number of tokens before it."""
+
+    text: str
+    ids: tuple[int, ...]
+    before: int
+    details: Details
+
+
+@dataclass(eq=False)
+class Session:
+    """A conversation."""
+
+    number: int  # of the engine
+    seed: int
+    record: Record
+    messages: list[Message]  # that were said so far
+    turns: dict[int, Turn] = field(default_factory=dict)  # the policy's, by place in `messages`
+    length: int = 0  # tokens that were said so far
+    unread: tuple[int, ...] = ()  # an observation after which the policy cannot respond
+    name: str | None = None  # for the agent that has it; None: it waits for one
+    tries: int = 0  # agents that got it
+    heard: float = 0.0  # when something was last said, or the agent last heard of
+
+    @property
+    def waits_for_agent(self) -> bool:
+        return len(self.messages) - 1 in self.turns
+
+
+class AgentEnvironment(RewardingEnvironment):
+    """An environment that replies to responses with what agents say.
+
+    Args:
+        form: writes the messages.
+        record: from the number of a prompt's record to the record, with messages.
+        params, longest, max_turns: of generation; what they forbid is refused.
+        timeout_s: for a request of the agent after a response has come, or the reward; a session
+            without one goes to another agent, once.
+        idle_timeout_s: for a sign of any agent while sessions wait and nobody has one.
+    """
+
+    def __init__(
+        self,
+        form: ChatTemplate,
+        tokenizer: Tokenizer,
+        record: Callable[[int], Record],
+        params: GenerationParams,
+        longest: int,
+        max_turns: int = 8,
+        timeout_s: float = 10.0,
+        fallback: float | None = None,
+        idle_timeout_s: float = 600.0,
+        section: str = "environment",
+    ):
+        self.form, self.tokenizer, self._record, self.params = form, tokenizer, record, params
+        self.longest, self.max_turns, self.timeout_s = longest, max_turns, timeout_s
+        self.fallback, self.idle_timeout_s, self.section = fallback, idle_timeout_s, section
+        self._changed = threading.Condition()
+        self._sessions: dict[int, Session] = {}  # by number
+        self._replies: dict[int, Reply] = {}
+        self._heard = 0.0
+
+    # --- the engine's side: one thread calls these ----------------------------------------------
+
+    def submit(
+        self,
+        number: int,
+        seed: int,
+        prompt: tuple[int, ...],
+        responses: tuple[tuple[int, ...], ...],
+        details: Details,
+    ) -> None:
+        text = response_text(self.tokenizer, responses[-1])
+        for end in self.form.end_strings:
+            text = text.removesuffix(end)
+        with self._changed:
+            if number not in self._sessions:
+                assert details.record is not None
+                record = self._record(details.record)
+                new = Session(number, seed, record, prompt_messages(record), length=len(prompt))
+                self._sessions[number] = new
+            session = self._sessions[number]
+            turn = Turn(text, responses[-1], session.length, details)
+            session.turns[len(session.messages)] = turn
+            session.messages.append({"role": ASSISTANT, "content": text})
+            session.length += len(turn.ids)
+            session.heard = time.monotonic()
+            self._changed.notify_all()
+
+    def end(self, number: int) -> None:
+        """Nothing: the agent has heard of it, and its reward is there."""
+
+    def replies(self, wait: bool) -> dict[int, Reply]:
+        """See `Environment.replies`.
+
+        Raises:
+            UserError: no agent is heard of, or agents left a session and there is no fallback.
+        """
+        with self._changed:
+            self._look_at_clock()
+            while wait and not self._replies:
+                self._changed.wait(LOOK_S)
+                progress.made()
+                self._look_at_clock()
+            found, self._replies = self._replies, {}
+            return found
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        sessions = list(self._sessions.values())
+        if sessions and all(session.name is None for session in sessions):
+            silent = now - max(self._heard, *(session.heard for session in sessions))
+            if silent > self.idle_timeout_s:
+                raise UserError(
+                    f"{len(sessions)} session(s) wait, and no agent was heard of for "
+                    f"{silent:.0f} s. Start agents that ask at {self.section}.port."
+                )
+        for session in sessions:
+            is_late = session.waits_for_agent and now - session.heard > self.timeout_s
+            if session.name is None or not is_late:
+                continue
+            said = shown(session.messages[-1]["content"])
+            message = (
+                f"an agent was silent for {self.timeout_s:g} s ({self.section}.timeout_s) after "
+                f"response {len(session.turns)} of a session, {said}"
+            )
+            session.name, session.heard, session.unread = None, now, ()
+            self._changed.notify_all()
+            if session.tries < TRIES:
+                logging.warning(f"{message}. Another agent gets the session.")
+            else:
+                del self._sessions[session.number]
+                message += ", and so was the one before"
+                self._replies[session.number] = self.reply_to_failure(message, "Correct the agent")
+
+    # --- the agents' side: any thread calls these -----------------------------------------------
+
+    def take(self) -> dict[str, Any] | None:
+        """What an agent that asks is told of its session; None: there is none for a while."""
+        with self._changed:
+            self._heard = time.monotonic()
+            session = self._changed.wait_for(lambda: self._named(None), POLL_S)
+            if session is None:
+                return None
+            session.name, session.tries = secrets.token_hex(8), session.tries + 1
+            session.heard = self._heard = time.monotonic()
+            return {
+                "id": session.name,
+                "messages": session.messages[: min(session.turns)],
+                "tools": record_tools(session.record),
+                "columns": columns_asked(session.record, (ALL_COLUMNS,)),
+                "seed": session.seed % 2**64,
+            }
+
+    def chat(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        """The policy's next message, a chat completion; waits for it."""
+        given = [_plain(m) for m in read_messages(request.get("messages"), "messages")]
+        place, reward = len(given), _reward(request.get("reward") or 0)
+        with self._changed:
+            session = self._session(name)
+            self._check_request(request, session)
+            known = [_plain(message) for message in session.messages]
+            for number, (one, other) in enumerate(zip(given, known), start=1):
+                if one != other:
+                    raise RefusedError(
+                        400,
+                        f"message {number} is {shown(one)}, but in this session it was "
+                        f"{shown(other)}. Send all that was said so far, word for word, and new "
+                        "messages after it.",
+                    )
+            if place > len(known):
+                self._go_on(session, given, reward)
+            elif place not in session.turns and (place < len(known) or session.waits_for_agent):
+                raise RefusedError(400, f"message {place + 1} of this session is missing.")
+            self._changed.wait_for(lambda: place in session.turns or session.name != name)
+            self._session(name)
+            return self._completion(session, session.turns[place], request)
+
+    def reward(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        """End a session, with the reward of its last response."""
+        reward = _reward(request.get("reward"))
+        with self._changed:
+            session = self._session(name)
+            _check_policy_has_replied(session)
+            del self._sessions[session.number]
+            # The engine counts as cut off what the policy was refused to respond to.
+            self._replies[session.number] = Reply(session.unread, reward, not session.unread)
+            self._changed.notify_all()
+        return {}
+
+    def _named(self, name: str | None) -> Session | None:
+        return next((each for each in self._sessions.values() if each.name == name), None)
+
+    def _session(self, name: str) -> Session:
+        session = self._named(name)
+        if session is None:
+            raise RefusedError(
+                404, f"there is no session {name[:20]!r}: it is over, or another agent has it now."
+            )
+        session.heard = self._heard = time.monotonic()
+        return session
+
+    def _go_on(self, session: Session, given: list[Message], reward: float) -> None:
+        """Give the new messages of `given` to the policy, after the reward of its last one."""
+        _check_policy_has_replied(session)
+        said = len(session.messages)
+        if any(message["role"] == ASSISTANT for message in given[said:]):
+            raise RefusedError(400, f"the policy has not said what follows message {said}.")
+        last, why = session.turns[said - 1], None
+        ids = tuple(self.form.continuation(given, session.record, last.ids))
+        # Agent frameworks know these phrases as the end of a context.
+        if not last.details.is_end:
+            why = "the last response exceeds the configured limit length_params.max_length"
+        elif len(session.turns) >= self.max_turns:
+            why = (
+                f"one more exceeds the configured limit {self.section}.max_turns={self.max_turns}"
+            )
+        elif session.length + len(ids) >= self.longest:
+            why = f"this model's maximum context length is {self.longest} (encoder_seq_length)"
+        if why is not None:
+            session.unread = ids
+            raise RefusedError(400, f"the session is over, as {why}: post its reward.")
+        session.messages += given[said:]
+        session.length += len(ids)
+        self._replies[session.number] = Reply(ids, reward, False)
+        self._changed.notify_all()
+
+    def _check_request(self, request: dict[str, Any], session: Session) -> None:
+        """Refuse what the rollout does not do as asked."""
+        params = self.params
+        as_asked = {
+            "temperature": (0 if params.use_greedy else params.temperature,),
+            "tools": (record_tools(session.record), []),
+            **{"top_p": (params.top_p,), "n": (1,), "stream": (False,)},
+            **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+            **{"tool_choice": ("auto", "none"), "response_format": ({"type": "text"},)},
+        }
+        for key, value in request.items():
+            is_limit = key in ("max_tokens", "max_completion_tokens") and isinstance(value, int)
+            if value is None or key in WITHOUT_EFFECT or value in as_asked.get(key, ()):
+                continue
+            if not is_limit or value < params.max_length:
+                raise RefusedError(
+                    400,
+                    f"{key}={shown(value)} is not what this rollout does; leave it out (sampling "
+                    "and lengths are those of the job, tools those of the session).",
+                )
+
+    def _completion(self, session: Session, turn: Turn, request: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": ASSISTANT, "content": turn.text},
+            "finish_reason": "stop" if turn.details.is_end else "length",
+            "logprobs": None,
+        }
+        if request.get("return_token_ids"):
+            choice["token_ids"] = turn.ids
+        if request.get("logprobs"):
+            if turn.details.logprobs is None:
+                raise RefusedError(400, "this rollout computes no logprobs while it samples.")
+            texts = (decode_with_special_tokens(self.tokenizer, [id_]) for id_ in turn.ids)
+            pairs = zip(texts, turn.details.logprobs, strict=True)
+            choice["logprobs"] = {
+                "content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]
+            }
+        count = {"prompt_tokens": turn.before, "completion_tokens": len(turn.ids)}
+        return {
+            "id": f"chatcmpl-{session.name}-{turn.before}",
+            "object": "chat.completion",
+            "created": 0,  # clients want a number
+            "model": request.get("model") or "policy",
+            "choices": [choice],
+            "usage": {**count, "total_tokens": sum(count.values())},
+        }
+
+
+def _check_policy_has_replied(session: Session) -> None:
+    if not session.waits_for_agent:
+        raise RefusedError(400, "the policy has not yet replied to the last request.")
+
+
+def _plain(message: Message) -> Message:
+    """A message as far as a template reads it; libraries add fields to what the policy said."""
+    if message["role"] != ASSISTANT or message.get("tool_calls"):
+        return message
+    return {"role": ASSISTANT, "content": message["content"]}
+
+
+def _reward(value: Any) -> float:
+    try:
+        return finite_number(value, value)
+    except BadValueError as error:
+        raise RefusedError(400, f"the reward {shown(value)} cannot be used: {error}") from error
