@@ -396,6 +396,30 @@ MUTANTS = [
     ),
     # --- a student and its teacher
     Mutant(
+        "a token of the policy is charged with the forward log-ratio of its teacher",
+        "algorithms/ppo_data.py",
+        'response["logprobs"] - response["teacher_logprobs"]',
+        'response["teacher_logprobs"] - response["logprobs"]',
+        _unit("test_ppo_data.py", "test_a_policy_that_is_its_teacher_learns_nothing_from_it"),
+    ),
+    Mutant(
+        "a teacher's advantages are left out",
+        "algorithms/ppo_data.py",
+        "    if of_teacher is not None:\n        advantages = advantages + of_teacher\n",
+        "",
+        _unit("test_ppo_data.py", "test_a_policy_that_is_its_teacher_learns_nothing_from_it"),
+    ),
+    Mutant(
+        "a teacher's log-prob is that of the token before",
+        "models/nlp/gpt/megatron_gpt_knowledge_distillation.py",
+        'micro_batch["tokens"].roll(-1, 1)',
+        'micro_batch["tokens"]',
+        _unit(
+            "test_on_policy_distillation.py",
+            "test_a_reply_has_the_log_prob_of_the_token_behind_each",
+        ),
+    ),
+    Mutant(
         "forward and backward KL to a teacher are exchanged",
         "core/distillation.py",
         'if kd_loss == "fwd_kl":\n        return _kl(teacher, student)',

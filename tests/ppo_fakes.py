@@ -8,6 +8,7 @@ weight. Everything that the trainer calls is appended to `events`, so a test can
 calls.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -264,6 +265,20 @@ class FakeRewards(FakeCritic):
         return FakeFuture(self.events, "critic_train_result", None)
 
 
+class FakeTeacher:
+    """Its log-probs depend on the tokens; it has none of pads."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def beside(self, scores, rollout_batch):
+        self.events.append("teacher")
+        tokens = rollout_batch["response_tokens"][:, 1:]
+        found = (-(tokens % 5 + 1) / 8).masked_fill(tokens == EOS, torch.nan)
+        scores.value = dataclasses.replace(scores.value, teacher_logprobs=found)
+        return scores
+
+
 class FakeLogger:
     def __init__(self):
         self.metrics, self.tables, self.phases, self.finalized = [], [], [], 0
@@ -402,6 +417,7 @@ def make_trainer(
         kl_loss_coef=kl_loss_coef,
         rollout_logprobs=rollout_logprobs,
         reward_weights=reward_weights,
+        teacher=FakeTeacher(events) if changes.get("teacher_kl_coef") else None,
     )
     trainer.events = events
     return trainer

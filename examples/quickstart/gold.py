@@ -21,3 +21,8 @@ def gold_score(review: str) -> float:
     words = set(re.findall(r"[a-z]+", review.lower()))
     good, bad = len(words & GOOD_WORDS), len(words & BAD_WORDS)
     return (good - bad) / max(good + bad, 1)
+
+
+def gold_scores(prompts: list[str], responses: list[str], lengths: list[int]) -> list[float]:
+    """The gold scores as a `reward_fn`, where a policy that learns from a teacher is measured."""
+    return [gold_score(response) for response in responses]

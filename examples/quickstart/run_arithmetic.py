@@ -83,12 +83,11 @@ OBJECTIVES = {
     # a wider range than the paper's, as responses have four tokens and not thousands
     "gspo": {"model.ppo.policy_loss": "gspo", "model.ppo.ratio_eps": 0.1, **SEQUENCE},
     "cispo": {
-        **optimizer(lr=3e-4),
         "model.ppo.policy_loss": "cispo",
         "model.ppo.ratio_eps": 1.0,
         "model.ppo.ratio_eps_high": 0.28,
     },
-    "sapo": {**optimizer(lr=3e-4), "model.ppo.policy_loss": "sapo", **SEQUENCE},
+    "sapo": {"model.ppo.policy_loss": "sapo", **SEQUENCE},
     "gmpo": {"model.ppo.policy_loss": "gmpo", "model.ppo.ratio_eps": 0.4, **SEQUENCE},
     "clip_cov": {"trainer.ppo.covariance.rule": "clip", "trainer.ppo.covariance.fraction": 0.002},
     "kl_cov": {

@@ -19,7 +19,7 @@ from nemo_aligner.core.types import ResponseBatch
 from nemo_aligner.generation import GenerationOutput
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.servers.scoring_clients import RemoteTeacherClient
+from nemo_aligner.servers.teachers import RemoteTeacherClient
 
 
 class OnPolicyDistillationTrainer(SupervisedTrainer):

@@ -37,6 +37,7 @@ from nemo_aligner.algorithms.ppo_data import (
     make_ppo_data,
     with_normalized_rewards,
 )
+from nemo_aligner.algorithms.rollout_trainer import VALIDATION_STEP
 from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
     PPORolloutBatch as PPORolloutBatch,
 )
@@ -52,12 +53,14 @@ from nemo_aligner.core.interfaces import (
     Logger,
     Optimizer,
     Pending,
+    PendingScores,
     PromptIterator,
     PromptLoaderBuilder,
     RunTimer,
     Scheduler,
+    Teacher,
 )
-from nemo_aligner.core.types import PPOTrainBatch, RolloutBatch
+from nemo_aligner.core.types import PPOTrainBatch, Rollout, RolloutBatch
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.parallel.collectives import all_reduce_dict
 from nemo_aligner.training.finite import naming_step
@@ -95,6 +98,7 @@ class PPOTrainer(PolicyGradientTrainer):
         rollout_logprobs: str = "recompute",
         advantages_of: Callable[..., Tensor] | None = None,
         reward_weights: Sequence[float] = (),
+        teacher: Teacher | None = None,
     ):
         """As the base class, and:
 
@@ -107,6 +111,7 @@ class PPOTrainer(PolicyGradientTrainer):
                 own ("recompute"), or generation ("sampler").
             advantages_of: a user's own advantages (`ppo_data.own_advantages`).
             reward_weights: of an ensemble's models in the order of their names, for gdpo.
+            teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.
 
         Raises:
             ConfigError: values of `trainer.ppo` and `model.ppo` that cannot work together.
@@ -126,7 +131,7 @@ class PPOTrainer(PolicyGradientTrainer):
         self.rm_critic = complete_critic(rm_critic)
         self.critic_is_checked = False
 
-        self.rollout_logprobs = rollout_logprobs
+        self.rollout_logprobs, self.teacher = rollout_logprobs, teacher
         self.dynamic_sampling_rounds = int(cfg.dynamic_sampling_rounds)
         self.ppo_epochs = int(cfg.ppo_epochs)
         self.critic_warmup_steps = int(cfg.critic_warmup_steps)
@@ -272,6 +277,12 @@ class PPOTrainer(PolicyGradientTrainer):
         """
         first = not self.optimization_step and not self.resumed
         return "recompute" if first else self.rollout_logprobs
+
+    def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
+        scores = super().send_off(rollout, sampling_step)
+        if self.teacher is None or sampling_step == VALIDATION_STEP:
+            return scores
+        return self.teacher.beside(scores, rollout)
 
     def update_counters(self, metrics: dict[str, Any]) -> dict[str, Any]:
         return {"actor_loss": metrics["loss"]} | super().update_counters(metrics)

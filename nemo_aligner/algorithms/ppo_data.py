@@ -10,7 +10,7 @@ alignment. All DP ranks call these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, cast
@@ -28,6 +28,7 @@ from nemo_aligner.core.advantages import (
     calculate_grpo_step_advantages,
     calculate_overlong_penalty,
     calculate_ppo_rewards,
+    calculate_reinforce_returns,
     clip_advantages,
     clip_rewards,
     group_rows,
@@ -68,6 +69,8 @@ class DataSettings:
     process_rewards: str
     sampler_correction: SamplerCorrection
     covariance: CovarianceSettings
+    teacher_kl_coef: float
+    teacher_kl_discount: float
     # most tokens of a response; needed for the overlong penalty only
     max_response_length: int | None = None
     # a user's own, in place of those of the estimator: (rewards, mask, prompts, values), of the
@@ -147,7 +150,7 @@ def make_ppo_data(
     columns = cast(dict[str, Tensor], rollout_batch)
     response = {
         key: torch.where(mask.bool(), columns[key], 0)
-        for key in ("logprobs", "init_logprobs", "values")
+        for key in ("logprobs", "init_logprobs", "values", "teacher_logprobs")
         if key in columns
     }
     init_policy_kl = torch.zeros_like(response["logprobs"])
@@ -178,7 +181,10 @@ def make_ppo_data(
     learned, estimate_metrics = estimate_advantages(
         token_rewards, response.get("values"), rollout_batch, mask, settings
     )
-    learned["advantages"], clip_metrics = shape_advantages(learned["advantages"], mask, settings)
+    of_teacher, teacher_metrics = teach(response, mask, settings)
+    learned["advantages"], clip_metrics = shape_advantages(
+        learned["advantages"], of_teacher, mask, settings
+    )
     more_metrics: dict[str, float] = {}
     if settings.covariance.rule is not None:
         treated, more_metrics = treat_covariant_tokens(
@@ -200,7 +206,7 @@ def make_ppo_data(
         **{key: response[key] for key in ("values", "init_logprobs") if key in response},
         **learned,
     }
-    metrics |= estimate_metrics | clip_metrics | more_metrics
+    metrics |= estimate_metrics | teacher_metrics | clip_metrics | more_metrics
     return cast(PPOTrainBatch, data), metrics
 
 
@@ -393,15 +399,36 @@ def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tens
     return own_samples(advantages, len(idx))
 
 
-def shape_advantages(
-    advantages: Tensor, mask: Tensor, settings: DataSettings
-) -> tuple[Tensor, dict[str, float]]:
-    """Advantages `[B, S-1]` normalized and clipped, and metrics of that.
+def teach(
+    response: Mapping[Any, Tensor], mask: Tensor, settings: DataSettings
+) -> tuple[Tensor | None, dict[str, float]]:
+    """The advantages that a teacher gives, `[B, S-1]`, and metrics of that; None without a
+    teacher: of each token minus the log-ratio of policy and teacher, which is the reverse KL in
+    expectation, with those of later tokens discounted.
+    """
+    if "teacher_logprobs" not in response:
+        return None, {}
+    kl = response["logprobs"] - response["teacher_logprobs"]
+    metrics = {
+        "teacher_kl": mean_of_sample_means(kl, mask),
+        "teacher_kl_per_sample": mean_of_sample_sums(kl, mask),
+    }
+    to_come = calculate_reinforce_returns(-kl, settings.teacher_kl_discount, mask)
+    return settings.teacher_kl_coef * torch.where(mask.bool(), to_come, 0), metrics
 
-    Those of compared responses are not normalized: they have a scale of their own.
+
+def shape_advantages(
+    advantages: Tensor, of_teacher: Tensor | None, mask: Tensor, settings: DataSettings
+) -> tuple[Tensor, dict[str, float]]:
+    """Advantages `[B, S-1]` normalized, with those of a teacher added, and clipped; and metrics.
+
+    Those of compared responses are not normalized, nor are those of a teacher: they have a scale
+    of their own.
     """
     if settings.normalize_advantages and not settings.estimator.compares_responses:
         advantages = normalize_tensor(advantages, mask, group=_dp_group())
+    if of_teacher is not None:
+        advantages = advantages + of_teacher
     if settings.advantage_clip is None:
         return advantages, {}
     clipped = clip_advantages(advantages, settings.advantage_clip)

@@ -177,9 +177,10 @@ class RewardModelServer:
 
 @dataclasses.dataclass
 class TeacherServer(RewardModelServer):
-    """Serves one endpoint, `model_name`: tokens in, the K largest logits behind each of them out.
+    """Serves one endpoint, `model_name`: tokens in, the K largest logits behind each of them out,
+    and log-probs of the next ones.
 
-    The attributes are those of the base class, of which `infer_fn` gives `TopLogits`.
+    The attributes are those of the base class, of which `infer_fn` gives `Taught`.
     """
 
     NAME: ClassVar[str] = "teacher server"
@@ -203,12 +204,15 @@ class TeacherServer(RewardModelServer):
     def _score_rows(
         self, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor | None
     ) -> dict[str, Tensor]:
-        """Logits and their tokens [n, S, K], and log-sum-exp [n, S], of this rank's samples."""
+        """Logits and their tokens [n, S, K], log-sum-exp and log-probs [n, S], of this rank's
+        samples.
+        """
         found: Any = self.infer_fn((tokens, lengths))
         return {
             "topk_logits": found.logits,
             "topk_token_ids": found.token_ids,  # float32 holds every id below 2^24 exactly
             "log_sum_exp_logits": found.log_sum_exp,
+            "log_probs": found.log_probs,
         }
 
 

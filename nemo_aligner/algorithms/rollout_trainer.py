@@ -321,7 +321,8 @@ class RolloutTrainer(TrainingLoop):
             for batch, rollout in self.model.infer_all(batches):
                 if "record" in batch:  # for rewards that look at columns of the prompts' records
                     rollout["record"] = batch["record"]
-                pending.append(self.score(rollout))  # scored while generation continues
+                # Scored while generation continues.
+                pending.append(self.send_off(rollout, sampling_step))
                 micro_batches.append(with_prompt_columns(rollout, batch))
         gathered = PPORolloutBatch.from_rollout_batches(
             micro_batches, self.model.tokenizer.eos_id, min_width
@@ -331,6 +332,10 @@ class RolloutTrainer(TrainingLoop):
         # not matter.
         order = gathered["sample_key"].argsort(stable=True)
         return CollectedRollout(gathered.select(order), order, pending)
+
+    def send_off(self, rollout: Rollout, sampling_step: int) -> PendingScores:
+        """Have a micro-batch of `collect` scored."""
+        return self.score(rollout)
 
     def wait_for_scores(self, collected: CollectedRollout, with_values: bool = True) -> Scores:
         """The scores of all samples of the rollout, in its order, on every rank; all call it.

@@ -268,11 +268,12 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
 
 
 def score_columns(scores: Scores) -> dict[str, Tensor]:
-    """Those of the columns `rewards`, `values` and `token_rewards` that there are."""
+    """Those columns of the scores that there are, by their names."""
     columns = {
         "rewards": scores.rewards.flatten(),
         "values": scores.values,
         "token_rewards": scores.token_rewards,
+        "teacher_logprobs": scores.teacher_logprobs,
     }
     return {name: column for name, column in columns.items() if column is not None}
 
@@ -305,6 +306,7 @@ def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
         gathered.get("values"),
         gathered_parts.data,
         gathered.get("token_rewards"),
+        gathered.get("teacher_logprobs"),
     )
 
 

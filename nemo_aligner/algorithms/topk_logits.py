@@ -90,7 +90,7 @@ def _lines(
     mask = batch["loss_mask"]
     lengths = counted_lengths(mask, mask.size(1))
     top = model.top_logits(batch["tokens"], lengths, top_k)
-    logits, ids, log_sum_exp = (part.cpu().numpy() for part in top)
+    logits, ids, log_sum_exp = (part.cpu().numpy() for part in top[:3])
     found = {}
     for row, number in enumerate(mine):
         length = int(lengths[row])

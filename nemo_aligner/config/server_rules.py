@@ -12,7 +12,7 @@ import importlib.util
 import math
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemo_aligner.config.access import (
     REWARD_TOKEN_VARIABLE,
@@ -267,6 +267,34 @@ def read_reward_servers(
 def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:
     """The served teacher that `cfg`, the section called `setting`, names."""
     return _read_one({"name": cfg["name"]}, setting, ip=cfg["host"], port=cfg["port"])
+
+
+def read_teachers(cfg: Mapping, setting: str = "remote_teacher") -> list[RewardModelSpec]:
+    """The teachers of a policy that `cfg`, the section called `setting`, names: one, or several by
+    their names, which share what they do not give themselves.
+    """
+    teachers, column = cfg.get("teachers"), cfg.get("column")
+    if (teachers is None) != (column is None):
+        raise ConfigError(
+            f"{setting}.teachers={teachers} and {setting}.column={column} do not go together: "
+            "several teachers need a column of the data that names one for each prompt; set both "
+            "or neither."
+        )
+    if teachers is None:
+        return [read_teacher(cfg, setting)]
+    own = {key: cfg[key] for key in ("host", "port", "name")}
+    known = isinstance(teachers, Mapping) and teachers
+    if not known or not all(
+        isinstance(t, Mapping) and set(t) <= set(own) for t in teachers.values()
+    ):
+        raise ConfigError(
+            f"{setting}.teachers={teachers!r} must map names to sections with host, port or name, "
+            "for example {mathematics: {port: 5557}, code: {port: 5558}}."
+        )
+    return [
+        replace(read_teacher({**own, **each}, f"{setting}.teachers.{name}"), name=name)
+        for name, each in teachers.items()
+    ]
 
 
 def _read_member(member: Mapping, setting: str, name: str) -> RewardModelSpec:

@@ -316,11 +316,15 @@ def _reinforce_plus_plus(
     return TokenEstimate(calculate_reinforce_returns(rewards, discount_factor, mask))
 
 
+def _of_teacher(rewards: Tensor, *_: object) -> TokenEstimate:
+    return TokenEstimate(torch.zeros_like(rewards))
+
+
 # From rewards per transition: (rewards [B, S-1], values [B, S-1] or None, mask [B, S-1], gamma,
 # lambda, lambda of the returns).
 TOKEN_ESTIMATORS: dict[
     str, Callable[[Tensor, Tensor | None, Tensor, float, float, float | None], TokenEstimate]
-] = {"gae": _gae_with_critic, "reinforce_plus_plus": _reinforce_plus_plus}
+] = {"gae": _gae_with_critic, "reinforce_plus_plus": _reinforce_plus_plus, "teacher": _of_teacher}
 
 # From one score per response (gdpo: several), by comparison with the other responses to its
 # prompt: (scores [N], prompt of each [N], mask [N]) to advantages [N].

@@ -20,6 +20,8 @@ class AdvantageEstimator:
     compares_responses: bool = False
     divides_by_std: bool = False  # that scale is not the rewards'
     compares_parts: bool = False  # it compares the rewards of an ensemble's models one by one
+    # there are none but a teacher's term; rewards, if anything gives them, are only measured
+    of_teacher: bool = False
 
 
 ADVANTAGE_ESTIMATORS = {
@@ -29,6 +31,7 @@ ADVANTAGE_ESTIMATORS = {
     "grpo": AdvantageEstimator(compares_responses=True, divides_by_std=True),
     "dr_grpo": AdvantageEstimator(compares_responses=True),
     "gdpo": AdvantageEstimator(compares_responses=True, divides_by_std=True, compares_parts=True),
+    "teacher": AdvantageEstimator(of_teacher=True),
 }
 
 # What GRPO makes of rewards of steps or tokens: their sum, or each compared with the others'.

@@ -50,6 +50,13 @@ class RewardSource(Protocol):
         """Send a micro-batch to be scored; returns at once. The scores have no values."""
 
 
+class Teacher(Protocol):
+    """What gives log-probs of a policy's own tokens."""
+
+    def beside(self, scores: PendingScores, rollout_batch: Rollout) -> PendingScores:
+        """Send a micro-batch off; returns at once. The result is `scores` with the log-probs."""
+
+
 class Critic(Protocol):
     """A remote critic and reward model; or reward models alone, with the same methods."""
 

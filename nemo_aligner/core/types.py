@@ -83,6 +83,7 @@ class RolloutBatch(Rollout, total=False):
     # float32 [B, K]: of an ensemble's models in the order of their names, without their weights
     reward_parts: Tensor
     values: Tensor  # float32 [B, S-1]: of the critic; absent without one
+    teacher_logprobs: Tensor  # float32 [B, S-1]: of a teacher; absent without one
     sample_order: Tensor  # int64 [B]: place of the sample in the shuffled rollout of all ranks
 
 
@@ -98,6 +99,7 @@ class Scores:
     # float32 [b, S-1], rewards of steps or tokens, whose sum is `rewards`: that of token t+1 in
     # column t, NaN where a token has none; None: there are none
     token_rewards: Tensor | None = None
+    teacher_logprobs: Tensor | None = None  # float32 [b, S-1], what a teacher thinks of tokens
 
 
 class _PolicyTrainBatch(TypedDict):

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_aligner.config.server_rules import read_teachers
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.job_entry import job_main, reward_servers
 from nemo_aligner.launch.start_up import long_imports
@@ -19,11 +20,12 @@ OWN_FUNCTIONS = {
 
 
 def jobs_of_ppo(cfg: DictConfig) -> int:
-    """This one, and the servers of rewards and critic if they are on the same machine."""
+    """This one, and the servers of rewards, critic and teachers, if these are on this machine."""
+    others = len(read_teachers(cfg.remote_teacher)) if cfg.trainer.ppo.teacher_kl_coef else 0
     if cfg.remote_critic_rm.combine_rm_and_critic_server:
-        return 2
+        return 2 + others
     needs_critic = ADVANTAGE_ESTIMATORS[cfg.trainer.ppo.advantage_estimator].needs_critic
-    return 1 + int(needs_critic) + reward_servers(cfg, "ppo")
+    return 1 + int(needs_critic) + reward_servers(cfg, "ppo") + others
 
 
 @job_main("gpt_ppo_actor", jobs=jobs_of_ppo)
@@ -40,6 +42,9 @@ def train_ppo(cfg: DictConfig) -> None:
 
         nemo-aligner train ppo ... trainer.ppo.advantage_estimator=grpo \
             model.ppo.num_rollouts_per_prompt=8 trainer.ppo.reward_fn=path/to/file.py:function
+
+    With `trainer.ppo.teacher_kl_coef` a served teacher (`serve teacher`) gives advantages too, or
+    alone (docs/ppo.md).
 
     With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards
     come from a Python class in processes of this job; with `model.ppo.environment.port` from

@@ -201,13 +201,14 @@ def _endpoint_options(inference_cfg: DictConfig) -> dict[str, Any]:
 def serve_teacher(cfg: DictConfig) -> None:
     r"""Serve a teacher to a student that learns from it while it responds itself.
 
-    The student is `train distill` with `model.knowledge_distillation.on_policy.fraction`.
+    The student is `train distill` with `model.knowledge_distillation.on_policy.fraction`, or
+    `train ppo` with `trainer.ppo.teacher_kl_coef`.
 
         nemo-aligner serve teacher pretrained_checkpoint.restore_from_path=teacher.nemo \
             inference.port=5556 inference.top_k=100
 
-    The server gives its largest logits behind each token of the samples that it is sent, until
-    SIGTERM or SIGINT. docs/distillation.md says more.
+    The server gives its largest logits behind each token of the samples that it is sent, and the
+    log-prob of the next one, until SIGTERM or SIGINT. docs/distillation.md says more.
     """
     with long_imports():
         from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences

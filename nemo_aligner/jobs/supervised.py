@@ -164,7 +164,7 @@ def train_distill(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
             GPTKnowledgeDistillationModel,
         )
-        from nemo_aligner.servers.scoring_clients import RemoteTeacherClient
+        from nemo_aligner.servers.teachers import RemoteTeacherClient
 
     job, model = start_with_model(cfg, GPTKnowledgeDistillationModel)
     fraction = cfg.model.knowledge_distillation.on_policy.fraction

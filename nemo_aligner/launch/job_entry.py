@@ -19,6 +19,7 @@ from nemo_aligner.config.parallel_rules import (
 from nemo_aligner.config.rules import why_nothing_is_kept
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.endings import ending_file
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.launch.inputs import check_inputs
 from nemo_aligner.launch.start_up import share_cores
@@ -84,6 +85,18 @@ def check_job(cfg: DictConfig, config_name: str) -> list[str]:
 
 def reward_servers(cfg: DictConfig, kind: str) -> int:
     """How many servers give the rewards of the job `kind`: none if it has them by itself."""
+    return 0 if _given(cfg, kind) or has_no_rewards(cfg, kind) else 1
+
+
+def has_no_rewards(cfg: DictConfig, kind: str) -> bool:
+    """Whether nothing gives rewards to the job `kind`, as it learns from a teacher alone."""
+    estimator = ADVANTAGE_ESTIMATORS.get(cfg.trainer[kind].get("advantage_estimator"))
+    if estimator is None or not estimator.of_teacher:
+        return False
+    return not (_given(cfg, kind) or cfg.remote_critic_rm.reward_models)
+
+
+def _given(cfg: DictConfig, kind: str) -> bool:
+    """Whether the job has its rewards by itself."""
     environment, own = cfg.model[kind].environment, cfg.trainer[kind]
-    in_job = environment.path or environment.port or own.reward_fn or own.judge.url
-    return 0 if in_job else 1
+    return any((environment.path, environment.port, own.reward_fn, own.judge.url))

@@ -50,6 +50,7 @@ from nemo_aligner.launch.experiment import (
     run_timer,
     set_up_training,
 )
+from nemo_aligner.launch.job_entry import has_no_rewards
 from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel import parallel_state
@@ -60,7 +61,13 @@ from nemo_aligner.servers.critic_client import CriticStatus
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.judge import JudgeWorker
 from nemo_aligner.servers.reward_function import RewardFunction
-from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient, RewardsInJob, ScoreSource
+from nemo_aligner.servers.scoring_clients import (
+    NoRewards,
+    RemoteGPTRMClient,
+    RewardsInJob,
+    ScoreSource,
+)
+from nemo_aligner.servers.teachers import PolicyTeachers
 from nemo_aligner.servers.web import TAKEN, RewardServers
 from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
@@ -163,16 +170,46 @@ def train_on_rollouts(
         max_length=cfg.model.encoder_seq_length,
         score_source=start_score_source(cfg, kind, remote, model, datasets),
     )
+    clients = {client_argument: client}
     try:
-        trainer = trainer_class(
-            **parts, **prompts, run_timer=run_timer(cfg), **{client_argument: client}
-        )
+        if cfg.trainer[kind].get("teacher_kl_coef"):
+            clients["teacher"] = connect_teachers(cfg, model.tokenizer, datasets[0])
+        trainer = trainer_class(**parts, **prompts, run_timer=run_timer(cfg), **clients)
         state = load_state(cfg, parts["ckpt_callback"], client)
         if state is not None:
             trainer.load_state_dict(state)
         trainer.fit()
     finally:
+        if "teacher" in clients:
+            clients["teacher"].close()
         client.communicator.close()
+
+
+def connect_teachers(
+    cfg: DictConfig, tokenizer: "TokenizerSpec", train_ds: RLHFDataset
+) -> PolicyTeachers:
+    """The teachers that `remote_teacher` names; all ranks call it.
+
+    Raises:
+        UserError: a record of the training data names no teacher, or one that there is not.
+    """
+    remote, named = cfg.remote_teacher, None
+    if remote.column is not None:
+        with failing_together():  # each rank checks its share of the records
+            share = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            columns, known = PromptColumns([train_ds], [remote.column], share), [*remote.teachers]
+            for document in train_ds.documents[share[0] :: share[1]]:
+                name = train_ds.lines[document][remote.column]
+                if name not in known:
+                    raise UserError(
+                        f"{train_ds.lines.where(document)}: '{remote.column}' is {name!r}, but "
+                        f"remote_teacher.teachers has {', '.join(known)}."
+                    )
+
+        def named(numbers: Tensor) -> list[str]:
+            return [record[remote.column] for record in columns(numbers)]
+
+    return PolicyTeachers(remote, tokenizer, cfg.model.encoder_seq_length, named)
 
 
 # ------------------------------------------------------------------------- a user's own functions
@@ -261,6 +298,8 @@ def start_score_source(
             policy.environment = _agents(cfg, kind, remote, policy, records, place)
         return policy.environment
     options, section = cfg.trainer[kind], f"trainer.{kind}"
+    if has_no_rewards(cfg, kind):
+        return NoRewards()
     if options.reward_fn is None and options.judge.url is None:
         return None
     function = None

@@ -156,6 +156,7 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
         "model.ppo.num_rollouts_per_prompt": rollout.num_rollouts_per_prompt != 1,
         "model.ppo.kl_loss_coef": bool(rollout.kl_loss_coef),
         "trainer.ppo.overlong_buffer_len": bool(settings.overlong_buffer_len),
+        "trainer.ppo.teacher_kl_coef": bool(settings.teacher_kl_coef),
     }
     for key, is_used in used.items():
         if is_used:

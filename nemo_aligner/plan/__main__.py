@@ -26,6 +26,7 @@ from nemo_aligner.plan.jobs import (
     JOBS,
     REWARD_SERVER,
     STUDENT,
+    TEACHER,
     Job,
     head_outputs,
     is_on_policy,
@@ -327,16 +328,19 @@ def read_inputs(args: argparse.Namespace) -> list[JobInput]:
 
 def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
     """The jobs that run at the same time; PPO without a critic has a reward server in its place,
-    and only on-policy distillation a teacher.
+    and only on-policy distillation and PPO with `teacher_kl_coef` a teacher.
 
     Raises:
         ConfigError: an override that none of the jobs knows.
     """
     jobs = JOBS[kind]
-    estimator = OmegaConf.select(read_overrides(overrides), "trainer.ppo.advantage_estimator")
+    given = read_overrides(overrides)
+    estimator = OmegaConf.select(given, "trainer.ppo.advantage_estimator")
     if kind == "ppo" and isinstance(estimator, str) and estimator in ADVANTAGE_ESTIMATORS:
         if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
             jobs = (ACTOR, REWARD_SERVER)
+    if kind == "ppo" and OmegaConf.select(given, "trainer.ppo.teacher_kl_coef"):
+        jobs = (*jobs, TEACHER)
     if kind == "distill" and not is_on_policy(plain_dict(read_overrides(overrides))):
         jobs = (STUDENT,)
     for text in overrides:

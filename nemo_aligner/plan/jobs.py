@@ -102,7 +102,7 @@ SERVERS = {  # by the section of a job that has the address
         "inference_teacher", "teacher", "serve_teacher", forward_key="model.micro_batch_size"
     ),
 }
-CRITIC, REWARD_SERVER, _ = SERVERS.values()
+CRITIC, REWARD_SERVER, TEACHER = SERVERS.values()
 STUDENT = _job("gpt_knowledge_distillation", "student")
 STEERLM2 = _job(
     "gpt_sft",
@@ -123,7 +123,8 @@ def _jobs(config: Configuration) -> tuple[Job, ...]:
 # What `--job` can be.
 JOBS = {str(job.algo): _jobs(job) for job in CONFIGURATIONS.values() if job.algo}
 JOBS["rm"] = (_job("training_rm", "reward model", "train_reward_model"),)
-JOBS["ppo"] = _jobs(CONFIGURATIONS["gpt_ppo_actor"])  # the critic has the same section
+# The critic has the same section; whether there is a teacher, a key says.
+JOBS["ppo"] = _jobs(CONFIGURATIONS["gpt_ppo_actor"])[:2]
 JOBS["steerlm2"] = (STEERLM2,)
 JOBS["distill"] = (STUDENT, *JOBS.pop("knowledge_distillation")[1:])
 ACTOR = JOBS["ppo"][0]

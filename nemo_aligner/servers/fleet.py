@@ -149,7 +149,8 @@ class Fleet:
         self.spec, self.endpoint = spec, endpoint
         self.init_timeout_s, self.inference_timeout_s = init_timeout_s, inference_timeout_s
         self.section = spec.setting.partition(".")[0]
-        self.title = f"reward model '{spec.name}'" if spec.name else spec.endpoint
+        kind = "teacher" if spec.setting.startswith("remote_teacher") else "reward model"
+        self.title = f"{kind} '{spec.name}'" if spec.name else spec.endpoint
         count = len(spec.addresses)
         self.servers = [
             _Server(Peer(host, port, token, tls), turn=(index - first) % count)

@@ -212,15 +212,20 @@ def attributes_endpoint() -> Endpoint:
     return Endpoint(REWARD_MODEL, _SCORING_INPUTS[:1], (ATTRIBUTES,), batching=True)
 
 
-def teacher_endpoint() -> Endpoint:
-    """The K largest logits [N, S, K] of a teacher behind each token; K is the server's."""
+def teacher_endpoint(wanted: Iterable[str] | None = None) -> Endpoint:
+    """The K largest logits [N, S, K] of a teacher behind each token, where K is the server's, and
+    its log-probs of the tokens that follow; of these what is `wanted`, None: all.
+    """
     largest = "largest logits behind each token, less the largest [N, S, K]"
     total = "log-sum-exp of all logits less the largest [N, S]"
-    outputs = (
+    outputs: tuple[TensorSpec, ...] = (
         TensorSpec("topk_logits", np.float32, (-1, -1), largest),
         TensorSpec("topk_token_ids", np.int32, (-1, -1), "their tokens [N, S, K]"),
         TensorSpec("log_sum_exp_logits", np.float32, (-1,), total),
+        TensorSpec("log_probs", np.float32, (-1,), "log-prob of the token behind each [N, S]"),
     )
+    if wanted is not None:
+        outputs = tuple(spec for spec in outputs if spec.name in wanted)
     return Endpoint(TEACHER_LOGITS, (*_SCORING_INPUTS[1:], _TOKENIZER), outputs, batching=True)
 
 

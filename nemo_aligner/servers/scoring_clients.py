@@ -1,18 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The served reward models, and a student's served teacher, as objects of the job that trains.
+"""The served reward models as objects of the job that trains.
 
 A model may be served by several servers (fleet.py), and several reward models may be combined:
 reward = sum of weight * reward of each. Every rank of the job constructs a client and calls the
 same methods; only the source rank of each model-parallel group talks to the servers.
 
-b is the number of samples of a data-parallel rank, S their padded length, K a number of logits.
+b is the number of samples of a data-parallel rank, S their padded length.
 """
 
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.config.access import client_tls, read_token
 from nemo_aligner.config.defaults import complete
-from nemo_aligner.config.server_rules import RewardModelSpec, read_reward_models, read_teacher
+from nemo_aligner.config.server_rules import RewardModelSpec, read_reward_models
 from nemo_aligner.core.advantages import add_token_rewards, reward_at_last_token
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
@@ -224,6 +224,19 @@ def _as_reply(rewards: np.ndarray) -> Arrays:
     return {"rewards": total, "token_rewards": rewards}
 
 
+class NoRewards(FutureScores):
+    """A `ScoreSource` where nothing gives rewards, and what it gives: 0 for each sample."""
+
+    def __init__(self, samples: int = 0):
+        self._samples = samples
+
+    def score(self, rollout_batch: Rollout, make_payload: Any = None) -> FutureScores:
+        return NoRewards(len(rollout_batch["response_lengths"]))
+
+    def scores(self) -> Scores:
+        return Scores(torch.zeros(self._samples, device=get_device()))
+
+
 class RemoteClient:
     """What the clients of all servers share. Every rank constructs one, together.
 
@@ -377,65 +390,3 @@ class RewardsInPlaceOfCritic(RemoteGPTRMClient):
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Do nothing: there is no critic that could be at another step."""
-
-
-# ---- a teacher ----
-
-
-class TeacherLogits(NamedTuple):
-    """What a teacher says of samples."""
-
-    # float32 [b, S, K], the largest logits behind each token, less the largest
-    topk_logits: Tensor
-    topk_token_ids: Tensor  # int64 [b, S, K]
-    log_sum_exp_logits: Tensor  # float32 [b, S], of all logits less the largest
-
-
-class RemoteTeacherClient(RemoteClient):
-    """A served teacher (`serve_teacher.py`), on one server or several. Every rank constructs it,
-    together.
-
-    Args:
-        cfg: `remote_teacher`: `host`, `port`, `name`, `init_timeout_s`, `inference_timeout_s`,
-            `token_file`, `tls_ca_file`. Missing keys have the defaults of the YAML file.
-        tokenizer: of the student; a server with another one refuses its samples.
-        max_length: longest sample of the student, to which widths of requests may be rounded up.
-
-    Raises:
-        ConfigError: the section cannot work.
-        ServerUnreachableError: no server within `init_timeout_s`.
-        ServerRequestError: the teacher has another tokenizer, or gives no logits.
-    """
-
-    def __init__(self, cfg: DictConfig, tokenizer: object, max_length: int | None = None):
-        super().__init__(cfg, "remote_teacher", tokenizer, max_length)
-        self.connect([read_teacher(self.cfg)], schema.teacher_endpoint())
-        try:
-            # Before a student has generated anything: as long as its longest response, for which
-            # the teacher's context may be too short.
-            longest = max_length or 1
-            self.logits(torch.zeros(1, longest, dtype=torch.int64), torch.tensor([longest]))
-        except Exception:
-            self.close()
-            raise
-
-    def logits(self, tokens: Tensor, lengths: Tensor) -> TeacherLogits:
-        """The teacher's logits behind each token; every rank of the job calls it.
-
-        Args:
-            tokens: int64 [b, S], this data-parallel rank's samples, padded on the right.
-            lengths: int64 [b], at least 1; some sample has S tokens.
-
-        Raises:
-            ServerRequestError: on every rank, with the cause.
-        """
-        samples: Any = {"response_tokens": tokens, "response_lengths": lengths}
-        sent = try_on_source(lambda: send_to_fleets(self._fleets, self.payload(samples)))
-        wait_for_all([] if sent is None else [sent])
-        (reply,) = await_on_model_source(sent).values()
-        # Requests are wider than their samples.
-        found = {
-            name: torch.from_numpy(np.array(reply[name][:, : tokens.size(1)]))
-            for name in TeacherLogits._fields
-        }
-        return TeacherLogits(**{**found, "topk_token_ids": found["topk_token_ids"].long()})

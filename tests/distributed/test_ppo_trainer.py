@@ -26,6 +26,9 @@ PLUS_PLUS = WITHOUT_CRITIC | dict(
     kl_estimator="k3",
     adaptive_kl={"enable": True, "target": 1e-9, "horizon": 40},
 )
+TEACHER = WITHOUT_CRITIC | dict(
+    advantage_estimator="reinforce_plus_plus", teacher_kl_coef=0.5, teacher_kl_discount=0.9
+)
 
 
 DECOUPLED = WITHOUT_CRITIC | dict(
@@ -103,6 +106,7 @@ def run_on_this_rank():
     results["decoupled"] = run_trainer(settings=DECOUPLED)
     results["reinforce"] = run_reinforce()
     results["dynamic_sampling"] = run_dynamic_sampling()
+    results["teacher"] = run_trainer(settings=TEACHER)
 
     return results | refusals(ppo_fakes.make_trainer, "ppo")
 
@@ -148,6 +152,14 @@ def test_two_ranks_equal_one_with_groups_of_responses_and_an_early_stop(two_rank
 def test_two_ranks_equal_one_with_global_statistics(two_ranks):
     one, two = run_trainer(settings=PLUS_PLUS), [results["plus_plus"] for results in two_ranks]
     assert one["state"]["kl_coef"] > 0.01 and len(one["batches"]) == 24
+    assert_equal_runs(one, two)
+
+
+def test_two_ranks_equal_one_with_a_teacher(two_ranks):
+    one, two = run_trainer(settings=TEACHER), [results["teacher"] for results in two_ranks]
+    others = run_trainer(settings=TEACHER | {"teacher_kl_coef": 0.0})
+    kl = [entry[2] for entry in one["metrics"] if entry[0] == "train_rollouts/teacher_kl"]
+    assert len(kl) == 3 and all(kl) and one["weight"] != others["weight"]
     assert_equal_runs(one, two)
 
 

@@ -31,7 +31,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
 )
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.schema import ReplyError, RequestError
-from nemo_aligner.servers.scoring_clients import TeacherLogits
+from nemo_aligner.servers.teachers import TeacherLogits
 from nemo_aligner.servers.validation import validate_reply
 from nemo_aligner.training.timers import ScopedTimer
 from tests.oracles import trl_jsd
@@ -139,7 +139,7 @@ class Served:
         reply = self.server.infer(
             tokens=tokens.numpy(), sequence_lengths=lengths.view(-1, 1).numpy()
         )
-        validate_reply(schema.teacher_endpoint(), reply, len(tokens))
+        validate_reply(schema.teacher_endpoint(TeacherLogits._fields), reply, len(tokens))
         arrays = [torch.from_numpy(reply[name]) for name in TeacherLogits._fields]
         return TeacherLogits(arrays[0], arrays[1].long(), arrays[2])
 
@@ -160,6 +160,19 @@ def test_a_reply_has_the_largest_logits_behind_each_token(models, data):
         assert some.topk_token_ids[row, :length].equal(alone.token_ids[0])
         probabilities = whole.topk_logits[row, :length].exp().sum(-1).log()
         torch.testing.assert_close(probabilities, whole.log_sum_exp_logits[row, :length])
+
+
+@pytest.mark.slow
+def test_a_reply_has_the_log_prob_of_the_token_behind_each(models, data):
+    _, teacher = models
+    batch = default_collate([data[i] for i in range(3)])
+    tokens, lengths = batch["tokens"], batch["lengths"]
+    server = server_of(teacher, 1, strip_sequence_length_to_multiple=8)
+    reply = server.infer(tokens=tokens.numpy(), sequence_lengths=lengths.view(-1, 1).numpy())
+    dense = plain_logits(teacher, tokens).double().log_softmax(-1)
+    for row, length in enumerate(lengths.tolist()):
+        wanted = [float(dense[row, t, tokens[row, t + 1]]) for t in range(length - 1)]
+        assert reply["log_probs"][row, : length - 1].tolist() == pytest.approx(wanted, abs=1e-4)
 
 
 def generalized_jsd(student, teacher, mask, beta):
@@ -296,6 +309,7 @@ def test_what_a_teacher_refuses(models):
         (lambda r: r.update(topk_logits=r["topk_logits"][:1]), r"shape \[1, 3, 5\] for 2 sample"),
         (lambda r: r["topk_logits"].__setitem__((1, 2, 0), np.nan), "nan in sample 1, column 2"),
         (lambda r: r.update(topk_token_ids=r["topk_logits"]), "came as float32, not"),
+        (lambda r: r["log_probs"].__setitem__((0, 1), np.nan), "'log_probs' is nan in sample 0"),
     ],
 )
 def test_replies_that_cannot_be_used(change, message):
@@ -303,6 +317,7 @@ def test_replies_that_cannot_be_used(change, message):
         "topk_logits": np.zeros((2, 3, 5), np.float32),
         "topk_token_ids": np.zeros((2, 3, 5), np.int32),
         "log_sum_exp_logits": np.zeros((2, 3), np.float32),
+        "log_probs": np.zeros((2, 3), np.float32),
     }
     validate_reply(schema.teacher_endpoint(), reply, 2)
     change(reply)

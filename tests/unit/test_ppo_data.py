@@ -33,7 +33,7 @@ ROWS = [
 STAND_IN = 7
 
 
-def scored_rollout(with_values: bool) -> dict:
+def scored_rollout(with_values: bool, with_teacher: bool = False) -> dict:
     """Random numbers on the responses, NaN everywhere else."""
     generator = torch.Generator().manual_seed(5)
     idx, prompts, lengths, rewards = (torch.tensor(column) for column in zip(*ROWS))
@@ -55,8 +55,9 @@ def scored_rollout(with_values: bool) -> dict:
         "logprobs": random(0.4, -1.5),
         "init_logprobs": random(0.4, -1.5),
     }
-    values = random(0.8, 0.2)
-    return rollout | ({"values": values} if with_values else {})
+    values, teacher = random(0.8, 0.2), random(0.6, -2.0)
+    rollout |= {"values": values} if with_values else {}
+    return rollout | ({"teacher_logprobs": teacher} if with_teacher else {})
 
 
 def naive_data(rollout: dict, cfg: dict, max_response_length: int):
@@ -117,13 +118,17 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
             ]
             for i in rows
         }
+    elif estimator == "teacher":
+        advantages = {i: [0.0] * len(spans[i]) for i in rows}
     else:
         advantages = {}
         for i in rows:
             same = [j for j in rows if ROWS[j][0] == ROWS[i][0]]
             scores = [sum(rewards[j]) for j in same]
             mine = sum(rewards[i])
-            if estimator == "rloo":
+            if estimator == "dr_grpo":
+                advantage = mine - sum(scores) / len(scores)
+            elif estimator == "rloo":
                 advantage = mine - (sum(scores) - mine) / (len(scores) - 1)
             else:
                 mean = sum(scores) / len(scores)
@@ -132,6 +137,16 @@ def naive_data(rollout: dict, cfg: dict, max_response_length: int):
             advantages[i] = [advantage] * len(spans[i])
     if cfg.get("normalize_advantages", True) and estimator in ("gae", "reinforce_plus_plus"):
         advantages = shifted_and_scaled(advantages)
+    if cfg.get("teacher_kl_coef"):
+        coef, gamma = cfg["teacher_kl_coef"], cfg.get("teacher_kl_discount", 0.0)
+        for i in rows:
+            of_token = [
+                float(rollout["logprobs"][i, t]) - float(rollout["teacher_logprobs"][i, t])
+                for t in spans[i]
+            ]
+            for t in range(len(of_token)):
+                to_come = sum(gamma ** (k - t) * of_token[k] for k in range(t, len(of_token)))
+                advantages[i][t] -= coef * to_come
     clip = cfg.get("advantage_clip") or math.inf
     return {i: [max(-clip, min(clip, a)) for a in row] for i, row in advantages.items()}, returns
 
@@ -187,6 +202,13 @@ EVERYTHING = {
         {"advantage_estimator": "grpo"},
         {"advantage_estimator": "grpo", "kl_estimator": "k3", "initial_policy_kl_penalty": 0.5},
         {"advantage_estimator": "grpo", **EVERYTHING, "whiten_rewards": False},
+        {"teacher_kl_coef": 1.0},
+        {"teacher_kl_coef": 0.7, "teacher_kl_discount": 0.6, **EVERYTHING},
+        *(
+            {"teacher_kl_coef": 0.5, "teacher_kl_discount": gamma, "advantage_estimator": name}
+            for name in ("teacher", "reinforce_plus_plus", "rloo", "grpo", "dr_grpo")
+            for gamma in (0.0, 1.0)
+        ),
     ],
     ids=lambda changes: (
         "-".join(f"{key}={value}" for key, value in changes.items())[:60] or "defaults"
@@ -195,7 +217,7 @@ EVERYTHING = {
 def test_data_equal_a_loop_over_plain_numbers(changes):
     trainer = make_trainer(max_response_length=6, **changes)
     has_critic = "advantage_estimator" not in changes
-    rollout = scored_rollout(has_critic)
+    rollout = scored_rollout(has_critic, "teacher_kl_coef" in changes)
     data, metrics = trainer.generate_ppo_data(rollout)
     advantages, returns = naive_data(rollout, changes, max_response_length=6)
     for i, (_, prompt_length, length, _) in enumerate(ROWS):
@@ -213,6 +235,25 @@ def test_data_equal_a_loop_over_plain_numbers(changes):
     assert has_critic == ("returns" in data) == ("values" in data) == ("values_mean" in metrics)
     assert all(math.isfinite(value) for value in metrics.values())
     assert all(tensor.isfinite().all() for key, tensor in data.items() if key != "advantages")
+
+
+def test_a_teacher_is_asked_of_rollouts_and_not_of_validations():
+    trainer = make_trainer(teacher_kl_coef=1.0, val_check_interval=1)
+    trainer.fit()
+    assert trainer.events.count("teacher") == 3 * 4 < trainer.events.count("critic_infer")
+
+
+def test_a_policy_that_is_its_teacher_learns_nothing_from_it():
+    rollout = scored_rollout(False)
+    rollout["teacher_logprobs"] = rollout["logprobs"].clone()
+    settings = {"advantage_estimator": "teacher", "teacher_kl_coef": 1.0}
+    data, metrics = make_trainer(**settings).generate_ppo_data(rollout)
+    assert not data["advantages"].any() and metrics["teacher_kl"] == 0
+    rollout["teacher_logprobs"] -= 0.25  # of 29 tokens of 7 responses
+    data, metrics = make_trainer(**settings).generate_ppo_data(rollout)
+    assert data["advantages"].sum().item() == pytest.approx(-0.25 * 29, rel=1e-5)
+    assert metrics["teacher_kl"] == pytest.approx(0.25, rel=1e-5)
+    assert metrics["teacher_kl_per_sample"] == pytest.approx(0.25 * 29 / 7, rel=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo"])

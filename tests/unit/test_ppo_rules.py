@@ -9,6 +9,8 @@ from nemo_aligner.core.errors import ConfigError
 from tests.unit.test_config_checks import check
 
 SEPARATE = "remote_critic_rm.combine_rm_and_critic_server=False"
+TEACHER = f"trainer.ppo.advantage_estimator=teacher; trainer.ppo.teacher_kl_coef=1; {SEPARATE}; "
+TEACHER += "trainer.ppo.initial_policy_kl_penalty=0"
 GRPO = f"trainer.ppo.advantage_estimator=grpo; model.ppo.num_rollouts_per_prompt=4; {SEPARATE}"
 
 
@@ -69,6 +71,38 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             f"{GRPO}; model.ppo.environment.port=5600; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64 is for single responses", "environment.port=5600"],
             "trainer.ppo.overlong_buffer_len=0",
+        ),
+        (
+            f"trainer.ppo.advantage_estimator=teacher; {SEPARATE}; "
+            "trainer.ppo.initial_policy_kl_penalty=0",
+            ["advantage_estimator=teacher learns from a teacher alone", "teacher_kl_coef=0"],
+            "trainer.ppo.teacher_kl_coef=1",
+        ),
+        (
+            TEACHER.replace("penalty=0", "penalty=0.01"),
+            ["initial_policy_kl_penalty=0.01 is part of the reward"],
+            "trainer.ppo.initial_policy_kl_penalty=0",
+        ),
+        (
+            f"{TEACHER}; remote_critic_rm.reward_model.port=5999",
+            ["reward_model={'name': 'reward_model'", "is not asked", "in remote_critic_rm"],
+            "remote_critic_rm.reward_model.port=5555",
+        ),
+        (
+            f"{TEACHER}; remote_teacher.teachers={{a: {{port: 5557}}, b: {{port: 5558}}}}",
+            ["remote_teacher.column=None", "do not go together"],
+            "remote_teacher.column=teacher",
+        ),
+        (
+            f"{TEACHER}; remote_teacher.column=teacher; remote_teacher.teachers={{a: 5557}}",
+            ["must map names to sections with host, port or name"],
+            "remote_teacher.teachers={a: {port: 5557}}",
+        ),
+        (
+            f"{GRPO}; model.ppo.policy_loss=gmpo; model.ppo.loss_reduction=sequence; "
+            "trainer.ppo.teacher_kl_coef=1",
+            ["policy_loss=gmpo", "and teacher_kl_coef"],
+            "trainer.ppo.teacher_kl_coef=0",
         ),
         (
             f"{GRPO}; trainer.ppo.process_rewards=steps; trainer.ppo.overlong_buffer_len=64",

@@ -510,6 +510,8 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             (walk.distillation_job(run_dir, 0, steps, files), "gpt_knowledge_distillation"),
             (walk.teacher_job(run_dir, reward), "inference_teacher"),
             (walk.distillation_job(run_dir, 0, steps, own), "gpt_knowledge_distillation"),
+            (walk.policy_job(run_dir, 0, steps, reward), "gpt_ppo_actor"),
+            (walk.imitation_job(run_dir, 0, steps), "gpt_sft"),
         ]
     if name == "run_rs":
         server, actor = (

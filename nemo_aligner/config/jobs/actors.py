@@ -19,6 +19,7 @@ from nemo_aligner.config.keys.rollouts import (
     PolicyTrtLlm,
     Remote,
     RemoteRM,
+    RemoteTeacher,
     RolloutAlarms,
     RolloutLoop,
     TrtLlm,
@@ -26,9 +27,10 @@ from nemo_aligner.config.keys.rollouts import (
 from nemo_aligner.config.rollout_rules import (
     check_compares_responses,
     check_policy,
+    check_remote,
     check_responses_differ,
 )
-from nemo_aligner.config.server_rules import check_source_of_rewards
+from nemo_aligner.config.server_rules import check_source_of_rewards, read_teachers
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import (
@@ -122,8 +124,8 @@ class PPOLoop(RolloutLoop):
         initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
             reference policy
         advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
-            `rloo`, `grpo`, `dr_grpo`, `gdpo`; see [ppo.md](ppo.md) for this and all that follows
-            marked "ppo.md"
+            `rloo`, `grpo`, `dr_grpo`, `gdpo`, or `teacher` alone; see [ppo.md](ppo.md) for this
+            and all that follows marked "ppo.md"
         kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
             `use_absolute_kl`
         use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute
@@ -141,6 +143,9 @@ class PPOLoop(RolloutLoop):
             whose responses all have the same reward; 0: none
         overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that
             come close to `max_length`
+        teacher_kl_coef, teacher_kl_discount: **new**, ppo.md: weight of a
+            [served teacher](ppo.md#a-teacher-of-the-policy) in the advantages, 0: none; of what
+            it thinks of later tokens
         target_kl: **new**, ppo.md: stop the updates of a rollout early
         loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of
             the clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
@@ -167,6 +172,8 @@ class PPOLoop(RolloutLoop):
     dynamic_sampling_rounds: int = key(0, at_least=0)
     overlong_buffer_len: int = key(0, at_least=0)
     overlong_penalty_factor: float = key(1.0, above=0)
+    teacher_kl_coef: float = key(0.0, at_least=0)
+    teacher_kl_discount: float = key(0.0, at_least=0, at_most=1)
     sampler_correction: SamplerCorrectionKeys = section()
     covariance: Covariance = section()
     target_kl: float | None = key(None, above=0)
@@ -272,6 +279,19 @@ class WeightedLines(Lines):
     sample_weight: str | None = key(None)
 
 
+@dataclass
+class PolicyTeachers(RemoteTeacher):
+    """The servers of a policy's teachers.
+
+    Attributes:
+        teachers, column: **new**: several teachers by their names, each a section with what
+            differs of `host`, `port` and `name`; column of the data that names the one of a prompt
+    """
+
+    teachers: Any = key(None, free=True)
+    column: str | None = key(None)
+
+
 PPO, MODEL = "trainer.ppo.", "model.ppo."
 
 
@@ -284,6 +304,9 @@ def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
     require_multiple(name, _samples_per_step(v), {"model.global_batch_size": batch})
     check_ppo_variants(v)
     check_source_of_rewards(v.get("remote_critic_rm"))
+    if v.get(PPO + "teacher_kl_coef"):
+        check_remote(v, "remote_teacher")
+        read_teachers(v.get("remote_teacher"))
 
 
 def check_ppo_variants(v: Values) -> None:
@@ -293,7 +316,7 @@ def check_ppo_variants(v: Values) -> None:
     kind, name = ADVANTAGE_ESTIMATORS[estimator], f"{PPO}advantage_estimator={estimator}"
     _check_rewards_of_steps(v, name)
     _check_dynamic_sampling(v, name, kind)
-    _check_policy_loss(v, kind.compares_responses)
+    _check_policy_loss(v, kind.compares_responses and not v.get(PPO + "teacher_kl_coef"))
     _check_corrections(v)
     _check_adaptive_kl(v)
     responses = v.size(MODEL + "num_rollouts_per_prompt")
@@ -312,7 +335,7 @@ def check_ppo_variants(v: Values) -> None:
                     "global_batch_size or more ppo_epochs."
                 )
     if not kind.needs_critic:
-        _check_critic_free(v, name, kind.compares_responses)
+        _check_critic_free(v, name, kind)
         return
     for part in ("ip", "port"):
         if v.is_null(f"remote_critic_rm.critic.{part}"):
@@ -359,14 +382,18 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
 
 def _check_dynamic_sampling(v: Values, name: str, kind: AdvantageEstimator) -> None:
     """Check that prompts with equal rewards have no signal; `name`: of the estimator."""
-    rounds, steps = v.get(PPO + "dynamic_sampling_rounds"), v.get(PPO + "process_rewards")
-    has_other_signal = kind.compares_parts or not kind.compares_responses
-    if rounds and (steps == "steps" or has_other_signal):
-        joined = f"{PPO}process_rewards=steps" if steps == "steps" else name
+    rounds, signal = v.get(PPO + "dynamic_sampling_rounds"), None
+    if kind.compares_parts or not kind.compares_responses:
+        signal = name
+    elif v.get(PPO + "process_rewards") == "steps":
+        signal = f"{PPO}process_rewards=steps"
+    elif v.get(PPO + "teacher_kl_coef"):
+        signal = f"{PPO}teacher_kl_coef={v.get(PPO + 'teacher_kl_coef')}"
+    if rounds and signal:
         raise ConfigError(
             f"{PPO}dynamic_sampling_rounds={rounds} replaces prompts whose responses all have the "
-            f"same reward, but with {joined} they have a signal too; set it to 0, or use grpo, "
-            "dr_grpo or rloo with process_rewards=sum."
+            f"same reward, but with {signal} they have a signal too; set it to 0, or use grpo, "
+            "dr_grpo or rloo with process_rewards=sum and without a teacher."
         )
 
 
@@ -386,7 +413,8 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
         raise ConfigError(
             f"{name} gives all tokens of a response the mean of their advantages; with "
             "advantages of single tokens that is another objective. Use grpo, dr_grpo or rloo, "
-            "without process_rewards=steps and advantages of your own, or policy_loss=gspo."
+            "without process_rewards=steps, advantages of your own and teacher_kl_coef, or "
+            "policy_loss=gspo."
         )
     for setting, losses in (("dual_clip", DUAL_CLIPPED), ("ratio_eps_high", RANGED)):
         value = v.get(MODEL + setting)
@@ -445,7 +473,7 @@ def _check_adaptive_kl(v: Values) -> None:
         )
 
 
-def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
+def _check_critic_free(v: Values, name: str, kind: AdvantageEstimator) -> None:
     """Check an estimator that needs no critic, called `name`."""
     combined = "remote_critic_rm.combine_rm_and_critic_server"
     if v.get(combined):
@@ -467,7 +495,7 @@ def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
             "anyway).",
         ),
     }
-    if ADVANTAGE_ESTIMATORS[v.get(PPO + "advantage_estimator")].compares_parts:
+    if kind.compares_parts:
         if v.is_null("remote_critic_rm.reward_models"):
             raise ConfigError(
                 f"{name} normalizes several rewards apart, which remote_critic_rm.reward_models "
@@ -478,7 +506,24 @@ def _check_critic_free(v: Values, name: str, compares_responses: bool) -> None:
         accepted["overlong_buffer_len"] = 0, f"{beside}; set it to 0."
         accepted["normalize_rewards"] = False, f"{beside}; set it to False."
         accepted["reward_clip"] = None, f"{beside}; set it to null."
-    if compares_responses:
+    if kind.of_teacher:
+        if not v.get(PPO + "teacher_kl_coef"):
+            raise ConfigError(
+                f"{name} learns from a teacher alone, and {PPO}teacher_kl_coef=0 leaves that out; "
+                "set it to 1, and the teacher's address in remote_teacher."
+            )
+        served = "remote_critic_rm.reward_model"
+        if v.get(served) != PPO_JOB.tree["remote_critic_rm"]["reward_model"]:
+            raise ConfigError(
+                f"{served}={v.get(served)} is not asked with {name}, which does not learn from "
+                "rewards; to have them measured, name it in remote_critic_rm.reward_models."
+            )
+        why = f"is part of the reward, which {name} does not learn from; set it to "
+        for key, off in (("initial_policy_kl_penalty", 0), ("overlong_buffer_len", 0)):
+            accepted[key] = off, f"{why}{off}."
+        accepted["reward_clip"] = None, f"{why}null."
+        accepted["normalize_rewards"] = False, f"{why}False."
+    if kind.compares_responses:
         why = f"has no part in {name}, which compares whole responses; set it to 1.0."
         accepted["discount_factor"] = 1.0, why
     for setting, (value, why) in accepted.items():
@@ -492,6 +537,7 @@ PPO_JOB = Configuration(
         **FROM_CHECKPOINT,
         "trainer.ppo": PPOLoop,
         "remote_critic_rm": RemoteCriticRM,
+        "remote_teacher": PolicyTeachers,
         "model": TrainedModel,
         "model.ppo": PPOPolicy,
         "model.peft": PolicyPeft,

@@ -28,7 +28,7 @@ from nemo_aligner.config.keys.common import (
 )
 from nemo_aligner.config.keys.data import Chat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel
-from nemo_aligner.config.keys.rollouts import LengthParams, SamplingParams
+from nemo_aligner.config.keys.rollouts import LengthParams, RemoteTeacher, SamplingParams
 from nemo_aligner.config.parallel_rules import virtual_pipeline_group
 from nemo_aligner.config.rollout_rules import check_generation, check_remote
 from nemo_aligner.config.server_rules import check_serving, read_teacher
@@ -104,25 +104,6 @@ class Distillation:
     sft_loss_weight: float = key(0.0, at_least=0)
     cross_tokenizer: bool = key(False)
     on_policy: OnPolicy = section()
-
-
-@dataclass
-class RemoteTeacher:
-    """The teacher's server.
-
-    Attributes:
-        host, port, name: **new**: of `on_policy`: where the teacher is served; lists of hosts or
-            ports are a fleet
-        init_timeout_s, inference_timeout_s, token_file, tls_ca_file: **new**: as for `remote_rm`
-    """
-
-    host: Any = key("localhost", required=True)
-    port: Any = key(5556, required=True)
-    name: str = key("teacher_logits")
-    init_timeout_s: float = key(600, above=0)
-    inference_timeout_s: float = key(3600, above=0)
-    token_file: str | None = key(None)
-    tls_ca_file: str | None = key(None)
 
 
 @dataclass

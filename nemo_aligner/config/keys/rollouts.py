@@ -356,3 +356,22 @@ class RemoteRM(Remote):
 
     host: Any = key(None)
     port: Any = key(None)
+
+
+@dataclass
+class RemoteTeacher:
+    """The teacher's server.
+
+    Attributes:
+        host, port, name: **new**: where a teacher is served (of `on_policy`, of a policy); lists
+            of hosts or ports are a fleet
+        init_timeout_s, inference_timeout_s, token_file, tls_ca_file: **new**: as for `remote_rm`
+    """
+
+    host: Any = key("localhost", required=True)
+    port: Any = key(5556, required=True)
+    name: str = key("teacher_logits")
+    init_timeout_s: float = key(600, above=0)
+    inference_timeout_s: float = key(3600, above=0)
+    token_file: str | None = key(None)
+    tls_ca_file: str | None = key(None)

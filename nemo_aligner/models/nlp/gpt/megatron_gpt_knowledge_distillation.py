@@ -4,7 +4,7 @@
 of a teacher, and `TopKTeacherModel`, which gives its largest logits.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,16 +21,25 @@ from nemo_aligner.models.alignable_interface import SupervisedInterface
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel.device import get_device
-from nemo_aligner.parallel.vocab_parallel import TopLogits, candidate_logprobs, top_logits
+from nemo_aligner.parallel.vocab_parallel import candidate_logprobs, top_logits
 from nemo_aligner.training.megatron_steps import Batch, forward_collect
+
+
+class Taught(NamedTuple):
+    """What a teacher says of samples."""
+
+    logits: Tensor  # as in `TopLogits`, and so are the next two
+    token_ids: Tensor
+    log_sum_exp: Tensor
+    log_probs: Tensor  # float32 [B, S], of the token that follows each; of no use at the last one
 
 
 class TopKTeacherModel(MegatronGPTModel):
     """Language model without a loss of its own."""
 
-    def top_logits(self, tokens: Tensor, lengths: Tensor, top_k: int) -> TopLogits:
-        """The `top_k` largest logits behind each token; every rank of a TP x PP x CP group calls
-        it with the same samples.
+    def top_logits(self, tokens: Tensor, lengths: Tensor, top_k: int) -> Taught:
+        """The `top_k` largest logits behind each token, and the log-prob of the next one; every
+        rank of a TP x PP x CP group calls it with the same samples.
 
         Args:
             tokens: int64 `[B, S]`.
@@ -42,10 +51,12 @@ class TopKTeacherModel(MegatronGPTModel):
         """
 
         def output_fn(logits: Tensor, micro_batch: Batch) -> Tensor:
-            width = micro_batch["tokens"].size(1)
-            found = top_logits(logits, top_k, width, self.tokenizer.vocab_size)
+            width, size = micro_batch["tokens"].size(1), self.tokenizer.vocab_size
+            found = top_logits(logits, top_k, width, size)
+            following = micro_batch["tokens"].roll(-1, 1).unsqueeze(-1)
+            log_probs = candidate_logprobs(logits, following, vocab_size=size, inference_only=True)
             # In one tensor: float32 holds every id below 2^24 exactly.
-            parts = (found.logits, found.token_ids, found.log_sum_exp.unsqueeze(-1))
+            parts = found.logits, found.token_ids, found.log_sum_exp.unsqueeze(-1), log_probs
             return torch.cat([part.float() for part in parts], -1)
 
         collected = forward_collect(
@@ -57,8 +68,8 @@ class TopKTeacherModel(MegatronGPTModel):
             micro_batch_tokens=self.micro_batch_tokens,
             by_position=True,
         )
-        logits, ids, log_sum_exp = collected.split([top_k, top_k, 1], -1)
-        return TopLogits(logits, ids.long(), log_sum_exp.squeeze(-1))
+        logits, ids, log_sum_exp, log_probs = collected.split([top_k, top_k, 1, 1], -1)
+        return Taught(logits, ids.long(), log_sum_exp.squeeze(-1), log_probs.squeeze(-1))
 
 
 class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, SupervisedInterface):
