@@ -12,6 +12,8 @@ client would repeat a request that gets 409.
 
 import json
 import re
+import select
+import socket
 import threading
 import traceback
 from typing import Any
@@ -60,12 +62,12 @@ class _Handler(HttpHandler):
 
     def do_POST(self) -> None:
         try:
-            request = self._read()
-            check_token(self.headers.get, self.server.token)
-            reply = self._reply(request)
+            reply = self._reply(self._read())
         except (RefusedError, UserError) as refusal:
             status = refusal.status if isinstance(refusal, RefusedError) else 400
             self._send(status, {"error": {"message": str(refusal)}})
+            if self.close_connection:
+                self.drain()
         except Exception as error:
             if isinstance(error, OSError):
                 raise
@@ -77,6 +79,7 @@ class _Handler(HttpHandler):
     def _read(self) -> dict[str, Any]:
         """The object of a body, which may be empty."""
         closes, self.close_connection = self.close_connection, True  # unless the body is read
+        check_token(self.headers.get, self.server.token)
         length = body_length(self.headers.get)
         if length > LARGEST_BODY:
             raise RefusedError(413, f"a body has {LARGEST_BODY} bytes at most, not {length}")
@@ -97,13 +100,22 @@ class _Handler(HttpHandler):
         if path[1] is not None:
             act = environment.reward if path[2] == "reward" else environment.chat
             return act(path[1], request)
-        session = environment.take()
+        session = environment.take(self._is_there)
         host = self.headers.get("Host") or "{}:{}".format(*self.server.server_address[:2])
         return session and session | {"base_url": f"http://{host}/v1/sessions/{session['id']}"}
 
     def refuse(self, refusal: RefusedError) -> None:
         self.close_connection = True
         self._send(refusal.status, {"error": {"message": str(refusal)}})
+        self.drain()
+
+    def _is_there(self) -> bool:
+        """Whether the client still waits; one that has given up has closed its connection."""
+        try:
+            gone = bool(select.select([self.connection], [], [], 0)[0])
+            return not (gone and self.connection.recv(1, socket.MSG_PEEK) == b"")
+        except OSError:
+            return False
 
     def _send(self, status: int, content: dict[str, Any] | None) -> None:
         body = b"" if content is None else json.dumps(content).encode()

@@ -123,7 +123,7 @@ class AgentEnvironment(RewardingEnvironment):
         for end in self.form.end_strings:
             text = text.removesuffix(end)
         with self._changed:
-            if number not in self._sessions:
+            if len(responses) == 1:
                 assert details.record is not None
                 record = self._record(details.record)
                 new = Session(number, seed, record, prompt_messages(record), length=len(prompt))
@@ -184,12 +184,15 @@ class AgentEnvironment(RewardingEnvironment):
 
     # --- the agents' side: any thread calls these -----------------------------------------------
 
-    def take(self) -> dict[str, Any] | None:
-        """What an agent that asks is told of its session; None: there is none for a while."""
+    def take(self, is_there: Callable[[], bool]) -> dict[str, Any] | None:
+        """What an agent that asks is told of its session; None: there is none for a while, or the
+        agent is no longer there.
+        """
         with self._changed:
             self._heard = time.monotonic()
             session = self._changed.wait_for(lambda: self._named(None), POLL_S)
-            if session is None:
+            if session is None or not is_there():
+                self._changed.notify_all()  # another agent may wait
                 return None
             session.name, session.tries = secrets.token_hex(8), session.tries + 1
             session.heard = self._heard = time.monotonic()
@@ -198,13 +201,14 @@ class AgentEnvironment(RewardingEnvironment):
                 "messages": session.messages[: min(session.turns)],
                 "tools": record_tools(session.record),
                 "columns": columns_asked(session.record, (ALL_COLUMNS,)),
-                "seed": session.seed % 2**64,
+                "seed": session.seed % 2**32,  # what any language has
             }
 
     def chat(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         """The policy's next message, a chat completion; waits for it."""
         given = [_plain(m) for m in read_messages(request.get("messages"), "messages")]
-        place, reward = len(given), _reward(request.get("reward") or 0)
+        given_reward = request.get("reward")
+        place, reward = len(given), 0.0 if given_reward is None else _reward(given_reward)
         with self._changed:
             session = self._session(name)
             self._check_request(request, session)
@@ -257,6 +261,8 @@ class AgentEnvironment(RewardingEnvironment):
             raise RefusedError(400, f"the policy has not said what follows message {said}.")
         last, why = session.turns[said - 1], None
         ids = tuple(self.form.continuation(given, session.record, last.ids))
+        if not ids:
+            raise RefusedError(400, "the new messages have no token that the policy could read.")
         # Agent frameworks know these phrases as the end of a context.
         if not last.details.is_end:
             why = "the last response exceeds the configured limit length_params.max_length"
@@ -276,7 +282,9 @@ class AgentEnvironment(RewardingEnvironment):
 
     def _check_request(self, request: dict[str, Any], session: Session) -> None:
         """Refuse what the rollout does not do as asked."""
-        params = self.params
+        params, said = self.params, next(iter(session.turns.values()))
+        if request.get("logprobs") and said.details.logprobs is None:
+            raise RefusedError(400, "this rollout computes no logprobs while it samples.")
         as_asked = {
             "temperature": (0 if params.use_greedy else params.temperature,),
             "tools": (record_tools(session.record), []),
@@ -305,8 +313,7 @@ class AgentEnvironment(RewardingEnvironment):
         if request.get("return_token_ids"):
             choice["token_ids"] = turn.ids
         if request.get("logprobs"):
-            if turn.details.logprobs is None:
-                raise RefusedError(400, "this rollout computes no logprobs while it samples.")
+            assert turn.details.logprobs is not None
             texts = (decode_with_special_tokens(self.tokenizer, [id_]) for id_ in turn.ids)
             pairs = zip(texts, turn.details.logprobs, strict=True)
             choice["logprobs"] = {

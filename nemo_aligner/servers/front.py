@@ -207,6 +207,14 @@ class HttpHandler(BaseHTTPRequestHandler):
         """Reply with an error and close the connection, whose body was not read."""
         raise NotImplementedError
 
+    def drain(self) -> None:
+        """Read on after a refusal: a client that still sends would get a reset instead of it."""
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(1.0)
+        deadline = time.monotonic() + BODY_S
+        while time.monotonic() < deadline and self.rfile.read1(PART_BYTES):
+            pass
+
 
 class _Handler(HttpHandler):
     server: Front
@@ -332,9 +340,4 @@ class _Handler(HttpHandler):
     def refuse(self, refusal: RefusedError) -> None:
         self.close_connection = True
         self._send(*error_reply(refusal.status, str(refusal)))
-        # A client that still sends would get a reset instead of the reply.
-        self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(1.0)
-        deadline = time.monotonic() + BODY_S
-        while time.monotonic() < deadline and self.rfile.read1(PART_BYTES):
-            pass
+        self.drain()

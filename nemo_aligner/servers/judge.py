@@ -9,14 +9,17 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from io import FileIO
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.judge_rules import JudgeSpec
+from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers.web import NoReplyError, RewardServers, UrlWorker, chat_text
 from nemo_aligner.servers.worker import BadValueError, Outcome, Sample, brief
+
+LOOK_S = 0.05  # between looks at a file that another worker has
 
 
 class JudgeWorker(UrlWorker):
@@ -33,9 +36,11 @@ class JudgeWorker(UrlWorker):
     def load(self) -> Sequence[str]:
         try:
             self._spend()
-        except (OSError, ValueError) as error:
+        except UserError:
+            raise
+        except ValueError as error:  # of the file that counts
             raise UserError(
-                f"{self._judge.setting}.cache={self._folder} cannot be written: {error}"
+                f"{self._judge.setting}.cache={self._folder} has no count of costs: {error}"
             ) from None
         return "lengths", *self._judge.columns
 
@@ -69,17 +74,28 @@ class JudgeWorker(UrlWorker):
                 return str(json.loads(file.read())["reply"])
             reply = self._reply(fields, limit_s)
             text = chat_text(reply)
-            tokens = (json.loads(reply).get("usage") or {}).get("total_tokens")
+            self._spend(tokens=self._tokens(reply))
+            if json.loads(reply)["choices"][0].get("finish_reason") == "length":
+                raise BadValueError(  # a number in it may be no verdict
+                    f"a reply that was cut off at {self._judge.setting}.max_tokens: {brief(text)}"
+                )
             file.seek(0)
             file.truncate()
             file.write(json.dumps({"request": fields, "reply": text}).encode())
-        if tokens is None and self._judge.options["budget_tokens"] is not None:
-            raise UserError(
-                f"{self._judge.setting}.budget_tokens cannot be kept, as replies of {self._judge} "
-                "have no usage.total_tokens; set budget_requests in its place."
-            )
-        self._spend(tokens=tokens or 0)
         return text
+
+    def _tokens(self, reply: bytes) -> int:
+        """What a reply has cost; `UserError`: it does not say, and there is a budget."""
+        usage = json.loads(reply).get("usage")
+        tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
+        if isinstance(tokens, int) and tokens >= 0:
+            return tokens
+        if self._judge.options["budget_tokens"] is None:
+            return 0
+        raise UserError(
+            f"{self._judge.setting}.budget_tokens cannot be kept, as replies of {self._judge} "
+            "have no usage.total_tokens; set budget_requests in its place."
+        )
 
     def _post(self, fields: dict[str, Any], limit_s: float) -> bytes:
         self._spend(requests=1)
@@ -104,13 +120,33 @@ class JudgeWorker(UrlWorker):
             file.write(b"%20d %20d\n" % (spent[0] + requests, spent[1] + tokens))
 
     @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[FileIO]:
-        """A file in the folder of replies that no other thread or process has meanwhile."""
+    def _locked(self, name: str) -> Iterator[BufferedRandom]:
+        """A file in the folder of replies that no other thread or process has meanwhile;
+        `UserError`: the folder cannot be used.
+        """
         path = self._folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                yield file
-            finally:  # closing is not enough where a process was forked meanwhile
-                fcntl.flock(file, fcntl.LOCK_UN)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+                while not _lock(file):  # another has it, and may wait for its server
+                    progress.made()
+                    if self._closed.wait(LOOK_S):
+                        raise UserError(f"{self._judge} is not asked any more: the job ends.")
+                try:
+                    yield file
+                    file.flush()
+                finally:  # closing is not enough where a process was forked meanwhile
+                    fcntl.flock(file, fcntl.LOCK_UN)
+        except OSError as error:
+            raise UserError(
+                f"{self._judge.setting}.cache={self._folder} cannot be used: {error}. Give a "
+                "folder with room that can be written, on a file system with locks."
+            ) from None
+
+
+def _lock(file: BufferedRandom) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -214,7 +214,7 @@ def test_a_budget_ends_the_job_and_not_a_reward(tmp_path):
             with pytest.raises(UserError, match="no usage.total_tokens; set budget_requests"):
                 score(source, "r")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="judge.cache=.*file cannot be written: .*exists"):
+    with pytest.raises(UserError, match="judge.cache=.*file cannot be used: .*exists"):
         rewards("http://j", tmp_path / "file")
 
 
