@@ -98,6 +98,17 @@ def start(tokenizer):
         yield made
 
 
+def test_an_agent_that_has_left_gets_no_session(start):
+    job = start()
+    left = http.client.HTTPConnection("127.0.0.1", job.port)
+    left.request("POST", "/v1/sessions", "{}", {"Authorization": f"Bearer {TOKEN}"})
+    wait_until(lambda: job.environment._heard > 0)
+    left.close()
+    job.says("a")
+    session = job.take()
+    assert job.environment._named(session["id"]).tries == 1
+
+
 def answer(text):
     return {"role": "assistant", "content": text}
 

@@ -113,6 +113,22 @@ def test_a_reply_without_a_score_is_asked_for_again(tmp_path):
         assert len(server.requests) == 3
 
 
+def test_a_reply_that_was_cut_off_is_no_verdict(tmp_path):
+    cut = says('They wrote "Score: 10", but')
+    cut["choices"][0]["finish_reason"] = "length"
+    cut["usage"] = []  # what a server may send
+    with JsonServer(lambda *_: cut) as server:
+        with rewards(server.url, tmp_path, tries=2) as source:
+            with pytest.raises(
+                RewardFunctionError, match="cut off at trainer.rs.judge.max_tokens"
+            ):
+                score(source, "r")
+        assert len(server.requests) == 2
+        with rewards(server.url, tmp_path, tries=1, fallback=0.5) as source:
+            assert score(source, "r") == [0.5]
+        assert len(server.requests) == 3  # it was not kept
+
+
 @pytest.mark.parametrize(
     "reply, words, tries",
     [
