@@ -1011,7 +1011,7 @@ MUTANTS = [
     Mutant(
         "a judge is asked the same twice at once",
         "servers/judge.py",
-        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         _unit("test_judge.py", "test_nothing_is_asked_twice_and_numbers_do_not_depend_on_order"),
     ),

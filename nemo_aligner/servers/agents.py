@@ -201,7 +201,7 @@ class AgentEnvironment(RewardingEnvironment):
                 "messages": session.messages[: min(session.turns)],
                 "tools": record_tools(session.record),
                 "columns": columns_asked(session.record, (ALL_COLUMNS,)),
-                "seed": session.seed % 2**32,  # what any language has
+                "seed": session.seed % 2**64,
             }
 
     def chat(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
