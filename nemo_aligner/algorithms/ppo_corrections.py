@@ -44,7 +44,7 @@ def correct_for_sampler(
         "sampler_kl_reverse": exact.exp() * (exact - 1) + 1,
         **{f"sampler_{name}": found.float() for name, found in where.items()},
     }
-    metrics = {name: _mean(values, mask) for name, values in means.items()}
+    metrics = {name: mean_over_dp(values, mask) for name, values in means.items()}
     squares = metrics.pop("sampler_weight_squares")
     mean = metrics["sampler_weight_mean"]
     metrics["sampler_effective_samples"] = mean**2 / squares if squares else 0.0
@@ -74,12 +74,13 @@ def treat_covariant_tokens(
     gathered = PPORolloutBatch(**columns).gather_and_balance_globally()
     gathered = gathered.select(gathered.pop("sample_order").argsort())  # at any split the same
     chosen = chosen_tokens(**gathered, settings=settings)[rollout_batch["sample_order"]]
-    metrics = {"fraction_of_covariant_tokens": _mean(chosen.float(), mask)}
+    metrics = {"fraction_of_covariant_tokens": mean_over_dp(chosen.float(), mask)}
     if settings.rule == "clip":
         return {"advantages": torch.where(chosen, 0, advantages)}, metrics
     coefs = settings.kl_coef * chosen.to(advantages)
     return {"advantages": advantages, "old_kl_coefs": coefs}, metrics
 
 
-def _mean(values: Tensor, mask: Tensor) -> float:
+def mean_over_dp(values: Tensor, mask: Tensor) -> float:
+    """Mean of `values` where `mask` is non-zero, over all data-parallel ranks."""
     return float(masked_global_mean_var(values, mask, parallel_state.get_data_parallel_group())[0])

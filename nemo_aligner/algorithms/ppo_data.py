@@ -19,7 +19,11 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.algorithms.ppo_corrections import correct_for_sampler, treat_covariant_tokens
+from nemo_aligner.algorithms.ppo_corrections import (
+    correct_for_sampler,
+    mean_over_dp,
+    treat_covariant_tokens,
+)
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, own_samples, response_mask
 from nemo_aligner.core.advantages import (
     RESPONSE_ESTIMATORS,
@@ -243,7 +247,7 @@ def shape_rewards(
         given = torch.where(where, given, 0)
     rewards = clip_rewards(given, settings.reward_clip)
     if settings.reward_clip is not None:
-        metrics["fraction_of_rewards_clipped"] = _mean(rewards != given, where)
+        metrics["fraction_of_rewards_clipped"] = mean_over_dp(rewards != given, where)
     if "token_rewards" in rollout_batch:
         rewards, of_tokens = torch.zeros_like(rollout_batch["rewards"]), rewards
     if settings.overlong_buffer_len > 0:
@@ -255,7 +259,7 @@ def shape_rewards(
             settings.overlong_penalty_factor,
         )
         rewards = rewards + penalty
-        metrics["overlong_penalty"] = _mean(penalty, counts)
+        metrics["overlong_penalty"] = mean_over_dp(penalty, counts)
     return rewards, of_tokens, metrics
 
 
@@ -432,7 +436,7 @@ def shape_advantages(
     if settings.advantage_clip is None:
         return advantages, {}
     clipped = clip_advantages(advantages, settings.advantage_clip)
-    return clipped, {"fraction_of_advantages_clipped": _mean(clipped != advantages, mask)}
+    return clipped, {"fraction_of_advantages_clipped": mean_over_dp(clipped != advantages, mask)}
 
 
 # --------------------------------------------------------------------------------------- metrics
@@ -447,21 +451,17 @@ def mean_of_sample_means(values: Tensor, mask: Tensor) -> float:
         mask: `[B, S-1]`, non-zero where a slot counts.
     """
     count = (mask != 0).sum(-1)
-    return _mean(masked_sum(values, mask, dim=-1) / count.clamp(min=1), count > 0)
+    return mean_over_dp(masked_sum(values, mask, dim=-1) / count.clamp(min=1), count > 0)
 
 
 def mean_of_sample_sums(values: Tensor, mask: Tensor) -> float:
     """As `mean_of_sample_means`, of each sample's masked sum."""
-    return _mean(masked_sum(values, mask, dim=-1), (mask != 0).any(-1))
+    return mean_over_dp(masked_sum(values, mask, dim=-1), (mask != 0).any(-1))
 
 
 def _mean_and_std(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
     mean, var = masked_global_mean_var(values, mask, group=_dp_group())
     return {f"{name}_mean": float(mean), f"{name}_std": float(var) ** 0.5}
-
-
-def _mean(values: Tensor, mask: Tensor) -> float:
-    return float(masked_global_mean_var(values, mask, group=_dp_group())[0])
 
 
 def _dp_group() -> Any:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_aligner.core.surrogates import bounded_exp
+
 # Log-probs of one token that differ by less differ by the rounding of float32. They count as
 # equal, so that a sampler that is the trainer's own model changes no bit.
 ROUNDING = 1e-4
-LARGEST = 80.0  # exponent: beyond it a float32 overflows
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
         if level == "geometric":
             whole = whole / mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = whole.expand_as(log_ratio)
-    return log_ratio.clamp(max=LARGEST).exp()
+    return bounded_exp(log_ratio)
 
 
 def correction_factors(

@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
     @property
     def rho(self) -> Tensor:
-        return _exp(self.log_ratio)
+        return bounded_exp(self.log_ratio)
 
 
 def clipped_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def gspo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """
     whole = _mean(tokens.log_ratio.detach(), tokens.mask)
     moved = tokens.logprobs - tokens.logprobs.detach()  # 0, but for its gradient
-    return _clipped(_exp(whole + moved), tokens)
+    return _clipped(bounded_exp(whole + moved), tokens)
 
 
 def cispo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def gmpo_surrogate(tokens: Tokens) -> tuple[Tensor, Tensor]:
     bounded = torch.where(
         rises, log_ratio.clamp(max=tokens.high), log_ratio.clamp(min=-tokens.low)
     )
-    return -tokens.advantages * _exp(_mean(bounded, tokens.mask)), cut
+    return -tokens.advantages * bounded_exp(_mean(bounded, tokens.mask)), cut
 
 
 # By the names of `core/estimators.py:POLICY_LOSSES`.
@@ -94,7 +94,8 @@ SURROGATES: dict[str, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
 }
 
 
-def _exp(log_ratio: Tensor) -> Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, finite for any ratio."""
     return log_ratio.clamp(max=LARGEST).exp()
 
 

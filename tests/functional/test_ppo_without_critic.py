@@ -176,7 +176,7 @@ def test_a_function_and_a_web_server_give_the_same_run_at_another_split(tmp_path
 
 
 @pytest.mark.full
-def test_a_judge_is_asked_once_and_gives_the_same_run_at_another_split(tmp_path, inputs, answers):  # noqa: F811
+def test_a_judge_is_asked_once_at_any_split(tmp_path, inputs, answers):  # noqa: F811
     """The second job has its folder of answers, and no server."""
 
     def reply(_path, fields):
