@@ -54,11 +54,12 @@ INSTANCE_HEADER = "NeMo-Aligner-Server"
 MAX_MISSED_PROBES = 3
 
 # What a server says of itself, not of the request: the first two are raised by a server job that
-# ends (server_loop.py), the others come from Triton while it stops or after it has lost the
-# process behind it.
+# ends (server_loop.py), the next come from Triton while it stops or after it has lost the
+# process behind it, the last after it has lost the process that holds its tensors.
 _NOT_SERVING = re.compile(
     r"\b(ServerStoppingError|ServerJobError)\b|Request for unknown model"
     r"|Server is (stopping|not ready)|Stub process .* is not healthy"
+    r"|^(BrokenPipe|Connection\w+|EOF|FileNotFound)Error.*\(connection\.py:\d+ in \w+\)$"
 )
 
 
@@ -307,10 +308,10 @@ def _watch_peer(sock: socket.socket) -> None:
 
 def _server_error(status: int, body: bytes) -> Exception:
     text = error_text(status, body)
-    lines = [line.strip() for line in text.splitlines() if _NOT_SERVING.search(line)]
+    line = cause_in(text)
+    lines = [part.strip() for part in [*text.splitlines(), line] if _NOT_SERVING.search(part)]
     if lines or status == 503:
         return NotServingError(lines[-1] if lines else text)
-    line = cause_in(text)
     if "\n" in text.strip():  # a server of this package sends no tracebacks
         logging.error(f"the whole error of the server: {text}")
     return ServerRequestError(line)

@@ -49,6 +49,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     cause_of,
 )
+from nemo_aligner.core.signals import caught
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
@@ -431,47 +432,19 @@ class ServerLoop:
         After a stop request SIGTERM has no effect: launchers repeat it while the job ends by
         itself. A second Ctrl-C does not wait for that.
         """
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        previous = {}
-        if threading.current_thread() is threading.main_thread():
-            previous = {
-                number: signal.signal(number, lambda *_: None)
-                for number in (signal.SIGTERM, signal.SIGINT)
-                if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN
-            }
-            # SIGUSR1 asks the actor. Ignored, not handled: processes that start here inherit that.
-            previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=self._forget_signals)
         self._watching.set()
-        thread = threading.Thread(
-            target=self._watch, args=(read_end,), daemon=True, name=f"{self.name}-watcher"
-        )
-        thread.start()
-        try:
-            yield
-        finally:
-            self._watching.clear()
-            thread.join()
-            if previous:
-                signal.set_wakeup_fd(-1)
-                if self._stop_reason is None:
-                    signal.set_wakeup_fd(old_fd)
-                    for number, handler in previous.items():
-                        signal.signal(number, handler)
-            os.close(read_end)
-            os.close(write_end)
-
-    def _forget_signals(self) -> None:
-        """Restore signals in a forked child, so that SIGTERM ends it and not this process; Ctrl-C
-        is for this process alone.
-        """
-        if self._watching.is_set():
-            with contextlib.suppress(ValueError):
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # SIGUSR1 asks the actor.
+        signals, ignored = (signal.SIGTERM, signal.SIGINT), [signal.SIGUSR1]
+        with caught(signals, ignored, restore=lambda: self._stop_reason is None) as read_end:
+            thread = threading.Thread(
+                target=self._watch, args=(read_end,), daemon=True, name=f"{self.name}-watcher"
+            )
+            thread.start()
+            try:
+                yield
+            finally:
+                self._watching.clear()
+                thread.join()
 
     def _watch(self, read_end: int) -> None:
         """Thread: pass signals and notes of other ranks on; end a process that cannot continue."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from nemo_aligner.core.endings import ExitCode, JobStopped, note_ending, progress
+from nemo_aligner.core.signals import caught
 from nemo_aligner.parallel.environment import is_rank_zero
 
 if TYPE_CHECKING:
@@ -79,41 +80,16 @@ class StopRequests:
             return
         self._clear()
         self._exit, self._is_job, self._watching = end, is_job, True
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        handlers = {
-            number: signal.signal(number, lambda *_: None)
-            for number in SIGNALS
-            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
-        }
-        old_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._forget)
-        thread = threading.Thread(
-            target=self._watch, args=(read_end,), daemon=True, name="stop requests"
-        )
-        thread.start()
-        try:
-            yield
-        finally:
-            self._watching = False
-            thread.join()
-            signal.set_wakeup_fd(old_fd)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.close(read_end)
-            os.close(write_end)
-
-    def _forget(self) -> None:
-        """In a forked child: signals are no longer of this process. One to the whole process group
-        asks the job, so SIGUSR1 and Ctrl-C mean nothing to a child.
-        """
-        if self._watching:
-            self._watching = False
-            with contextlib.suppress(ValueError):  # forked by another thread
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                for number in (signal.SIGUSR1, signal.SIGINT):
-                    signal.signal(number, signal.SIG_IGN)
+        with caught(SIGNALS) as read_end:
+            thread = threading.Thread(
+                target=self._watch, args=(read_end,), daemon=True, name="stop requests"
+            )
+            thread.start()
+            try:
+                yield
+            finally:
+                self._watching = False
+                thread.join()
 
     def _watch(self, read_end: int) -> None:
         """Thread: take the signals."""

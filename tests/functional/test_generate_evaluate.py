@@ -98,7 +98,9 @@ def test_a_conversation_with_two_ranks(folder):
 @pytest.mark.parametrize("chats", [True, False])
 def test_ctrl_c_in_a_terminal_ends_two_ranks_in_one_line(folder, tmp_path, chats):
     """At the prompt, where readline has changed the terminal, and while responses are written."""
-    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    many = tmp_path / "many.jsonl"  # so that they are not written before Ctrl-C comes
+    many.write_text(300 * (folder / "prompts.jsonl").read_text())
+    prompts = ["--prompts", str(many), "--out", str(tmp_path / "out.jsonl")]
     process, terminal = pty.fork()
     if not process:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.server_rules import RewardModelSpec
-from nemo_aligner.core.errors import ServerRequestError
+from nemo_aligner.core.errors import ServerRequestError, cause_in
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import send_to_fleets
@@ -467,7 +467,17 @@ def test_errors_of_an_ending_server_job_are_known_by_their_names():
         text = f"TritonModelException: ... {name}: {error}\n\nAt:\n  x"
         result = exchange._server_error(500, json.dumps({"error": text}).encode())
         assert isinstance(result, exchange.NotServingError) and str(error) in str(result)
-    text = f"nemo_aligner.servers.server_loop.{OperationFailedError.__qualname__}: FORWARD failed"
-    assert isinstance(
-        exchange._server_error(500, json.dumps({"error": text}).encode()), ServerRequestError
-    )
+    # The process of its tensors is dead: as Triton says it, and as a front of this package does.
+    trace = """Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 384, in _send
+    n = write(self._handle, buf)
+BrokenPipeError: [Errno 32] Broken pipe
+"""
+    for text in (f"Failed to process: {trace}", cause_in(trace)):
+        result = exchange._server_error(500, json.dumps({"error": text}).encode())
+        assert isinstance(result, exchange.NotServingError) and "Broken pipe" in str(result)
+    failed = f"nemo_aligner.servers.server_loop.{OperationFailedError.__qualname__}: FORWARD"
+    for text in (failed, f"the reward function failed: {cause_in(trace)}"):
+        assert isinstance(
+            exchange._server_error(500, json.dumps({"error": text}).encode()), ServerRequestError
+        )

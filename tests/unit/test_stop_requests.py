@@ -105,8 +105,15 @@ def test_children_do_not_take_the_signals_of_the_job(watching):
         assert child.is_alive()
         child.terminate()
         child.join(patience(10))
+        assert child.exitcode == -signal.SIGTERM
+        for _ in range(20):  # also before its first instruction
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join(patience(10))
+            assert child.exitcode == -signal.SIGTERM
         time.sleep(0.5)
-        assert child.exitcode == -signal.SIGTERM and stop_requests.received is None
+        assert stop_requests.received is None
 
 
 # A job whose steps last; a process that it started lasts too.
