@@ -3,12 +3,16 @@
 """The commands generate and evaluate as users start them, in processes of their own."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -98,7 +102,7 @@ def test_a_conversation_with_two_ranks(folder):
 @pytest.mark.parametrize("chats", [True, False])
 def test_ctrl_c_in_a_terminal_ends_two_ranks_in_one_line(folder, tmp_path, chats):
     """At the prompt, where readline has changed the terminal, and while responses are written."""
-    many = tmp_path / "many.jsonl"  # so that they are not written before Ctrl-C comes
+    many = tmp_path / "many.jsonl"  # their responses take seconds
     many.write_text(300 * (folder / "prompts.jsonl").read_text())
     prompts = ["--prompts", str(many), "--out", str(tmp_path / "out.jsonl")]
     process, terminal = pty.fork()
@@ -107,18 +111,21 @@ def test_ctrl_c_in_a_terminal_ends_two_ranks_in_one_line(folder, tmp_path, chats
         two = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
         policy = str(folder / "policy.nemo")
         command("generate", policy, *CPU, *two, *([] if chats else prompts), terminal=True)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # for the bar
     shown = b""
     wait_until_s = time.monotonic() + patience(120)
     with contextlib.suppress(OSError):  # nobody has the terminal open any more
         while time.monotonic() < wait_until_s:
             shown += os.read(terminal, 4096)
-            if b"\x03" not in shown and shown.endswith(b"> " if chats else b"\n"):
+            is_ready = shown.endswith(b"> ") if chats else b"responses:   0%" in shown
+            if is_ready and b"\x03" not in shown:
                 os.write(terminal, b"\x03")
                 shown += b"\x03"
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == ExitCode.INTERRUPTED, shown
     os.close(terminal)
-    said = shown.partition(b"\x03")[2].decode().replace("^C", "").split("\r\n")
-    assert [line for line in said if line] == ["Ctrl-C: the command has ended."], shown
+    lines = re.split("[\r\n]+", shown.partition(b"\x03")[2].decode().replace("^C", ""))
+    said = [line for line in lines if line and "responses: " not in line]
+    assert said == ["Ctrl-C: the command has ended."], shown
 
 
 @pytest.mark.full
