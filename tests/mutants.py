@@ -1935,13 +1935,20 @@ MUTANTS = [
     ),
     Mutant(
         "a job takes the Ctrl-C that a shell keeps from its background",
-        "training/stop_requests.py",
+        "core/signals.py",
         "if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN",
         "if True",
         _unit(
             "test_stop_requests.py",
             "test_a_ctrl_c_that_a_shell_keeps_from_its_background_jobs_asks_nothing",
         ),
+    ),
+    Mutant(
+        "a signal to a child that has just been forked is one to the job",
+        "core/signals.py",
+        "_forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _caught)",
+        "pass",
+        _unit("test_stop_requests.py", "test_children_do_not_take_the_signals_of_the_job"),
     ),
     Mutant(
         "frozen layers count as if their weights had gradients",
