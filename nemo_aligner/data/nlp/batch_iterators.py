@@ -77,14 +77,8 @@ class StoreBatchIterator(DefaultBatchIterator):
     _number = itertools.count()
     _last_key: str | None = None
 
-    def __init__(
-        self,
-        sampler_iter: Iterator[list[int]],
-        num_microbatches: int,
-        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
-        collate_fn: Callable[[list[Any]], Any],
-    ) -> None:
-        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.store: dist.Store | None = None
         check_shared_queue("", True, parallel_state.get_expert_model_parallel_world_size())
         if not (dist.is_available() and dist.is_initialized()):
@@ -121,23 +115,12 @@ class HTTPBatchIterator(StoreBatchIterator):
     not: `shared_set`, `host` and `port` have no use.
     """
 
-    def __init__(
-        self,
-        shared_set: "SharedSet | None",
-        host: str,
-        port: int,
-        sampler_iter: Iterator[list[int]],
-        num_microbatches: int,
-        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
-        collate_fn: Callable[[list[Any]], Any],
-    ) -> None:
-        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
+    def __init__(self, shared_set: Any, host: str, port: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
 
 
 class SharedSet:
-    """A set of dataset indices from which several threads take; NeMo-Aligner's work queue, which
-    nothing here uses.
-    """
+    """NeMo-Aligner's work queue, which nothing here uses: indices that several threads take."""
 
     def __init__(self) -> None:
         self.data: set[int] = set()
@@ -165,12 +148,8 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
     # one model-parallel group have the same micro-batches: each data-parallel rank counts once.
     shares = gathered((parallel_state.get_data_parallel_rank(), own))
     by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
-    return [
-        microbatch
-        for turn in itertools.zip_longest(*by_rank)
-        for microbatch in turn
-        if microbatch is not None
-    ]
+    turns = itertools.chain(*itertools.zip_longest(*by_rank))
+    return [microbatch for microbatch in turns if microbatch is not None]
 
 
 def get_batch_iterator_cls(

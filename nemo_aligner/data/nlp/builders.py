@@ -12,12 +12,7 @@ import torch
 from nemo.utils import logging
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.config.data_rules import (
-    PARTS,
-    check_data_impl,
-    check_parts,
-    holds_tokens,
-)
+from nemo_aligner.config.data_rules import PARTS, check_data_impl, check_parts, holds_tokens
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import check_later
 from nemo_aligner.config.jobs import JOBS
@@ -30,7 +25,7 @@ from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.retired import retired_names
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp import prompts
+from nemo_aligner.data.nlp import prompts, samplers
 from nemo_aligner.data.nlp.chat import begins_with_conversation, chat_form, say_default
 from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
 from nemo_aligner.data.nlp.datasets import (
@@ -43,17 +38,8 @@ from nemo_aligner.data.nlp.datasets import (
 )
 from nemo_aligner.data.nlp.file_dataset import FileDataset, blend
 from nemo_aligner.data.nlp.packing import PackedDataset
-from nemo_aligner.data.nlp.prompts import (
-    RLHFDataset,
-)
+from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
-from nemo_aligner.data.nlp.samplers import (
-    BatchSampler,
-    MegatronPretrainingBatchSampler,
-    MegatronPretrainingRandomBatchSampler,
-    MegatronPretrainingRandomSampler,
-    MegatronPretrainingSampler,
-)
 from nemo_aligner.data.nlp.sft import SFTChatDataset, SFTDataset
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset
@@ -199,7 +185,7 @@ def _split_common_files(
     # A blend divides each of its files, so that each part has all of them.
     pieces = _pieces(whole, weights)
     bounds = [_split(len(piece), str(splits_string)) for piece in pieces]
-    datasets: list[FileDataset | None] = []
+    datasets: dict[str, FileDataset] = {}
     for part, name in enumerate(PARTS):
         chosen = [
             piece[ends[part] : ends[part + 1]] for piece, ends in zip(pieces, bounds, strict=True)
@@ -208,13 +194,10 @@ def _split_common_files(
         if weights is not None and name != "train":  # small files may have no sample for it
             left = [number for number, piece in enumerate(chosen) if len(piece)]
             chosen, shares = [chosen[n] for n in left], [weights[n] for n in left]
-        dataset = None
         if sum(map(len, chosen)):
-            dataset = whole.select(_mixed(chosen, shares, limits[name], paths))
-            dataset.name = name
-        datasets.append(dataset)
-    train, validation, test = datasets
-    return train, validation, test
+            datasets[name] = whole.select(_mixed(chosen, shares, limits[name], paths))
+            datasets[name].name = name
+    return datasets.get("train"), datasets.get("validation"), datasets.get("test")
 
 
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, RLHFDataset)
@@ -351,13 +334,9 @@ def build_steerlm2_dataset(
     """
     paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
+    length, is_padded = data_cfg.max_seq_length, bool(data_cfg.get("pad_to_max_length"))
     dataset = SteerLM2Dataset(
-        paths,
-        tokenizer,
-        max_seq_length=data_cfg.max_seq_length,
-        special_tokens=special_tokens,
-        pad_to_max_length=bool(data_cfg.get("pad_to_max_length")),
-        data_cfg=data_cfg,
+        paths, tokenizer, length, special_tokens, is_padded, data_cfg=data_cfg
     )
     built: SteerLM2Dataset = _blended(dataset, weights, num_samples)
     return built
@@ -440,11 +419,11 @@ def build_dataloader(
         load_gbs: yield this rank's share of a global batch; False yields micro-batches.
         use_random_sampler: shuffle, with a new permutation in each epoch.
     """
-    sampler_classes: dict[tuple[bool, bool], type[BatchSampler]] = {
-        (True, True): MegatronPretrainingRandomBatchSampler,
-        (True, False): MegatronPretrainingRandomSampler,
-        (False, True): MegatronPretrainingBatchSampler,
-        (False, False): MegatronPretrainingSampler,
+    sampler_classes: dict[tuple[bool, bool], type[samplers.BatchSampler]] = {
+        (True, True): samplers.MegatronPretrainingRandomBatchSampler,
+        (True, False): samplers.MegatronPretrainingRandomSampler,
+        (False, True): samplers.MegatronPretrainingBatchSampler,
+        (False, False): samplers.MegatronPretrainingSampler,
     }
     batch_sampler = sampler_classes[bool(use_random_sampler), bool(load_gbs)](
         total_samples=len(dataset),  # type: ignore[arg-type]  # torch's class has no __len__

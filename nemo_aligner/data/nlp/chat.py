@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.checkpoint.file_references import check_not_outside
-from nemo_aligner.config.data_rules import (
-    FROM_TOKENIZER,
-    KEPT_FORM,
-    check_chat,
-    holds_tokens,
-)
+from nemo_aligner.config.data_rules import FROM_TOKENIZER, KEPT_FORM, check_chat, holds_tokens
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import conversation_field, holds_conversation
 from nemo_aligner.data.nlp.chat_template import ChatTemplate, own_chat_template
@@ -23,14 +18,6 @@ from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths
 from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, ChatTokens, NeMoChat
 from nemo_aligner.data.nlp.records import first_record
 
-# Keys of `model.data` for supervised fine-tuning, beside those of NeMo's format.
-SFT_KEYS = (
-    "chat_template",
-    "chat_template_kwargs",
-    "chat_date",
-    "one_turn_per_sample",
-    "allow_empty_prompt",
-)
 DEFAULT_FORM = "conversations are written in {}, as model.data.chat_template is not set"
 
 
@@ -69,11 +56,9 @@ def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> Conve
 
 def sft_chat_options(data: Mapping[str, Any]) -> dict[str, Any]:
     """What `build_sft_dataset` is told by a section `model.data`."""
-    return {
-        "is_chat": data["chat"],
-        "special_tokens": data["chat_prompt_tokens"],
-        **{key: data.get(key) for key in SFT_KEYS},
-    }
+    form = ("chat_template", "chat_template_kwargs", "chat_date")
+    options = {key: data.get(key) for key in (*form, "one_turn_per_sample", "allow_empty_prompt")}
+    return {"is_chat": data["chat"], "special_tokens": data["chat_prompt_tokens"], **options}
 
 
 @functools.cache

@@ -122,9 +122,8 @@ class RegressionRewardModelDataset(EncodedDataset):
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """Length of a text, and how many labels it has."""
-        labels = sum(
-            number != self.mask_value for number in label_numbers(record, self.num_attributes)
-        )
+        numbers = label_numbers(record, self.num_attributes)
+        labels = sum(number != self.mask_value for number in numbers)
         return self.encoder.sample_length(record, self.seq_length), labels, 0
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -133,9 +132,7 @@ class RegressionRewardModelDataset(EncodedDataset):
         return {
             "inputs": pad(tokens, self.seq_length, self.pad_id),
             "lengths": torch.tensor(len(tokens)),
-            "labels": torch.tensor(
-                label_numbers(record, self.num_attributes), dtype=torch.float32
-            ),
+            "labels": torch.tensor(label_numbers(record, self.num_attributes)),
             **slot(index, len(tokens), self.seq_length),
         }
 
@@ -328,8 +325,8 @@ class RewardModelDataset(EncodedDataset):
     def pair_tokens(self, pair: int) -> tuple[list[int], list[int]]:
         """The tokens of both samples of a pair, the better one first."""
         if self.pair_in_line:
-            chosen, rejected = self.encoder.pair_tokens(self.as_pair(self.lines[pair]))
-            return chosen, rejected
+            chosen, rejected = self.encoder.pair(self.as_pair(self.lines[pair]))
+            return chosen.tokens, rejected.tokens
         first, second = 2 * pair, 2 * pair + 1
         return self.encoder.sample(self.lines[first]), self.encoder.sample(self.lines[second])
 
@@ -346,8 +343,7 @@ class RewardModelDataset(EncodedDataset):
         }
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
-        names = ("chosen", "rejected")
-        return tuple(scored_part(n, item[n], item[f"{n}_length"], padding) for n in names)
+        return tuple(scored_part(n, item[n], item[f"{n}_length"], padding) for n in PAIR)
 
     def messages(self, record: Record) -> list[Message]:
         return super().messages(self.as_pair(record))
@@ -483,21 +479,20 @@ class DPOModelDataset(RewardModelDataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         record = by_our_names(self.lines[int(self.documents[max(index, 0)])])
-        chosen, rejected = self.encoder.pair(record)
-        item = self._item(index, chosen.tokens, rejected.tokens)
-        for name, sample in (("chosen", chosen), ("rejected", rejected)):
-            item[f"{name}_mask"] = response_mask(sample, index, self.seq_length)
+        samples = self.encoder.pair(record)
+        item = self._item(index, *(sample.tokens for sample in samples))
+        for name, sample in zip(PAIR, samples, strict=True):
+            item[f"{name}_mask"] = response_mask(sample.is_response, index, self.seq_length)
             key = f"{name}_reward"
             default = self.data_cfg.get(f"default_{key}")
-            default = DEFAULT_REWARDS[key] if default is None else default
-            reward: Any = record.get(key, default)
+            reward: Any = record.get(key, DEFAULT_REWARDS[key] if default is None else default)
             item[key] = torch.tensor(float(reward))
         return item
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
         return tuple(
             trained_part(name, item[name], item[f"{name}_mask"], int(item[f"{name}_length"]))
-            for name in ("chosen", "rejected")
+            for name in PAIR
         )
 
 
@@ -524,17 +519,16 @@ class ResponseDataset(EncodedDataset):
             encoder.allow_empty_prompt, encoder.begins, type(self) is ResponseDataset
         )
 
-    def _number(self, record: Record) -> float:
-        """What is kept of a sample beside its length."""
-        return 0.0
-
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """Length of a sample, its number, and whether the prompt is empty."""
+        """Length of a sample, and whether the prompt is empty."""
         length = self.encoder.response_length(record, self.seq_length)
-        return length, self._number(record), self.encoder.prompt_is_empty(record, "response")
+        return length, 0.0, self.encoder.prompt_is_empty(record, "response")
+
+    def _sample(self, index: int) -> Encoded:
+        return self.encoder.with_response(self.lines[int(self.documents[index])])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        sample = self.encoder.with_response(self.lines[int(self.documents[max(index, 0)])])
+        sample = self._sample(max(index, 0))
         start = sample.is_response.index(True)
         if start == 0:
             raise UserError(
@@ -545,9 +539,7 @@ class ResponseDataset(EncodedDataset):
         return {
             "tokens": pad(sample.tokens, self.seq_length, self.pad_id),
             "labels": pad(sample.tokens[1:], self.seq_length, self.pad_id),
-            "loss_mask": response_mask(
-                sample._replace(is_response=sample.is_response[1:]), index, self.seq_length
-            ),
+            "loss_mask": response_mask(sample.is_response[1:], index, self.seq_length),
             "lengths": torch.tensor(len(sample.tokens)),
             "prompt_lengths": torch.tensor(start),
             "idx": torch.tensor(index),
@@ -612,11 +604,9 @@ class KTOModelDataset(ResponseDataset):
                 f"to compare with, but a part has {different} of {len(self.lines)}."
             )
 
-    def _number(self, record: Record) -> float:
-        return float(_preference(record))
-
-    def _sample(self, index: int) -> Encoded:
-        return self.encoder.with_response(self.lines[int(self.documents[index])])
+    def _inspect(self, record: Record) -> tuple[int, float, int]:
+        length, _, is_empty = super()._inspect(record)
+        return length, float(_preference(record)), is_empty
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         place = max(index, 0)
@@ -638,7 +628,7 @@ class KTOModelDataset(ResponseDataset):
         for key, each in {"sample": sample, "kl_sample": mismatched}.items():
             item[f"{key}s"] = pad(each.tokens, self.seq_length, self.pad_id)
             item[f"{key}_length"] = torch.tensor(len(each.tokens))
-            item[f"{key}_mask"] = response_mask(each, index, self.seq_length)
+            item[f"{key}_mask"] = response_mask(each.is_response, index, self.seq_length)
         return item
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What the datasets over files share: the choice of documents, padding, and NeMo-Aligner's
-constructor, `(cfg, tokenizer, name, data_prefix, documents, data, seq_length, seed, drop_last)`.
+constructor.
 """
 
 import copy
@@ -33,9 +33,9 @@ from nemo_aligner.data.nlp.chat_records import (
     pair_messages,
 )
 from nemo_aligner.data.nlp.columns import prompt_hint
-from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
+from nemo_aligner.data.nlp.conversation_form import ConversationForm
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
-from nemo_aligner.data.nlp.records import Records
+from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sources import Record
 
 
@@ -72,6 +72,8 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     """
 
     name: str
+    tokenizer: Tokenizer
+    data_cfg: Mapping[str, Any]
     documents: np.ndarray
     lines: Records
     lines_per_document = 1
@@ -84,6 +86,22 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     encoder: Any = None
     form: Any = None
     seq_length: int
+
+    def checked_records(
+        self, paths: Sequence[Any], depends_on: Sequence[Any], *fields: str, **options: Any
+    ) -> Records:
+        """The records of `paths`, whose check depends on the tokenizer and on `depends_on`.
+
+        Args:
+            fields, options: of `Records`.
+        """
+        settings = functools.partial(settings_of, self.tokenizer, *depends_on)
+        options = {"data_cfg": self.data_cfg, "settings": settings, **options}
+        return Records(paths, fields, self._inspect, **options)
+
+    @abstractmethod
+    def _inspect(self, record: Record) -> tuple[int, float] | tuple[int, float, int]:
+        """What is kept of a record; see `Records`."""
 
     @staticmethod
     def check_form(data_impl: str) -> None:
@@ -199,16 +217,8 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return [self.documents[files == n] for n in range(1, len(self.lines.counts) + 1)]
 
 
-NEMO_ALIGNER_ARGUMENTS = (
-    "cfg",
-    "tokenizer",
-    "name",
-    "data_prefix",
-    "documents",
-    "data",
-    "seq_length",
-    "seed",
-    "drop_last",
+NEMO_ALIGNER_ARGUMENTS = tuple(
+    "cfg tokenizer name data_prefix documents data seq_length seed drop_last".split()
 )
 Dataset = TypeVar("Dataset", bound=type)
 
@@ -276,19 +286,9 @@ class EncodedDataset(FileDataset):
         self.encode = self.encoder.encode_text
         self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
         self.seq_length, self.data_cfg = seq_length, data_cfg or {}
-        self.lines = Records(
-            paths,
-            [],
-            self._inspect,
-            data_cfg=data_cfg,
-            settings=self.encoder.settings(self.what, seq_length),
-            expand=self.expand,
-        )
+        settings = self.encoder.settings(self.what, seq_length)
+        self.lines = self.checked_records(paths, [], settings=settings, expand=self.expand)
         self._choose_documents()
-
-    @abstractmethod
-    def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """What is kept of a record; see `Records`."""
 
     @abstractmethod
     def _choose_documents(self) -> None:
@@ -367,9 +367,9 @@ def scored_part(
     return Part(name, tokens[: int(length)].tolist(), marked, scored=True)
 
 
-def response_mask(sample: Encoded, index: int, width: int) -> torch.Tensor:
-    """float32 [width]: 1 on the tokens of the response, all 0 in an empty slot."""
-    return pad([int(x and index >= 0) for x in sample.is_response], width, 0).float()
+def response_mask(is_response: Sequence[bool], index: int, width: int) -> torch.Tensor:
+    """float32 [width]: 1 where the response is, all 0 in an empty slot."""
+    return pad([int(x and index >= 0) for x in is_response], width, 0).float()
 
 
 def pad(tokens: list[int], width: int, pad_id: int) -> torch.Tensor:

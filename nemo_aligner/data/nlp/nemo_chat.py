@@ -217,8 +217,11 @@ def source_of_record(record: Record) -> Source:
     """The conversation in the fields `system`, `conversations`, `mask` and `type` of a record."""
     _check_options(record)
     messages = list(enumerate(read_messages(record["conversations"], "conversations", True), 1))
+    for number, message in messages:
+        if message.get("label") is not None:
+            check_kind(message["label"], str, f"'label' of message {number}")
     turns = tuple(
-        Turn(m["role"], m["content"], _label(n, m), m.get("weight") != 0) for n, m in messages
+        Turn(m["role"], m["content"], m.get("label"), m.get("weight") != 0) for _, m in messages
     )
     system, kind = record.get("system") or "", record.get("type")
     check_kind(system, str, "field 'system'")
@@ -269,13 +272,6 @@ def _check_options(record: Record) -> None:
             "field 'chat_template_kwargs' is for chat templates, and NeMo's chat format "
             "(model.data.chat=True) is none: remove it."
         )
-
-
-def _label(number: int, message: Message) -> str | None:
-    label = message.get("label")
-    if label is not None:
-        check_kind(label, str, f"'label' of message {number}")
-    return label
 
 
 def _find(part: Sequence[int], whole: Sequence[int]) -> int:

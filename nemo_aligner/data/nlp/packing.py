@@ -94,9 +94,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """
         rows = [self._row(item) for item in items]
         longest = max(len(row["tokens"]) for row in rows)
-        width = self.size
-        if not self.dataset.pad_to_max_length:
-            width = min(-(-longest // 16) * 16, self.size)
+        is_padded = self.dataset.pad_to_max_length
+        width = self.size if is_padded else min(-(-longest // 16) * 16, self.size)
         batch = {
             key: torch.stack(
                 [torch.nn.functional.pad(row[key], (0, width - len(row[key]))) for row in rows]

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
+from nemo_aligner.data.nlp.columns import is_number
 from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.servers.reward_function import columns_asked
@@ -99,8 +100,7 @@ class RLHFDataset(EncodedDataset):
         if not column:
             return 1.0
         weight: Any = self.lines[document].get(column)
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not 0 <= weight < float("inf"):
+        if not is_number(weight) or weight < 0:
             raise UserError(
                 f"{self.lines.where(document)}: '{column}' is {weight!r}, but "
                 f"model.data.sample_weight={column} needs a number of at least 0 in each record."
@@ -149,15 +149,12 @@ class RLHFDataset(EncodedDataset):
         replaced = 0
         while self.lines.notes[self.documents[position]] > self.max_prompt_length:
             position, replaced = (position + 1) % len(self), 1
-        tokens = torch.tensor(
-            self.encoder.prompt(self.lines[self.documents[position]]), dtype=torch.int64
-        )
+        tokens = self.encoder.prompt(self.lines[self.documents[position]])
+        weight = 0.0 if replaced or index < 0 else self._weight(self.documents[position])
         item = {
-            "text": tokens,
+            "text": torch.tensor(tokens, dtype=torch.int64),
             "length": torch.tensor(len(tokens)),
-            "loss_multiplier": torch.tensor(
-                0.0 if replaced or index < 0 else self._weight(self.documents[position])
-            ),
+            "loss_multiplier": torch.tensor(weight),
             "idx": torch.tensor(index),
         }
         if self.first_record is not None:
@@ -249,16 +246,11 @@ def collate_with_batch_max_sequence_length(
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
-    batch = {
-        "text": torch.stack(
-            [torch.nn.functional.pad(text, (0, width - len(text)), value=eos_id) for text in texts]
-        ),
-        **{
-            key: torch.stack([item[key] for item in data_batch])
-            for key in ("length", "loss_multiplier", "idx", "record")
-            if key in data_batch[0]
-        },
-    }
+    pad = torch.nn.functional.pad
+    batch = {"text": torch.stack([pad(x, (0, width - len(x)), value=eos_id) for x in texts])}
+    for key in ("length", "loss_multiplier", "idx", "record"):
+        if key in data_batch[0]:
+            batch[key] = torch.stack([item[key] for item in data_batch])
     if generate_masks_and_position_ids:
         batch["attention_mask"] = torch.ones(width, width, dtype=torch.bool).triu(1)[None, None]
         batch["position_ids"] = torch.arange(width).repeat(len(texts), 1)
@@ -317,10 +309,8 @@ def check_pad_to_length(
     max_length = cfg.model[section].length_params.max_length
     if pad_to_length is None:
         return
-    longest, name = max(
-        (dataset.longest_prompt(enough=pad_to_length - max_length), dataset.name)
-        for dataset in datasets
-    )
+    enough = pad_to_length - max_length
+    longest, name = max((each.longest_prompt(enough), each.name) for each in datasets)
     if longest + max_length > pad_to_length:
         logging.warning(
             f"{remote}.pad_to_length={pad_to_length} does not hold every sample: the longest "

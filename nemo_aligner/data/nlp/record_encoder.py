@@ -204,16 +204,10 @@ class RecordEncoder:
         text = self._text(record, has_conversation=False)
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
-    def pair_tokens(self, record: Record) -> list[list[int]]:
-        """The tokens of both samples of a pair that stands in one record, the better one first."""
-        if self.form_of(record) is not None:
-            return [sample.tokens for sample in self.pair(record)]
-        prompt, *responses = self._pair_texts(record)
-        return [self.encode_text(prompt + text) for text in responses]
-
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The same, and which tokens are of the response: what follows `prompt`, or the messages
-        of the assistant from the first one that differs.
+        """The tokens of both samples of a pair that stands in one record, the better one first,
+        and which of them are of the response: what follows `prompt`, or the messages of the
+        assistant from the first one that differs.
         """
         form = self.form_of(record)
         if form is not None:
@@ -247,13 +241,16 @@ class RecordEncoder:
 
     def pair_length(self, record: Record, limit: int) -> int:
         """Tokens of the longer sample of a pair, which is refused if both have the same tokens."""
-        if self.form_of(record) is not None:
-            pair = self.pair_tokens(record)
-            _check_differ(*pair)
-            return max(map(len, pair))
-        prompt, *responses = self._pair_texts(record)
-        if self._may_be_the_same(*responses):  # encoding all pairs would take long
-            _check_differ(*self.pair_tokens(record))
+        texts = None if self.form_of(record) is not None else self._pair_texts(record)
+        if texts is None or self._may_be_the_same(*texts[1:]):  # to encode all would take long
+            chosen, rejected = (sample.tokens for sample in self.pair(record))
+            if chosen == rejected:
+                raise EqualPairError(
+                    "have the same tokens (they differ only in what the tokenizer or the chat "
+                    "template leaves out, such as spaces at the end)"
+                )
+            return max(len(chosen), len(rejected))
+        prompt, *responses = texts
         return max(self.encode_text.length(prompt + text, limit) for text in responses)
 
     def in_common(self, first: Record, second: Record) -> int:
@@ -371,14 +368,6 @@ class RecordEncoder:
             return fix(value) if fix and isinstance(value, str) else value
 
         return record if fix is None else fixed(record)
-
-
-def _check_differ(chosen: list[int], rejected: list[int]) -> None:
-    if chosen == rejected:
-        raise EqualPairError(
-            "have the same tokens (they differ only in what the tokenizer or the chat template "
-            "leaves out, such as spaces at the end)"
-        )
 
 
 def _letters(text: str) -> str:

@@ -6,7 +6,6 @@ prompts of such examples.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from nemo_aligner.data.nlp.chat_records import (
 from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, labelled_part, pad
 from nemo_aligner.data.nlp.record_encoder import EXTRA_TOKENS
-from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sources import Record
 
 WHOLE, CUT, NO_RESPONSE_LEFT = 0, 1, 2  # notes of the records
@@ -63,15 +61,15 @@ class Examples(FileDataset):
     ) -> None:
         self.tokenizer = tokenizer
         self.max_seq_length = max_seq_length
-        self.data_cfg = data_cfg
+        self.data_cfg = data_cfg or {}
         self.answer_only_loss = answer_only_loss
         self.pad_to_max_length = pad_to_max_length
         self.name = name
         self.allow_empty_prompt = allow_empty_prompt
 
-    def _checked(self, lines: Records, begins: Callable[[Record], bool]) -> None:
-        """Serve `lines`; warn of examples that are cut, raise if none keeps its response."""
-        self.lines = lines
+    def _choose_documents(self, begins: Callable[[Record], bool]) -> None:
+        """Serve all; warn of examples that are cut, raise if none keeps its response."""
+        lines = self.lines
         self.documents = np.arange(len(lines))
         self.check_prompts(self.allow_empty_prompt, begins)
         cut, without_response = lines.notes > WHOLE, lines.notes == NO_RESPONSE_LEFT
@@ -107,13 +105,9 @@ class Examples(FileDataset):
 
     def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """See `collate_examples`."""
-        return collate_examples(
-            [item["tokens"] for item in items],
-            [item["trained"] for item in items],
-            self.max_seq_length,
-            self.tokenizer.eos_id,
-            self.pad_to_max_length,
-        )
+        examples, trained = ([item[key] for item in items] for key in ("tokens", "trained"))
+        how = (self.max_seq_length, self.tokenizer.eos_id, self.pad_to_max_length)
+        return collate_examples(examples, trained, *how)
 
     # --- for people ---
 
@@ -192,9 +186,8 @@ class SFTDataset(Examples):
         self.read_fields = list(fields)
         self.prompt_fields = [field for field in fields if field != label_key]
         self.prompt_field = next(iter(self.prompt_fields), None)
-        self.truncation_fields = [
-            field.strip() for field in (truncation_field or "").split(",") if field.strip()
-        ]
+        named = map(str.strip, (truncation_field or "").split(","))
+        self.truncation_fields = [field for field in named if field]
         for field in self.truncation_fields:
             if field not in fields:
                 raise ConfigError(
@@ -205,22 +198,13 @@ class SFTDataset(Examples):
         self.add_bos = begins_with_bos(tokenizer, add_bos)
         self.add_eos = add_eos
         self.keep_lengths = keep_lengths
-        settings = partial(
-            settings_of,
-            tokenizer,
+        depends_on = [
             ["sft", prompt_template, spaces],
             [self.truncation_fields, truncation_method, max_seq_length],
             [self.add_bos, add_eos, keep_lengths],
-        )
-        lines = Records(
-            paths,
-            self.read_fields,
-            self._inspect,
-            allow_blank=True,
-            data_cfg=self.data_cfg,
-            settings=settings,
-        )
-        self._checked(lines, lambda record: self.add_bos)
+        ]
+        self.lines = self.checked_records(paths, depends_on, *fields, allow_blank=True)
+        self._choose_documents(lambda record: self.add_bos)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is left of an example, with `keep_lengths` how many tokens, and whether its prompt
@@ -243,10 +227,8 @@ class SFTDataset(Examples):
 
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
         """(tokens, position of the first token of the response, True if truncated)."""
-        pieces = [
-            self.tokenizer.text_to_ids(text + _field(record, field))
-            for text, field in self.template
-        ]
+        texts = [text + _field(record, field) for text, field in self.template]
+        pieces = [self.tokenizer.text_to_ids(text) for text in texts]
         bos: list[Any] = [self.tokenizer.bos_id] if self.add_bos else []
         if sum(pieces, [])[:1] == bos:  # the text begins with it
             bos = []
@@ -304,15 +286,9 @@ class SFTChatDataset(Examples):
             )
         self.form = form
         how = [max_seq_length, self.answer_only_loss, one_turn_per_sample]
-        lines = Records(
-            paths,
-            [],
-            self._inspect,
-            data_cfg=self.data_cfg,
-            settings=partial(settings_of, tokenizer, form.state, how),
-            expand=each_turn if one_turn_per_sample else None,
-        )
-        self._checked(lines, lambda record: True)
+        expand = each_turn if one_turn_per_sample else None
+        self.lines = self.checked_records(paths, [form.state, how], expand=expand)
+        self._choose_documents(lambda record: True)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
         """What is left of a conversation, how many tokens, and whether its prompt is empty."""
@@ -420,14 +396,11 @@ def collate_prompts(items: Sequence[Mapping[str, Any]], eos_id: int) -> SelfPlay
                 "cannot give a response of its own to it; remove it, or begin each example with a "
                 "token (add_bos=True in the data section)."
             )
-    width = max(end for _start, end in spans)
-    tokens = [
-        pad(list(item["tokens"][:end]), width, eos_id)
-        for item, (_start, end) in zip(items, spans, strict=True)
-    ]
+    starts, ends = zip(*spans, strict=True)
+    whole = [list(item["tokens"][:end]) for item, end in zip(items, ends, strict=True)]
     return {
-        "prompts_and_answers": torch.stack(tokens),
-        "prompt_lengths": torch.tensor([start for start, _end in spans]),
-        "combined_lengths": torch.tensor([end for _start, end in spans]),
+        "prompts_and_answers": torch.stack([pad(ids, max(ends), eos_id) for ids in whole]),
+        "prompt_lengths": torch.tensor(starts),
+        "combined_lengths": torch.tensor(ends),
         "idx": torch.tensor([item["idx"] for item in items]),
     }

@@ -345,10 +345,9 @@ def _read_array(path: Path) -> list[np.ndarray]:
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
+            form = np.lib.format
             header = (
-                np.lib.format.read_array_header_1_0
-                if version == (1, 0)
-                else np.lib.format.read_array_header_2_0
+                form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
             )
             if header(file)[2].hasobject:
                 array = _ArrayUnpickler(file).load()

@@ -9,7 +9,6 @@ and the policy learns responses behind their labels (type VALUE_TO_TEXT).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,7 @@ from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import Message
 from nemo_aligner.data.nlp.columns import check_kind, is_number
 from nemo_aligner.data.nlp.conversation_form import Encoded
-from nemo_aligner.data.nlp.file_dataset import (
-    Part,
-    documents_within,
-)
+from nemo_aligner.data.nlp.file_dataset import Part, documents_within
 from nemo_aligner.data.nlp.nemo_chat import (
     NEMO_TOKENS,
     RESPONDER,
@@ -40,7 +36,6 @@ from nemo_aligner.data.nlp.nemo_chat import (
     source_of_record,
     turn_text,
 )
-from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sft import Examples
 from nemo_aligner.data.nlp.sources import Record
 
@@ -151,12 +146,8 @@ def regression_records(
 
 def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
     """A record of conversations for attribute-conditioned fine-tuning."""
-    return {
-        "conversations": list(turns),
-        "system": SYSTEM_PROMPT,
-        "mask": USER,
-        "type": VALUE_TO_TEXT,
-    }
+    how = {"system": SYSTEM_PROMPT, "mask": USER, "type": VALUE_TO_TEXT}
+    return {"conversations": list(turns), **how}
 
 
 def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
@@ -196,12 +187,9 @@ def help_steer_record(row: Mapping[str, Any], attributes: Sequence[str]) -> Reco
     if absent or not values:
         what = " and ".join(absent) or f"all of {', '.join(attributes)}"
         raise UserError(f"{what} missing; the row has {sorted(row)}.")
-    return labelled_conversation(
-        [
-            {"from": USER, "value": row["prompt"], "label": None},
-            {"from": RESPONDER, "value": row["response"], "label": encode_label(values)},
-        ]
-    )
+    prompt = {"from": USER, "value": row["prompt"], "label": None}
+    response = {"from": RESPONDER, "value": row["response"], "label": encode_label(values)}
+    return labelled_conversation([prompt, response])
 
 
 # Fields of a response, as NeMo-Aligner names them.
@@ -246,13 +234,8 @@ class SteerLM2Dataset(Examples):
         )
         self.marks = NEMO_TOKENS if special_tokens is None else ChatTokens.of(special_tokens)
         self.form = NeMoChat(tokenizer, self.marks)
-        self.lines = Records(
-            [file_path] if isinstance(file_path, str) else file_path,
-            [],
-            self._inspect,
-            data_cfg=data_cfg,
-            settings=partial(settings_of, tokenizer, self.form.state, "SteerLM 2"),
-        )
+        paths = [file_path] if isinstance(file_path, str) else file_path
+        self.lines = self.checked_records(paths, [self.form.state, "SteerLM 2"])
         self.documents = documents_within(
             self.lines.notes - 1, max_seq_length, name, "prompts", "have a response that is longer"
         )
@@ -344,10 +327,10 @@ class SteerLM2Dataset(Examples):
         )
         collated = {key: value.unflatten(0, (len(batch), n)) for key, value in examples.items()}
         for key in ("ws", LOG_Q):
-            numbers = [item[key] for item in batch]
-            collated[key] = torch.stack(
-                [torch.nn.functional.pad(row, (0, n - len(row))) for row in numbers]
-            )
+            padded = [
+                torch.nn.functional.pad(item[key], (0, n - len(item[key]))) for item in batch
+            ]
+            collated[key] = torch.stack(padded)
         return collated
 
 

@@ -40,7 +40,6 @@ from nemo_aligner.data.nlp.file_dataset import (
     documents_within,
     labelled_part,
 )
-from nemo_aligner.data.nlp.records import Records, settings_of
 from nemo_aligner.data.nlp.sources import Record
 
 EXAMPLE = ("tokens", "labels", "loss_mask")
@@ -131,15 +130,9 @@ def from_record(record: Record, top_k: int | None = None) -> TopKExample:
             f"it has the {logits.shape[1]} largest logits, fewer than model.data.top_k={top_k}; "
             f"set that to {logits.shape[1]} or less, or compute more."
         )
-    largest = slice(None, top_k)
-    return TopKExample(
-        tokens,
-        labels,
-        loss_mask,
-        np.ascontiguousarray(logits[:, largest], dtype=np.float32),
-        ids[:, largest].astype(np.int64),
-        log_sum_exp.astype(np.float32),
-    )
+    logits = np.ascontiguousarray(logits[:, :top_k], dtype=np.float32)
+    ids, log_sum_exp = ids[:, :top_k].astype(np.int64), log_sum_exp.astype(np.float32)
+    return TopKExample(tokens, labels, loss_mask, logits, ids, log_sum_exp)
 
 
 def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
@@ -175,18 +168,11 @@ class KnowledgeDistillationDataset(FileDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.name = name
-        self.tokenizer = tokenizer
-        self.seq_length = seq_length
-        self.top_k: int | None = (data_cfg or {}).get("top_k")
+        self.name, self.tokenizer, self.seq_length = name, tokenizer, seq_length
+        self.data_cfg = {**(data_cfg or {}), "data_impl": "jsonl"}
+        self.top_k: int | None = self.data_cfg.get("top_k")
         self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.lines = Records(
-            paths,
-            [],
-            self._inspect,
-            data_cfg={**(data_cfg or {}), "data_impl": "jsonl"},
-            settings=lambda: settings_of(tokenizer, "topk", self.top_k, self.fingerprint),
-        )
+        self.lines = self.checked_records(paths, ["topk", self.top_k, self.fingerprint])
         self._check_files()
         self.documents = documents_within(
             self.lines.notes, seq_length, name, "examples", "are longer"
