@@ -14,14 +14,23 @@ from nemo_aligner.data.nlp import index_files
 
 @pytest.fixture
 def write(tmp_path):
-    """`write(*records, name="data.jsonl") -> path`: a jsonl file."""
+    """`write(*records, name="data.jsonl") -> path`: a jsonl file; a text is a line as it is."""
 
     def write(*records, name="data.jsonl"):
         path = tmp_path / name
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        lines = [line if isinstance(line, str) else json.dumps(line) for line in records]
+        path.write_text("".join(f"{line}\n" for line in lines))
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The warnings so far."""
+    messages = []
+    monkeypatch.setattr(logging, "warning", lambda message, *_args, **_: messages.append(message))
+    return messages
 
 
 @pytest.fixture

@@ -4,11 +4,13 @@
 character.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
+from nemo.collections.common.tokenizers import AutoTokenizer
+
+from tests.data_sets import check_same_bytes, lines
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -27,21 +29,13 @@ def data_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(data_dir):
-    from nemo.collections.common.tokenizers import AutoTokenizer
-
     return AutoTokenizer(pretrained_model_name=str(data_dir / "tokenizer"))
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def sums(data_dir: Path, split: str) -> list[tuple[int, int]]:
     """(a, b) of every SFT line."""
-    return [
-        tuple(map(int, line["input"][:-1].split("+")))
-        for line in lines(data_dir / f"sft_{split}.jsonl")
-    ]
+    found = [line["input"][:-1].split("+") for line in lines(data_dir / f"sft_{split}.jsonl")]
+    return [(int(a), int(b)) for a, b in found]
 
 
 def test_every_sum_is_there_once_and_right(data_dir):
@@ -67,10 +61,7 @@ def test_prompts_are_those_of_the_same_split_without_the_result(data_dir):
 def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
     arithmetic_data.make_data(tmp_path / "same", seed=3)
     arithmetic_data.make_data(tmp_path / "other", seed=4)
-    for file in sorted(
-        path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file()
-    ):
-        assert (tmp_path / "same" / file).read_bytes() == (data_dir / file).read_bytes(), file
+    check_same_bytes(tmp_path / "same", data_dir)
     assert set(sums(tmp_path / "other", "validation")) != set(sums(data_dir, "validation"))
 
 
@@ -79,22 +70,15 @@ def test_one_token_per_character(tokenizer):
     assert tokenizer.ids_to_text(tokenizer.text_to_ids("12+34=46")) == "12+34=46"
     assert tokenizer.ids_to_tokens([tokenizer.eos_id]) == [make_data.END_OF_TEXT]
     assert tokenizer.vocab_size == len("0123456789+=") + 2  # the end and the unknown character
-    assert tokenizer.text_to_tokens("1 2\n") == [
-        "1",
-        arithmetic_data.UNKNOWN,
-        "2",
-        arithmetic_data.UNKNOWN,
-    ]
+    unknown = arithmetic_data.UNKNOWN
+    assert tokenizer.text_to_tokens("1 2\n") == ["1", unknown, "2", unknown]
 
 
 def test_prompt_and_response_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(
     data_dir, tokenizer
 ):
     for line in lines(data_dir / "sft_train.jsonl")[::50]:
-        prompt, response = (
-            tokenizer.text_to_ids(line["input"]),
-            tokenizer.text_to_ids(line["output"]),
-        )
+        prompt, response = (tokenizer.text_to_ids(line[key]) for key in ("input", "output"))
         assert prompt + response == tokenizer.text_to_ids(line["input"] + line["output"])
         assert len(response) + 1 <= run_arithmetic.MAX_RESPONSE
         assert len(prompt) <= run_arithmetic.SEQ_LENGTH - run_arithmetic.MAX_RESPONSE

@@ -36,20 +36,12 @@ def test_takes_one_rollout_from_the_sampler(cls):
 
 def test_queue_in_a_process_group_of_one(process_group):
     for _rollout in range(2):  # each has a counter of its own
-        assert list(StoreBatchIterator(iter(SAMPLER), 3, DATASET, tuple)) == [
-            (30, 10),
-            (0, 20),
-            (50, 40),
-        ]
+        found = list(StoreBatchIterator(iter(SAMPLER), 3, DATASET, tuple))
+        assert found == [(30, 10), (0, 20), (50, 40)]
 
 
 def test_choice():
     assert get_batch_iterator_cls() is DefaultBatchIterator
-    assert (
-        get_batch_iterator_cls(OmegaConf.create({"use_flask": False, "port": 5557}))
-        is DefaultBatchIterator
-    )
-    assert (
-        get_batch_iterator_cls(OmegaConf.create({"use_flask": True, "port": 5557}))
-        is StoreBatchIterator
-    )
+    for use_flask, expected in ((False, DefaultBatchIterator), (True, StoreBatchIterator)):
+        section = OmegaConf.create({"use_flask": use_flask, "port": 5557})
+        assert get_batch_iterator_cls(section) is expected

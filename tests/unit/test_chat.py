@@ -10,11 +10,9 @@ import random
 
 import pytest
 import torch
-from nemo.collections.common.tokenizers import AutoTokenizer
-from omegaconf import OmegaConf
+from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
 
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.datasets import (
@@ -26,6 +24,7 @@ from nemo_aligner.generation.interface import GenerationParams
 from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from tests.chat_forms import FAMILIES, slow_encoding, write_tokenizer
+from tests.data_sets import sft
 from tests.tiny_models import PPO, tiny_config
 
 WORDS = "the film was a joy, a dull plot; What is 2 + 2? It is 4. hello World! naïve 日本".split()
@@ -41,7 +40,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizers(folders):
-    return {name: AutoTokenizer(pretrained_model_name=folder) for name, folder in folders.items()}
+    return {name: AutoTokenizer(folder) for name, folder in folders.items()}
 
 
 def conversations(seed, system, count=12):
@@ -92,7 +91,7 @@ def test_a_prompt_is_the_beginning_of_its_conversation(name, folders, tokenizers
 def test_masks_with_a_tokenizer_that_marks_spaces(name, tmp_path):
     family = FAMILIES[name]
     folder = write_tokenizer(tmp_path, family, metaspace=True)
-    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    form = ChatTemplate(AutoTokenizer(folder))
     for conversation in conversations(3, family.takes_system):
         conversation = [
             (role, text.encode("ascii", "ignore").decode()) for role, text in conversation
@@ -122,10 +121,8 @@ def test_pieces_that_a_tokenizer_writes_otherwise_are_refused(tmp_path):
         "{% endfor %}"
     )
     folder = write_tokenizer(tmp_path, FAMILIES["mistral"], template, metaspace=True)
-    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
-    with pytest.raises(
-        UserError, match="the tokenizer joins the text before and after a response"
-    ):
+    form = ChatTemplate(AutoTokenizer(folder))
+    with pytest.raises(UserError, match="the tokenizer joins the text before and after a respons"):
         form.encode_messages(messages_of([("user", "the fi"), ("assistant", "lm")]), {})
 
 
@@ -138,7 +135,7 @@ def test_markers_of_a_template_say_what_is_trained_on(tmp_path):
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
     folder = write_tokenizer(tmp_path, family, marked)
-    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    form = ChatTemplate(AutoTokenizer(folder))
     for conversation in conversations(4, True, count=6):
         encoded = form.encode_messages(messages_of(conversation), {})
         assert tuple(encoded) == slow_encoding(folder, family.write(conversation))
@@ -203,25 +200,21 @@ def test_a_template_that_shows_no_turns_is_refused(tmp_path):
         "(message['content'] if loop.last else message['content'].split('</think>')[-1])",
     )
     folder = write_tokenizer(tmp_path, FAMILIES["chatml"], template)
-    form = ChatTemplate(AutoTokenizer(pretrained_model_name=folder))
+    form = ChatTemplate(AutoTokenizer(folder))
     turns = [("user", "hello"), ("assistant", "<think>2 + 2</think>It is 4.")]
     assert any(form.encode_messages(messages_of(turns), {}).is_response)
     with pytest.raises(UserError, match="message 2 are.*2 \\+ 2.*Set model.data.one_turn_per_sam"):
         form.encode_messages(messages_of(turns * 2), {})
     other = FAMILIES["chatml"].template.replace("assistant\\n' }}{% endif", "bot\\n' }}{% endif")
     (tmp_path / "other.jinja").write_text(other)
-    form = ChatTemplate(form_tokenizer(folder), str(tmp_path / "other.jinja"))
+    form = ChatTemplate(AutoTokenizer(folder), str(tmp_path / "other.jinja"))
     with pytest.raises(UserError, match="with its generation prompt, is not the beginning"):
         form.encode_messages(messages_of(turns), {})
 
 
-def form_tokenizer(folder):
-    return AutoTokenizer(pretrained_model_name=folder)
-
-
 def test_a_template_without_an_end_is_refused_for_training(tmp_path):
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
-    form = ChatTemplate(form_tokenizer(write_tokenizer(tmp_path, FAMILIES["chatml"], template)))
+    form = ChatTemplate(AutoTokenizer(write_tokenizer(tmp_path, FAMILIES["chatml"], template)))
     assert form.end_strings == ()
     with pytest.raises(UserError, match="writes no special token after a response.*eos_token"):
         form.encode_messages(messages_of([("user", "a"), ("assistant", "b")]), {})
@@ -244,6 +237,8 @@ def test_a_response_ends_with_the_templates_end_of_turn(name, tokenizers):
     responses = [place for place, counts in enumerate(encoded.is_response) if counts]
     assert [place for place in responses if ended[place]] == [len(encoded.tokens) - 1]
     assert chat_end_strings({}, tokenizer) == chat_end_strings(None, tokenizer) == ()
+    params = GenerationParams(max_length=4, end_strings=("x",)).with_end_strings(strings)
+    assert params.end_strings == ("x", *strings) and params.with_end_strings(strings) == params
 
 
 TALK = {"messages": [{"role": "user", "content": "hello"}]}
@@ -331,8 +326,7 @@ SFT = [
 def test_masked_tokens_of_a_collated_batch_are_the_assistants_turns(name, tokenizers, write):
     tokenizer, end = tokenizers[name], FAMILIES[name].end_of_turn
     path = write({"messages": messages_of(SFT)}, {"messages": messages_of(SFT[:2])})
-    cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
-    dataset = build_sft_dataset(cfg, tokenizer, is_chat=False, chat_template="tokenizer")
+    dataset = chats(path, tokenizer)
     batch = dataset.collate_fn([dataset[0], dataset[1], dataset[-1]])
     assert batch["tokens"].shape == batch["labels"].shape == batch["loss_mask"].shape
     assert batch["tokens"].shape[1] % 16 == 0
@@ -344,28 +338,19 @@ def test_masked_tokens_of_a_collated_batch_are_the_assistants_turns(name, tokeni
     assert batch["tokens"][:, 1:].equal(batch["labels"][:, :-1])
     copy = pickle.loads(pickle.dumps(dataset))  # as processes that load data get it
     assert copy[0] == dataset[0]
-    everything = build_sft_dataset(
-        cfg, tokenizer, answer_only_loss=False, is_chat=False, chat_template="tokenizer"
-    )
+    everything = sft(path, tokenizer, answer_only_loss=False, **TEMPLATE)
     assert all(everything[0]["trained"])
 
 
-def test_long_conversations_are_cut_at_their_end(tokenizers, write, monkeypatch):
-    from nemo.utils import logging
-
-    said = []
-    monkeypatch.setattr(logging, "warning", lambda text, *_a, **_k: said.append(text))
+def test_long_conversations_are_cut_at_their_end(tokenizers, write, warnings):
     path = write({"messages": messages_of(SFT)}, {"messages": messages_of(SFT[:2])})
     short = len(chat_form(TEMPLATE, tokenizers["chatml"]).sample(GOOD))
 
     def build(length):
-        cfg = OmegaConf.create({"file_path": path, "max_seq_length": length})
-        return build_sft_dataset(
-            cfg, tokenizers["chatml"], is_chat=False, chat_template="tokenizer"
-        )
+        return sft(path, tokenizers["chatml"], {"max_seq_length": length}, **TEMPLATE)
 
     dataset = build(short - 1)  # the last token is predicted, but not read
-    assert "1 of 2 conversations are longer than max_seq_length" in said[0]
+    assert "1 of 2 conversations are longer than max_seq_length" in warnings[0]
     batch = dataset.collate_fn([dataset[0], dataset[1]])
     assert batch["tokens"].shape[1] == short - 1
     for row in range(2):
@@ -385,12 +370,10 @@ def test_share_gpt_and_messages_are_the_same(tokenizers):
     assert form.conversation({"messages": messages_of(SFT), "system": "Be kind."}) == expected
     system = {"from": "system", "value": "Be kind."}
     assert form.conversation({"conversations": [system, *turns]}) == expected
-    assert form.prompt({"conversations": turns[:3]}) == form.prompt(
-        {"messages": messages_of(SFT[:3])}
-    )
-    assert form.prompt({"prompt": "hello"}) == form.prompt(
-        {"prompt": messages_of([("user", "hello")])}
-    )
+    prompt = form.prompt({"messages": messages_of(SFT[:3])})
+    assert form.prompt({"conversations": turns[:3]}) == prompt
+    prompt = form.prompt({"prompt": messages_of([("user", "hello")])})
+    assert form.prompt({"prompt": "hello"}) == prompt
 
 
 @every_family
@@ -430,12 +413,8 @@ def test_pairs_are_what_a_rollout_makes(name, folders, tokenizers, write):
     ]
     dataset = RewardModelDataset([write(*records)], tokenizer, 80, TEMPLATE)
     assert len(dataset) == 4
-    lines = RewardModelDataset(
-        [write({"messages": whole[0]}, {"messages": whole[1]}, name="lines.jsonl")],
-        tokenizer,
-        80,
-        TEMPLATE,
-    )
+    path = write({"messages": whole[0]}, {"messages": whole[1]}, name="lines.jsonl")
+    lines = RewardModelDataset([path], tokenizer, 80, TEMPLATE)
     form = ChatTemplate(tokenizer)
     rollout = form.prompt_tokens(messages_of(prompt))
     space = " " if name == "mistral" else ""
@@ -475,9 +454,8 @@ USER, RESPONSE = messages_of(SFT[:2])
 GOOD = {"messages": [USER, RESPONSE]}
 
 
-def sft(path, tokenizer):
-    cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
-    return build_sft_dataset(cfg, tokenizer, is_chat=False, chat_template="tokenizer")
+def chats(path, tokenizer):
+    return sft(path, tokenizer, {"max_seq_length": 128}, **TEMPLATE)
 
 
 def pairs(path, tokenizer):
@@ -488,108 +466,68 @@ def prompts(path, tokenizer):
     return RLHFDataset([path], tokenizer, 128, TEMPLATE)
 
 
+def replied(**message):
+    return {"messages": [USER, message]}
+
+
 PAIR = {"prompt": "hello", "chosen": "a", "rejected": "b"}
-BAD = [
-    (sft, GOOD, {"messages": []}, "field 'messages' is an empty list"),
-    (sft, GOOD, {"messages": [USER]}, "'messages' ends with a message of the role 'user'.*add it"),
-    (sft, GOOD, {"turns": []}, r"field 'messages' .* is missing; the line has \['turns'\]"),
-    (sft, GOOD, {"messages": "hello"}, "'messages' must be a list of messages, not str"),
-    (sft, GOOD, {"messages": ["hello"]}, "message 1 of field 'messages' must be an object"),
-    (
-        sft,
-        GOOD,
-        {"messages": [USER, {"role": "assistant"}]},
-        r"message 2 .*\(assistant\) has no 'content'",
-    ),
-    (
-        sft,
-        GOOD,
-        {"messages": [USER, {"role": "assistant", "content": None}]},
-        "has 'content': null",
-    ),
-    (
-        sft,
-        GOOD,
-        {"messages": [USER, {"role": "assistant", "content": ["x"]}]},
-        "has a part of type 'str', but only parts of type 'text'",
-    ),
-    (
-        sft,
-        GOOD,
-        {"messages": [USER, {"content": "x"}]},
-        "message 2 of field 'messages' has no 'role'",
-    ),
-    (
-        sft,
-        GOOD,
-        {"conversations": [{"from": "human"}]},
-        "message 1 of field 'conversations'.*'value'",
-    ),
-    (sft, GOOD, {"messages": [RESPONSE]}, "refuses the conversation: .*must alternate"),
-    (sft, GOOD, GOOD | {"system": "Be kind."}, "the chat template refuses .*System role not supp"),
-    (
-        sft,
-        GOOD,
-        {"messages": [USER, USER, RESPONSE]},
-        "refuses the conversation: .*must alternate",
-    ),
-    (sft, GOOD, GOOD | {"tools": "{"}, "field 'tools' is not valid JSON"),
-    (sft, GOOD, GOOD | {"tools": 3}, "field 'tools' must be a list, not int"),
-    (sft, GOOD, GOOD | {"system": 3}, "field 'system' must be text, not int"),
-    (sft, GOOD, {"system": "a", "messages": [{"role": "system", "content": "b"}]}, "two system"),
-    (pairs, PAIR, {"prompt": "a", "chosen": "b"}, "field 'rejected' is missing; the line has"),
-    (
-        pairs,
-        PAIR,
-        {"chosen": "a", "rejected": "b"},
-        "field 'prompt' is missing: 'chosen' is a text",
-    ),
-    (pairs, PAIR, PAIR | {"rejected": "a"}, "'chosen' and 'rejected' are equal"),
-    (
-        pairs,
-        PAIR,
-        PAIR | {"chosen": [USER]},
-        "field 'chosen' ends with a message of the role 'user'",
-    ),
-    (pairs, PAIR, PAIR | {"rejected": []}, "field 'rejected' is an empty list"),
-    (pairs, PAIR, PAIR | {"prompt": []}, "field 'prompt' is an empty list"),
-    (pairs, PAIR, PAIR | {"chosen": [USER, RESPONSE]}, "does not begin with that of 'prompt'"),
-    (
-        pairs,
-        PAIR,
-        {"chosen": [USER, RESPONSE], "rejected": [USER | {"content": "x"}, RESPONSE]},
-        "differ in message 1, which is of the role 'user'",
-    ),
-    (pairs, PAIR, GOOD, "this line holds one text, the lines before it a pair each"),
-    (prompts, {"prompt": "a"}, {"messages": []}, "field 'messages' is an empty list"),
-    (
-        prompts,
-        {"prompt": "a"},
-        GOOD,
-        "message 2, the last, is the assistant's.*remove that message",
-    ),
-    (prompts, {"prompt": "a"}, {"x": 1}, r"field 'messages' .* is missing; the line has \['x'\]"),
-    (prompts, {"prompt": "a"}, {"text": "b"}, "has a text in field 'text', which stays as it is"),
-    (
-        prompts,
-        {"prompt": "a"},
-        {"prompt": 3},
-        "field 'prompt' must be a list of messages, not int",
-    ),
+WHOLE = {"chosen": [USER, RESPONSE], "rejected": [USER | {"content": "x"}, RESPONSE]}
+TWO = {"system": "a", "messages": [{"role": "system", "content": "b"}]}
+SHARED = {"conversations": [{"from": "human"}]}
+BAD_CHATS = [
+    ({"messages": []}, "field 'messages' is an empty list"),
+    ({"messages": [USER]}, "'messages' ends with a message of the role 'user'.*add it"),
+    ({"turns": []}, r"field 'messages' .* is missing; the line has \['turns'\]"),
+    ({"messages": "hello"}, "'messages' must be a list of messages, not str"),
+    ({"messages": ["hello"]}, "message 1 of field 'messages' must be an object"),
+    (replied(role="assistant"), r"message 2 .*\(assistant\) has no 'content'"),
+    (replied(role="assistant", content=None), "has 'content': null"),
+    (replied(role="assistant", content=["x"]), "a part of type 'str', but only parts of type 'te"),
+    (replied(content="x"), "message 2 of field 'messages' has no 'role'"),
+    (SHARED, "message 1 of field 'conversations'.*'value'"),
+    ({"messages": [RESPONSE]}, "refuses the conversation: .*must alternate"),
+    (GOOD | {"system": "Be kind."}, "the chat template refuses .*System role not supp"),
+    ({"messages": [USER, USER, RESPONSE]}, "refuses the conversation: .*must alternate"),
+    (GOOD | {"tools": "{"}, "field 'tools' is not valid JSON"),
+    (GOOD | {"tools": 3}, "field 'tools' must be a list, not int"),
+    (GOOD | {"system": 3}, "field 'system' must be text, not int"),
+    (TWO, "two system"),
+]
+BAD_PAIRS = [
+    ({"prompt": "a", "chosen": "b"}, "field 'rejected' is missing; the line has"),
+    ({"chosen": "a", "rejected": "b"}, "field 'prompt' is missing: 'chosen' is a text"),
+    (PAIR | {"rejected": "a"}, "'chosen' and 'rejected' are equal"),
+    (PAIR | {"chosen": [USER]}, "field 'chosen' ends with a message of the role 'user'"),
+    (PAIR | {"rejected": []}, "field 'rejected' is an empty list"),
+    (PAIR | {"prompt": []}, "field 'prompt' is an empty list"),
+    (PAIR | {"chosen": [USER, RESPONSE]}, "does not begin with that of 'prompt'"),
+    (WHOLE, "differ in message 1, which is of the role 'user'"),
+    (GOOD, "this line holds one text, the lines before it a pair each"),
+]
+BAD_PROMPTS = [
+    ({"messages": []}, "field 'messages' is an empty list"),
+    (GOOD, "message 2, the last, is the assistant's.*remove that message"),
+    ({"x": 1}, r"field 'messages' .* is missing; the line has \['x'\]"),
+    ({"text": "b"}, "has a text in field 'text', which stays as it is"),
+    ({"prompt": 3}, "field 'prompt' must be a list of messages, not int"),
 ]
 
 
-@pytest.mark.parametrize(("make", "good", "bad", "message"), BAD)
-def test_a_bad_record_is_named_with_file_and_line(make, good, bad, message, tokenizers, write):
-    path = write(good, bad, name="bad.jsonl")
-    with pytest.raises(UserError, match=f"(?s)bad.jsonl, line 2: .*{message}"):
-        make(path, tokenizers["gemma"])
+@pytest.mark.parametrize(
+    ("make", "good", "cases"),
+    [(chats, GOOD, BAD_CHATS), (pairs, PAIR, BAD_PAIRS), (prompts, {"prompt": "a"}, BAD_PROMPTS)],
+)
+def test_a_bad_record_is_named_with_file_and_line(make, good, cases, tokenizers, write):
+    for bad, message in cases:
+        path = write(good, bad, name="bad.jsonl")
+        with pytest.raises(UserError, match=f"(?s)bad.jsonl, line 2: .*{message}"):
+            make(path, tokenizers["gemma"])
 
 
 def test_a_conversation_does_not_begin_with_the_assistant(tokenizers, write):
     path = write({"messages": [RESPONSE, USER, RESPONSE]})
     with pytest.raises(UserError, match="line 1: message 1 is the assistant's: there is no promp"):
-        sft(path, tokenizers["chatml"])
+        chats(path, tokenizers["chatml"])
 
 
 def test_content_that_a_template_leaves_out_is_refused(tmp_path, write):
@@ -597,45 +535,26 @@ def test_content_that_a_template_leaves_out_is_refused(tmp_path, write):
         "{% for message in messages %}",
         "{% for message in messages if message['role'] != 'system' %}",
     )
-    tokenizer = form_tokenizer(write_tokenizer(tmp_path / "t", FAMILIES["chatml"], template))
+    tokenizer = AutoTokenizer(write_tokenizer(tmp_path / "t", FAMILIES["chatml"], template))
     path = write(GOOD, GOOD | {"system": "Be kind."})
     with pytest.raises(UserError, match=r"line 2: .* leaves out what message 1 \(role 'system'\)"):
-        sft(path, tokenizer)
+        chats(path, tokenizer)
 
 
 def test_conversations_without_a_form_are_refused(tiny_tokenizer, write):
     remedy = "the tokenizer has no chat template: set model.data.chat_template to the file of one"
-    cfg = OmegaConf.create({"file_path": write(GOOD), "max_seq_length": 64})
-    with pytest.raises(
-        UserError, match=f"line 1: fields 'input' and 'output' are missing.*{remedy}"
-    ):
-        build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)
+    with pytest.raises(UserError, match=f"1: fields 'input' and 'output' are missing.*{remedy}"):
+        sft(write(GOOD), tiny_tokenizer)
     with pytest.raises(UserError, match=f"line 1: field 'text' is missing.*{remedy}"):
         RLHFDataset([write({"messages": [USER]})], tiny_tokenizer, 64)
     with pytest.raises(UserError, match=f"field 'prompt' holds a conversation.*{remedy}"):
         RLHFDataset([write({"prompt": [USER]})], tiny_tokenizer, 64)
     with pytest.raises(UserError, match=f"field 'chosen' holds a conversation.*{remedy}"):
-        RewardModelDataset(
-            [write({"prompt": "a", "chosen": [RESPONSE], "rejected": "b"})], tiny_tokenizer, 64
-        )
+        RewardModelDataset([write(PAIR | {"chosen": [RESPONSE]})], tiny_tokenizer, 64)
 
 
 def test_a_template_needs_a_tokenizer_that_has_one(tiny_tokenizer, tiny_sentencepiece_model):
-    from nemo.collections.common.tokenizers import SentencePieceTokenizer
-
     with pytest.raises(ConfigError, match="the tokenizer has no chat template; give the file"):
         chat_form(TEMPLATE, tiny_tokenizer)
     with pytest.raises(ConfigError, match="needs a tokenizer of Hugging Face.*chat=True"):
         chat_form(TEMPLATE, SentencePieceTokenizer(tiny_sentencepiece_model))
-
-
-# -------------------------------------------------------------------------------- other commands
-
-
-@every_family
-def test_generated_conversations_end_with_the_turn(name, tokenizers):
-    end = (FAMILIES[name].end_of_turn,)
-    assert ChatTemplate(tokenizers[name]).end_strings == end
-    params = GenerationParams(max_length=4, end_strings=("x",)).with_end_strings(end)
-    assert params.end_strings == ("x", *end)
-    assert params.with_end_strings(end) == params

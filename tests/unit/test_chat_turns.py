@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from nemo.collections.common.tokenizers import AutoTokenizer
+from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
 from nemo_aligner.data.nlp import records as records_module
-from nemo_aligner.data.nlp.builders import build_sft_dataset
-from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat import chat_form, say_default
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.conversation_form import check_written
 from nemo_aligner.data.nlp.datasets import (
@@ -31,6 +31,7 @@ from nemo_aligner.data.nlp.datasets import (
 )
 from nemo_aligner.inspection.findings import place
 from nemo_aligner.launch.experiment import CHAT_DATE, fix_chat_date
+from tests import data_sets
 from tests.chat_forms import FAMILIES, OTHERS, slow_encoding, write_tokenizer
 
 THOUGHT = "<think>\n2 + 2\n</think>\n\nIt is 4."
@@ -63,15 +64,12 @@ def tokenizers(folders):
 
 
 def sft(path, tokenizer, **options):
-    cfg = OmegaConf.create({"file_path": path, "max_seq_length": 256})
-    return build_sft_dataset(cfg, tokenizer, **{"is_chat": False, **TEMPLATE, **options})
+    return data_sets.sft(path, tokenizer, {"max_seq_length": 256}, **{**TEMPLATE, **options})
 
 
 def trained(dataset, index=0):
     """The text that an item trains on."""
-    item = dataset[index]
-    ids = [token for token, x in zip(item["tokens"], item["trained"], strict=True) if x]
-    return dataset.tokenizer.tokenizer.decode(ids)
+    return dataset.tokenizer.tokenizer.decode(data_sets.trained_of(dataset[index]))
 
 
 # --------------------------------------------------------------------------- what is left out
@@ -200,12 +198,8 @@ def test_arguments_of_records_and_of_the_job_reach_the_template(tokenizers, writ
     off, on = start + no_thoughts, start
     back = {"chat_template_kwargs": json.dumps({"enable_thinking": True})}
     for data, record, expected in ((TEMPLATE, {}, on), (TEMPLATE, own, off), (job, back, on)):
-        assert (
-            text(
-                RLHFDataset([write({"prompt": "hello"} | record)], tokenizer, 99, data)[0]["text"]
-            )
-            == expected
-        )
+        path = write({"prompt": "hello"} | record)
+        assert text(RLHFDataset([path], tokenizer, 99, data)[0]["text"]) == expected
         form, place = chat_form(data, tokenizer), len(expected) - len(start)
         samples = [form.conversation(conversation | record), form.response(pair | record)]
         samples.append(form.pair(pair | record)[0])
@@ -255,9 +249,7 @@ def test_calls_are_the_same_from_json_text_and_from_tables(tokenizers, tmp_path,
         assert chat_form(TEMPLATE, tokenizers["qwen3"])._inputs({"tools": none})["tools"] is None
     for bad in ([1], "[1]", "{"):
         path = write(rows[0], record(bad))
-        with pytest.raises(
-            UserError, match="(?s)line 2: 'arguments' of a call in 'tool_calls' of"
-        ):
+        with pytest.raises(UserError, match="(?s)line 2: 'arguments' of a call in 'tool_calls'"):
             sft(path, tokenizers["qwen3"])
 
 
@@ -268,19 +260,12 @@ def test_a_turn_of_weight_0_is_not_trained_on(tokenizers, write):
     expected = "dull<|im_end|>"
     for record in ({"messages": turns}, {"conversations": share}):
         assert trained(sft(write(record), tokenizers["chatml"])) == expected
-    marks = dict(system_turn_start="<s>", turn_start="</s>", label_start="L", end_of_turn="\n")
-    marks["end_of_name"] = "\n"
+    marks = data_sets.MARKS | {"system_turn_start": "<s>", "turn_start": "</s>"}
+    nemo = {"is_chat": True, "chat_template": None, "special_tokens": marks}
     share = [{"from": m["role"].capitalize(), "value": m["content"]} for m in turns]
     share[1]["weight"] = 0
     for record in ({"messages": turns}, {"conversations": share}):
-        dataset = sft(
-            write(record),
-            tokenizers["chatml"],
-            is_chat=True,
-            chat_template=None,
-            special_tokens=marks,
-        )
-        assert trained(dataset) == "dull\n</s>"
+        assert trained(sft(write(record), tokenizers["chatml"], **nemo)) == "dull\n</s>"
     with pytest.raises(UserError, match="'weight' 0, but model.answer_only_loss=False"):
         sft(write({"messages": turns}), tokenizers["chatml"], answer_only_loss=False)
 
@@ -291,13 +276,12 @@ def test_other_weights_are_refused(weight, tokenizers, write):
     bad = {"messages": [good["messages"][0], good["messages"][1] | {"weight": weight}]}
     with pytest.raises(UserError, match="line 2: 'weight' of message 2 .* use 0 .not trained on"):
         sft(write(good, bad), tokenizers["chatml"])
-    for number, value, message in (
-        (0, 1, "only the assistant's turns are"),
-        (1, 0, "every respon"),
+    user, reply = good["messages"]
+    for messages, message in (
+        ([user | {"weight": 1}, reply], "only the assistant's turns are"),
+        ([user, reply | {"weight": 0}], "every respon"),
     ):
-        bad["messages"] = [
-            m | {"weight": value} if n == number else m for n, m in enumerate(good["messages"])
-        ]
+        bad["messages"] = messages
         with pytest.raises(UserError, match=f"line 2: .*{message}"):
             sft(write(good, bad), tokenizers["chatml"])
 
@@ -354,10 +338,8 @@ def test_samples_of_turns_in_several_files_and_packs(tokenizers, write):
     ]
     assert dataset[3]["tokens"] == dataset[0]["tokens"] == dataset[2]["tokens"]
     assert [piece.tolist() for piece in dataset.documents_by_file()] == [[0, 1, 2], [3, 4]]
-    cfg = {"file_path": first, "max_seq_length": 256, "packed_sequence": True}
-    packed = build_sft_dataset(
-        OmegaConf.create(cfg), tokenizers["qwen3"], is_chat=False, one_turn_per_sample=True
-    )
+    section = {"max_seq_length": 256, "packed_sequence": True}
+    packed = data_sets.sft(first, tokenizers["qwen3"], section, one_turn_per_sample=True)
     assert sorted(number for pack in packed.packs for number in pack) == [0, 1, 2]
     with pytest.raises(ConfigError, match="one_turn_per_sample=True trains on one turn"):
         sft(first, tokenizers["qwen3"], one_turn_per_sample=True, answer_only_loss=False)
@@ -369,10 +351,6 @@ def test_samples_of_turns_in_several_files_and_packs(tokenizers, write):
 
 
 def test_conversations_get_the_tokenizers_template_and_texts_stay(tokenizers, write, monkeypatch):
-    from nemo.utils import logging
-
-    from nemo_aligner.data.nlp.chat import say_default
-
     said = []
     monkeypatch.setattr(logging, "info", lambda text, *_a, **_k: said.append(text))
     say_default.cache_clear()
@@ -397,9 +375,7 @@ def test_conversations_get_the_tokenizers_template_and_texts_stay(tokenizers, wr
     ]
     with pytest.raises(UserError, match="line 2: field 'messages' .* is missing"):
         sft(write(talk, {"input": "a", "output": "b"}), tokenizer, chat_template=None)
-    with pytest.raises(
-        UserError, match="line 2: fields 'input' and 'output' are missing.*files of their own"
-    ):
+    with pytest.raises(UserError, match="2: fields 'input' and 'output' are .*files of their own"):
         sft(write({"input": "a", "output": "b"}, talk), tokenizer, chat_template=None)
 
 
@@ -433,16 +409,15 @@ def test_a_template_gets_the_date_of_the_run(tokenizers, tmp_path):
     file.write_text(dated + FAMILIES["chatml"].template)
     data = {"chat_template": str(file), "chat_date": "2024-02-05"}
     form = chat_form(data, tokenizers["chatml"])
-    (text,) = [tokenizers["chatml"].tokenizer.decode(form.prompt({"prompt": "hello"}))]
+    text = tokenizers["chatml"].tokenizer.decode(form.prompt({"prompt": "hello"}))
     assert text.startswith("\n5.05 Feb 2024<|im_start|>user")
     for asked, written in (
         ("%%d %d%% %%%d", "%d 05% %05"),
         ("%A %a %B %b %p %x %c", "Monday Mon February Feb AM 02/05/24 Mon Feb  5 00:00:00 2024"),
     ):
         file.write_text(f"{{{{ strftime_now('{asked}') }}}}{{{{ messages[0].content }}}}")
-        assert chat_form(data, tokenizers["chatml"]).render(chat(("user", "!")), True) == (
-            f"{written}!"
-        )
+        text = chat_form(data, tokenizers["chatml"]).render(chat(("user", "!")), True)
+        assert text == f"{written}!"
     file.write_text("{{ strftime_now('%d %Q') }}{{ messages[0].content }}")
     with pytest.raises(UserError, match="strftime_now has no directive %Q"):
         chat_form(data, tokenizers["chatml"]).prompt({"prompt": "hello"})
@@ -450,8 +425,8 @@ def test_a_template_gets_the_date_of_the_run(tokenizers, tmp_path):
     today = chat_form({"chat_template": str(file)}, tokenizers["chatml"])
     assert today.date == str(datetime.date.today())
     assert today.state != form.state  # the index of a file is of one date
-    assert chat_form(TEMPLATE | {"chat_date": "2024-02-05"}, tokenizers["chatml"]).state == (
-        chat_form(TEMPLATE, tokenizers["chatml"]).state
-    )
+    dates = ({}, {"chat_date": "2024-02-05"})  # of a template that does not read them
+    states = [chat_form(TEMPLATE | date, tokenizers["chatml"]).state for date in dates]
+    assert states[0] == states[1]
     with pytest.raises(ConfigError, match="chat_date=May: give a date, YYYY-MM-DD"):
         chat_form(data | {"chat_date": "May"}, tokenizers["chatml"])

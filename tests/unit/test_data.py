@@ -10,16 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nemo.collections.common.tokenizers import AutoTokenizer, SentencePieceTokenizer
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
-    build_sft_dataset,
-    build_train_valid_test_regression_rm_datasets,
-    build_train_valid_test_rlhf_datasets,
-    build_train_valid_test_rm_datasets,
     collate_with_pad_to_max_batch,
 )
 from nemo_aligner.data.nlp.datasets import (
@@ -40,65 +35,20 @@ from nemo_aligner.generate.responses import Response
 from nemo_aligner.generation.text import tokenize_batch
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.chat_forms import FAMILIES, write_tokenizer
-
-
-def write(path, records):
-    path.write_text(
-        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
-        + "\n"
-    )
-    return str(path)
-
-
-@pytest.fixture
-def texts(tmp_path):
-    def make(items, name="data.jsonl"):
-        return write(tmp_path / name, [{"text": item} for item in items])
-
-    return make
+from tests.data_sets import (
+    build_labelled,
+    build_pairs,
+    build_prompts,
+    prompts_of,
+    sample_of,
+    sft,
+    trained_of,
+)
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    """Messages of the warnings so far."""
-    messages = []
-    monkeypatch.setattr(
-        logging, "warning", lambda message, *_args, **_kwargs: messages.append(message)
-    )
-    return messages
-
-
-def model_cfg(**overrides):
-    cfg = {
-        "seed": 1,
-        "data": {"seq_length": 32, "num_workers": 0},
-        "ppo": {"length_params": {"max_length": 12}},
-    }
-    return OmegaConf.merge(cfg, overrides)
-
-
-def build(
-    function,
-    data_prefix,
-    tokenizer,
-    cfg=None,
-    splits=None,
-    samples=(-1, -1, -1),
-    seq_length=32,
-    impl="jsonl",
-):
-    cfg = model_cfg() if cfg is None else cfg
-    prefix = OmegaConf.create(data_prefix) if isinstance(data_prefix, dict | list) else data_prefix
-    return function(
-        cfg=cfg,
-        data_prefix=prefix,
-        data_impl=impl,
-        splits_string=splits,
-        train_valid_test_num_samples=list(samples),
-        seq_length=seq_length,
-        seed=1,
-        tokenizer=tokenizer,
-    )
+def texts(write):
+    return lambda items, name="data.jsonl": write(*({"text": item} for item in items), name=name)
 
 
 # --------------------------------------------------------------------------------------- prompts
@@ -145,64 +95,44 @@ def test_a_column_of_the_records_is_the_weight_of_the_sample(tmp_path, tiny_toke
 def test_limit_is_sequence_length_less_answer_and_long_prompts_are_replaced(
     texts, tiny_tokenizer, warnings
 ):
-    def of_length(tokens):  # the tokenizer has no merges of '#'
-        return "#" * tokens
-
-    path = texts([of_length(20), of_length(21), of_length(30), of_length(5), of_length(22)])
-    train, validation, test = build(
-        build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer
-    )
+    # The tokenizer has no merges of '#'.
+    path = texts(["#" * tokens for tokens in (20, 21, 30, 5, 22)])
+    train, validation, test = build_prompts({"train": [path]}, tiny_tokenizer)
     assert validation is None and test is None
-    assert [train[i]["length"].item() for i in range(5)] == [
-        20,
-        5,
-        5,
-        5,
-        20,
-    ]  # the last is followed by the first
-    assert [train[i]["loss_multiplier"].item() for i in range(5)] == [1, 0, 0, 1, 0]
+    found = [[train[i][key].item() for i in range(5)] for key in ("length", "loss_multiplier")]
+    assert found == [[20, 5, 5, 5, 20], [1, 0, 0, 1, 0]]  # the last is followed by the first
     assert [train[i]["idx"].item() for i in range(5)] == [0, 1, 2, 3, 4]
     (message,) = warnings
-    assert (
-        "train data: 3 of 5 prompts are longer than 20 tokens" in message
-        and "longest has 30" in message
-    )
-    assert "seq_length=32" in message and "model.ppo.length_params.max_length=12" in message
+    assert "train data: 3 of 5 prompts are longer than 20 tokens" in message
+    for part in ("longest has 30", "seq_length=32", "model.ppo.length_params.max_length=12"):
+        assert part in message
 
 
 def test_no_prompt_fits(texts, tiny_tokenizer):
     path = texts(["#" * 25, "#" * 99])
-    with pytest.raises(
-        UserError, match=r"(?s)all 2 prompts are longer than 20 tokens.*longest has 99 tokens"
-    ):
-        build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer)
-    cfg = model_cfg(ppo={"length_params": {"max_length": 32}})
+    with pytest.raises(UserError, match="all 2 prompts are longer than 20 t.*longest has 99 tok"):
+        build_prompts({"train": [path]}, tiny_tokenizer)
+    model = {"ppo": {"length_params": {"max_length": 32}}}
     with pytest.raises(ConfigError, match="no room for prompts: the limit is 0 .*max_length=32"):
-        build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, cfg)
+        build_prompts({"train": [path]}, tiny_tokenizer, model=model)
 
 
 def test_collate_prompts(texts, tiny_tokenizer):
     dataset = RLHFDataset([texts(["#" * 3, "#" * 5, "#" * 50])], tiny_tokenizer, 10)
-    cfg = OmegaConf.create({"model": model_cfg()})
     eos = tiny_tokenizer.eos_id
-    batch = collate_with_pad_to_max_batch(4, eos, cfg, generate_masks_and_position_ids=False)(
-        [dataset[1], dataset[0]]
-    )
+    batch = collate_with_pad_to_max_batch(4, eos, None, False)([dataset[1], dataset[0]])
     assert set(batch) == {"text", "length", "loss_multiplier", "idx"}
     assert batch["text"].shape == (2, 9) and batch["text"].dtype == torch.int64
     mark = tiny_tokenizer.text_to_ids("#")
     assert batch["text"].tolist() == [mark * 5 + [eos] * 4, mark * 3 + [eos] * 6]
     assert batch["length"].tolist() == [5, 3] and batch["idx"].tolist() == [1, 0]
     assert batch["loss_multiplier"].dtype == torch.float32
-    batch = collate_with_pad_to_max_batch(4, eos, cfg)([dataset[0], dataset[2]])
-    assert batch["loss_multiplier"].tolist() == [1.0, 0.0] and batch["loss_mask"].sum(
-        1
-    ).tolist() == [7.0, 0.0]
+    batch = collate_with_pad_to_max_batch(4, eos, None)([dataset[0], dataset[2]])
+    assert batch["loss_multiplier"].tolist() == [1.0, 0.0]
+    assert batch["loss_mask"].sum(1).tolist() == [7.0, 0.0]
     assert batch["position_ids"].tolist() == [list(range(7))] * 2
-    mask = batch["attention_mask"]
-    assert mask.shape == (1, 1, 7, 7) and all(
-        mask[0, 0, i, j] == (j > i) for i in range(7) for j in range(7)
-    )
+    mask = [[[[column > row for column in range(7)] for row in range(7)]]]
+    assert batch["attention_mask"].tolist() == mask
 
 
 # ----------------------------------------------------------------------------------------- pairs
@@ -228,25 +158,18 @@ def test_pairs(texts, tiny_tokenizer, warnings):
     assert dataset[-1]["chosen"].tolist() == dataset[0]["chosen"].tolist()
 
 
-def test_bad_pairs(tmp_path, texts, tiny_tokenizer):
+def test_bad_pairs(write, texts, tiny_tokenizer):
     odd = texts(["a", "b", "c"])
     with pytest.raises(UserError, match=r"data.jsonl has 3 lines, an odd number"):
         RewardModelDataset([odd], tiny_tokenizer, 8)
-    with pytest.raises(
-        UserError, match="one.jsonl has 1 lines"
-    ):  # two odd files do not make an even one
+    # Two odd files do not make an even one.
+    with pytest.raises(UserError, match="one.jsonl has 1 lines"):
         RewardModelDataset([texts(["a"], "one.jsonl"), odd], tiny_tokenizer, 8)
-    with pytest.raises(
-        UserError,
-        match="all 1 pairs have a text longer than seq_length=8 tokens; the longest has 9",
-    ):
+    with pytest.raises(UserError, match="all 1 pairs have a text longer than seq_length=8 .*s 9"):
         RewardModelDataset([texts(["#" * 9, "#"])], tiny_tokenizer, 8)
-    labelled = write(tmp_path / "labelled.jsonl", [{"text": "a"}, {"text": "b", "label": [1.0]}])
-    with pytest.raises(
-        UserError,
-        match=r"labelled.jsonl, line 2: field 'label'.* model.reward_model_type=regression",
-    ):
-        build(build_train_valid_test_rm_datasets, {"train": [labelled]}, tiny_tokenizer)
+    labelled = write({"text": "a"}, {"text": "b", "label": [1.0]}, name="labelled.jsonl")
+    with pytest.raises(UserError, match="line 2: field 'label'.* model.reward_model_type=regress"):
+        build_pairs({"train": [labelled]}, tiny_tokenizer)
 
 
 @pytest.mark.parametrize("limit", [4, 6, 7, 8, 9, 12])
@@ -255,12 +178,8 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
     lines 2k and 2k + 1.
     """
     rng = torch.Generator().manual_seed(limit)
-    lengths = torch.randint(1, 13, (40,), generator=rng).tolist() + [
-        12,
-        12,
-        1,
-        1,
-    ]  # the last pair fits
+    # The last pair fits.
+    lengths = torch.randint(1, 13, (40,), generator=rng).tolist() + [12, 12, 1, 1]
     names = [chr(ord("A") + i // 2 % 26) * n for i, n in enumerate(lengths)]
     names[1::2] = [name[0] + name[1:].lower() for name in names[1::2]]
     dataset = RewardModelDataset([texts(names)], tiny_tokenizer, limit)
@@ -269,18 +188,14 @@ def test_leaving_out_long_pairs_never_shifts_the_pairing(texts, tiny_tokenizer, 
         for good, bad in zip(names[::2], names[1::2], strict=True)
         if max(len(good), len(bad)) <= limit
     ]
-    found = []
-    for item in (dataset[i] for i in range(len(dataset))):
-        pair = (
-            item["chosen"][: item["chosen_length"]],
-            item["rejected"][: item["rejected_length"]],
-        )
-        found.append(tuple(tiny_tokenizer.ids_to_text(tokens.tolist()) for tokens in pair))
-    assert found == expected
-    left_out = 22 - len(expected)
-    assert [f"{left_out} of 22 pairs" in message for message in warnings] == [True] * (
-        left_out > 0
+    items = [dataset[i] for i in range(len(dataset))]
+    sides = ("chosen", "rejected")
+    assert [tuple(sample_of(item, side, tiny_tokenizer) for side in sides) for item in items] == (
+        expected
     )
+    left_out = 22 - len(expected)
+    assert len(warnings) == (left_out > 0)
+    assert all(f"{left_out} of 22 pairs" in message for message in warnings)
 
 
 TALK = {"role": "user", "content": "hello"}
@@ -289,6 +204,10 @@ TALK = {"role": "user", "content": "hello"}
 def told(text, *more, **fields):
     """A conversation about `TALK`."""
     return {"messages": [TALK, {"role": "assistant", "content": text}, *more], **fields}
+
+
+def turn(speaker, value):
+    return {"from": speaker, "value": value}
 
 
 @pytest.fixture(scope="module")
@@ -301,19 +220,8 @@ def chat_tokenizer(tmp_path_factory):
     [
         (told("no"), None),
         (told("no", {"role": "user", "content": "x"}, told("y")["messages"][1]), None),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "hello"},
-                    {"from": "gpt", "value": "no"},
-                ]
-            },
-            None,
-        ),
-        (
-            {"messages": [TALK | {"content": "bye"}, *told("no")["messages"][1:]]},
-            "message 1, which",
-        ),
+        ({"conversations": [turn("human", "hello"), turn("gpt", "no")]}, None),
+        ({"messages": [TALK | {"content": "bye"}, told("no")["messages"][1]]}, "message 1, which"),
         (told("yes", TALK, told("no")["messages"][1]), "one is the beginning of the other"),
         (told("no", system="Be brief."), "they differ in 'system'"),
         (told("no", tools=[{"name": "f"}]), "they differ in 'tools'"),
@@ -323,13 +231,13 @@ def chat_tokenizer(tmp_path_factory):
 )
 @pytest.mark.parametrize("labelled", [False, True])
 def test_neighbouring_conversations_are_pairs_of_one_prompt(
-    tmp_path, chat_tokenizer, second, why, labelled
+    write, chat_tokenizer, second, why, labelled
 ):
     """Fine-tuning data in the place of pairs are refused with both lines."""
     label = {"label": [-1]} if labelled else {}
     make = LabelledPairDataset if labelled else RewardModelDataset
     records = [told("yes"), told("no"), told("yes"), second]
-    path = write(tmp_path / "chats.jsonl", [record | label for record in records])
+    path = write(*([record | label for record in records]), name="chats.jsonl")
     if why is None:
         dataset = make([path], chat_tokenizer, 64)
         ids = chat_tokenizer.text_to_ids("yes<|im_end|>")
@@ -340,14 +248,15 @@ def test_neighbouring_conversations_are_pairs_of_one_prompt(
             make([path], chat_tokenizer, 64)
 
 
-def test_texts_that_share_no_beginning_are_counted(texts, tmp_path, tiny_tokenizer, warnings):
+def test_texts_that_share_no_beginning_are_counted(
+    texts, tmp_path, write, tiny_tokenizer, warnings
+):
     pairs = ["Q a? yes", "Q a? no", "R b? yes", "R b? no", "S c?", "T d?"]
     assert len(RewardModelDataset([texts(pairs)], tiny_tokenizer, 32)) == 3
     assert "1 of 3 pairs share no beginning, so no prompt, the first in" in warnings.pop()
-    with pytest.raises(
-        UserError, match="2 of 3 pairs share no beginning.* line 1. Two .* in one line"
-    ):
-        RewardModelDataset([texts(["a", "b", "c", "d", *pairs[:2]])], tiny_tokenizer, 32)
+    unlike = texts(["a", "b", "c", "d", *pairs[:2]])
+    with pytest.raises(UserError, match="2 of 3 pairs share no begin.* line 1. Two .*in one line"):
+        RewardModelDataset([unlike], tiny_tokenizer, 32)
     same = [f"User: {text}" for text in pairs]
     RewardModelDataset([texts(same)], tiny_tokenizer, 32)
     assert "1 of 3 pairs share nothing but 'User: ', with which all begin" in warnings.pop()
@@ -362,17 +271,17 @@ def test_texts_that_share_no_beginning_are_counted(texts, tmp_path, tiny_tokeniz
     assert len(dataset) == 2 and not warnings
     assert tiny_tokenizer.ids_to_text(dataset[1]["rejected"].tolist()).startswith("R b? no")
     in_line = [{"chosen": "yes", "rejected": "no", "question": "a?"}] * 2
-    assert len(RewardModelDataset([write(tmp_path / "p.jsonl", in_line)], tiny_tokenizer, 32)) == 2
+    assert len(RewardModelDataset([write(*in_line, name="p.jsonl")], tiny_tokenizer, 32)) == 2
     assert "2 of 2 pairs share" in warnings[-1] and "'question' looks like the p" in warnings[-1]
 
 
 @pytest.mark.parametrize("key", [r"\n\nA:", "\n\nA:"])
-def test_a_key_says_where_the_prompt_of_whole_texts_ends(tmp_path, texts, tiny_tokenizer, key):
+def test_a_key_says_where_the_prompt_of_whole_texts_ends(write, texts, tiny_tokenizer, key):
     """The last one that both share, in DPO, KTO, distillation, prompts and neighbouring lines."""
     data = {"prompt_end": key}
     whole = [f"Q: a\n\nA: b\n\nQ: c\n\nA:{end}" for end in (" d\n\nQ: e\n\nA: f", " d\n\nQ: g")]
     pair = {"chosen": whole[0], "rejected": whole[1]}
-    path = write(tmp_path / "p.jsonl", [pair])
+    path = write(pair, name="p.jsonl")
 
     def counted(tokens, mask):
         return tiny_tokenizer.ids_to_text(tokens[mask.bool()].tolist())
@@ -382,7 +291,7 @@ def test_a_key_says_where_the_prompt_of_whole_texts_ends(tmp_path, texts, tiny_t
         assert counted(item[name], item[f"{name}_mask"]) == text.removeprefix(whole[0][:20])
         assert item[f"{name}_length"] == len(tiny_tokenizer.text_to_ids(text))
     responses = [{"response": text, "preference": True} for text in whole]
-    path = write(tmp_path / "k.jsonl", responses)
+    path = write(*responses, name="k.jsonl")
     kto = KTOModelDataset([path], tiny_tokenizer, 64, data)
     assert counted(kto[0]["samples"], kto[0]["sample_mask"]) == " f"
     assert counted(kto[1]["samples"], kto[1]["sample_mask"]) == " d\n\nQ: g"
@@ -397,9 +306,9 @@ def test_a_key_says_where_the_prompt_of_whole_texts_ends(tmp_path, texts, tiny_t
         KTOModelDataset: [{"response": "Q", "preference": True}],
     }.items():
         with pytest.raises(UserError, match=f"bad.jsonl, line 1.*{none}"):
-            make([write(tmp_path / "bad.jsonl", lines)], tiny_tokenizer, 64, data)
+            make([write(*lines, name="bad.jsonl")], tiny_tokenizer, 64, data)
     for make, lines in {DPOModelDataset: [pair], KTOModelDataset: responses}.items():
-        path = write(tmp_path / "bad.jsonl", lines)
+        path = write(*lines, name="bad.jsonl")
         with pytest.raises(UserError, match=r"field 'prompt' is missing.* model.data.prompt_end"):
             make([path], tiny_tokenizer, 64)
     with pytest.raises(ConfigError, match="says where the prompt of a plain text ends"):
@@ -409,17 +318,14 @@ def test_a_key_says_where_the_prompt_of_whole_texts_ends(tmp_path, texts, tiny_t
 # -------------------------------------------------------------------------------- labelled texts
 
 
-def labels_file(path, labels, texts=None):
-    texts = texts or [f"text {i}" for i in range(len(labels))]
-    return write(
-        path, [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
-    )
+def labelled(labels, texts="abcd"):
+    return [{"text": text, "label": label} for text, label in zip(texts, labels)]
 
 
-def test_labelled_texts(tmp_path, tiny_tokenizer, warnings):
+def test_labelled_texts(write, tiny_tokenizer, warnings):
     texts = ["AAA", "B" * 9, "CC", "D" * 30]
     labels = [[1, -0.5], [2, 2], [-100, 4.25], [0, 0]]
-    path = labels_file(tmp_path / "labels.jsonl", labels, texts)
+    path = write(*labelled(labels, texts))
     dataset = RegressionRewardModelDataset([path], tiny_tokenizer, 8, 2)
     assert len(dataset) == 2
     assert "2 of 4 texts are left out" in warnings[0] and "longest has 30" in warnings[0]
@@ -430,80 +336,57 @@ def test_labelled_texts(tmp_path, tiny_tokenizer, warnings):
         assert item["labels"].tolist() == label and item["labels"].dtype == torch.float32
         assert item["position_ids"].tolist() == list(range(8)) and item["idx"] == index
     assert dataset[-1]["loss_mask"].sum() == 0 and dataset[-1]["labels"].tolist() == [1.0, -0.5]
-    with pytest.raises(
-        UserError, match="train data: all 4 texts are longer than seq_length=1 tokens; .* has 30"
-    ):
+    with pytest.raises(UserError, match="all 4 texts are longer than seq_length=1 tok.* has 30"):
         RegressionRewardModelDataset([path], tiny_tokenizer, 1, 2)
 
 
-def test_labels_of_one_attribute_and_their_configuration(tmp_path, tiny_tokenizer):
-    path = labels_file(tmp_path / "labels.jsonl", [3, [0.5], -7])
-    train, validation, test = build(
-        build_train_valid_test_regression_rm_datasets,
-        {"train": [path]},
-        tiny_tokenizer,
-        model_cfg(data={"append_eod": True}),
-    )
+def test_labels_of_one_attribute_and_their_configuration(write, tiny_tokenizer):
+    prefix = {"train": [write(*labelled([3, [0.5], -7]))]}
+    train, validation, test = build_labelled(prefix, tiny_tokenizer, append_eod=True)
     assert [train[i]["labels"].tolist() for i in range(3)] == [[3.0], [0.5], [-7.0]]
     assert (validation, test) == (None, None)
     assert train[0]["inputs"][train[0]["lengths"] - 1] == tiny_tokenizer.eos_id
-    pairs = labels_file(tmp_path / "two.jsonl", [[1, 2], [-7, -7]])
-    cfg = model_cfg(regression={"num_attributes": 2, "loss_mask_val": -7})
-    parts = build(
-        build_train_valid_test_regression_rm_datasets, pairs, tiny_tokenizer, cfg, splits="50,50,0"
-    )
-    assert [part and part[0]["labels"].tolist() for part in parts] == [
-        [1.0, 2.0],
-        [-7.0, -7.0],
-        None,
-    ]
+    pairs = write(*labelled([[1, 2], [-7, -7]]))
+    model = {"regression": {"num_attributes": 2, "loss_mask_val": -7}}
+    parts = build_labelled(pairs, tiny_tokenizer, splits="50,50,0", model=model)
+    assert [part and part[0]["labels"].tolist() for part in parts] == [[1, 2], [-7, -7], None]
 
 
-def test_bad_labels_are_named_with_file_and_line(tmp_path, tiny_tokenizer):
-    good = '{"text": "a", "label": [1, 2]}'
-    cases = [
-        (
-            '{"text": "a", "label": [1]}',
-            "field 'label' has 1 number, but model.regression.num_attributes=2",
-        ),
-        ('{"text": "a", "label": [1, 2, 3]}', "field 'label' has 3 numbers"),
-        ('{"text": "a", "label": []}', "field 'label' has 0 numbers"),
-        ('{"text": "a", "label": 1}', "field 'label' has 1 number,"),
-        ('{"text": "a", "label": [1, NaN]}', r"is \[1, NaN\]: it must hold finite numbers.*-100"),
-        ('{"text": "a", "label": [1, -Infinity]}', "must hold finite numbers"),
-        ('{"text": "a", "label": [1, 1e400]}', "must hold finite numbers"),
-        ('{"text": "a", "label": [1, null]}', "must hold finite numbers"),
-        ('{"text": "a", "label": [1, "2"]}', "must hold finite numbers"),
-        ('{"text": "a", "label": [1, true]}', "must hold finite numbers"),
-        ('{"text": "a", "label": "high"}', 'is "high": it must hold finite numbers'),
-        (
-            '{"text": "a", "score": [1, 2]}',
-            r"field 'label' is missing; the line has \['score', 'text'\]",
-        ),
-        ('{"label": [1, 2]}', "field 'text' is missing"),
-    ]
-    for line, message in cases:
-        path = write(tmp_path / "bad.jsonl", [good, "", line])
+def test_bad_labels_are_named_with_file_and_line(write, tiny_tokenizer):
+    numbers = "must hold finite numbers"
+    lines = {
+        "[1]": "field 'label' has 1 number, but model.regression.num_attributes=2",
+        "[1, 2, 3]": "field 'label' has 3 numbers",
+        "[]": "field 'label' has 0 numbers",
+        "1": "field 'label' has 1 number,",
+        "[1, NaN]": rf"is \[1, NaN\]: it {numbers}.*-100",
+        **dict.fromkeys(("[1, -Infinity]", "[1, 1e400]", "[1, null]"), numbers),
+        **dict.fromkeys(('[1, "2"]', "[1, true]"), numbers),
+        '"high"': f'is "high": it {numbers}',
+    }
+    cases = {f'{{"text": "a", "label": {label}}}': message for label, message in lines.items()}
+    missing = r"field 'label' is missing; the line has \['score', 'text'\]"
+    cases |= {'{"text": "a", "score": [1, 2]}': missing}
+    for line, message in {**cases, '{"label": [1, 2]}': "field 'text' is missing"}.items():
+        path = write('{"text": "a", "label": [1, 2]}', "", line, name="bad.jsonl")
         with pytest.raises(UserError, match=f"(?s)bad.jsonl, line 3: .*{message}"):
             RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
-    path = labels_file(tmp_path / "none.jsonl", [[-100, -100]] * 2)
-    with pytest.raises(
-        UserError, match=r"every label is model.regression.loss_mask_val=-100.*none.jsonl"
-    ):
+    path = write(*labelled([[-100, -100]] * 2), name="none.jsonl")
+    with pytest.raises(UserError, match="label is model.regression.loss_mask_val=-100.*none.json"):
         RegressionRewardModelDataset([path], tiny_tokenizer, 20, 2)
 
 
-def test_bad_steps_and_responses_are_named(tmp_path, tiny_tokenizer, chat_tokenizer):
+def test_bad_steps_and_responses_are_named(write, tiny_tokenizer, chat_tokenizer):
     good = {"prompt": "a", "text": ["b", "c"], "label": [1, [0]]}
     for bad, message in (
         ({"text": "b"}, "field 'text' must be a list of steps, as in the first record"),
         ({"label": [1]}, "field 'label' must be a list of 2 labels, one of each step"),
         ({"text": ["b", 3]}, "field 'text' must be a list of texts"),
     ):
-        path = write(tmp_path / "bad.jsonl", [good, good | bad])
+        path = write(good, good | bad, name="bad.jsonl")
         with pytest.raises(UserError, match=f"bad.jsonl, line 2: {message}"):
             RegressionRewardModelDataset([path], tiny_tokenizer, 20, 1)
-    path = write(tmp_path / "good.jsonl", [good, {k: v for k, v in good.items() if k != "prompt"}])
+    path = write(good, {k: v for k, v in good.items() if k != "prompt"}, name="good.jsonl")
     data = {"chat_template": "tokenizer"}
     with pytest.raises(UserError, match="good.jsonl, line 2: field 'prompt' is missing"):
         RegressionRewardModelDataset([path], chat_tokenizer, 64, 1, data_cfg=data)
@@ -518,7 +401,7 @@ def test_bad_steps_and_responses_are_named(tmp_path, tiny_tokenizer, chat_tokeni
         ({"responses": [" b"]}, "field 'responses' must be a list of two responses"),
         ({"chosen": " b"}, "a line with 'chosen' and 'rejected' says which is better"),
     ):
-        path = write(tmp_path / "bad.jsonl", [pair, pair | bad])
+        path = write(pair, pair | bad, name="bad.jsonl")
         with pytest.raises(UserError, match=f"bad.jsonl, line 2: {message}"):
             LabelledPairDataset([path], tiny_tokenizer, 20)
 
@@ -526,91 +409,68 @@ def test_bad_steps_and_responses_are_named(tmp_path, tiny_tokenizer, chat_tokeni
 # ------------------------------------------------------------------------------------------- SFT
 
 
-def sft_cfg(path, **overrides):
-    return OmegaConf.merge({"file_path": path, "max_seq_length": 64}, overrides)
-
-
-def test_sft_learns_the_answer_and_the_end(tmp_path, tiny_tokenizer):
-    path = write(
-        tmp_path / "sft.jsonl",
-        [{"input": "Review: bad", "output": "sad"}, {"input": "I", "output": "a b"}],
-    )
-    dataset = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
+def test_sft_learns_the_answer_and_the_end(write, tiny_tokenizer):
+    path = write({"input": "Review: bad", "output": "sad"}, {"input": "I", "output": "a b"})
+    dataset = sft(path, tiny_tokenizer)
     eos = tiny_tokenizer.eos_id
     batch = dataset.collate_fn([dataset[0], dataset[1]])
-    assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
-        ("tokens", "labels", "loss_mask", "position_ids"), (2, 16)
-    )
-    for row, (prompt, answer) in enumerate([("Review: bad", " sad"), ("I", " a b")]):
-        prompt, answer = (
-            tiny_tokenizer.text_to_ids(prompt),
-            tiny_tokenizer.text_to_ids(answer) + [eos],
-        )
+    assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert {tuple(value.shape) for value in batch.values()} == {(2, 16)}
+    for row, texts in enumerate([("Review: bad", " sad"), ("I", " a b")]):
+        prompt, answer = map(tiny_tokenizer.text_to_ids, texts)
+        answer = [*answer, eos]
         tokens = prompt + answer
         assert batch["tokens"][row].tolist() == tokens + [eos] * (16 - len(tokens))
         assert batch["labels"][row].tolist() == tokens[1:] + [eos] * (17 - len(tokens))
         assert batch["labels"][row][batch["loss_mask"][row].bool()].tolist() == answer
         assert batch["position_ids"][row].tolist() == list(range(16))
-    everything = build_sft_dataset(
-        sft_cfg(path), tiny_tokenizer, is_chat=False, answer_only_loss=False
-    )
-    assert (
-        everything.collate_fn([everything[0]])["loss_mask"].sum()
-        == len(everything[0]["tokens"]) - 1
-    )
+    everything = sft(path, tiny_tokenizer, answer_only_loss=False)
+    mask = everything.collate_fn([everything[0]])["loss_mask"]
+    assert mask.sum() == len(everything[0]["tokens"]) - 1
     empty_slot = dataset.collate_fn([dataset[-1], dataset[0]])
     assert empty_slot["loss_mask"][0].sum() == 0 and empty_slot["loss_mask"][1].sum() > 0
-    plain = build_sft_dataset(
-        sft_cfg(path, add_eos=False, pad_to_max_length=True), tiny_tokenizer, is_chat=False
-    )
+    plain = sft(path, tiny_tokenizer, {"add_eos": False, "pad_to_max_length": True})
     assert plain[0]["tokens"] == dataset[0]["tokens"][:-1]
     assert plain.collate_fn([plain[0]])["tokens"].shape == (1, 64)
-    assert len(build_sft_dataset(sft_cfg(path), tiny_tokenizer, num_samples=1, is_chat=False)) == 1
+    assert len(sft(path, tiny_tokenizer, num_samples=1)) == 1
 
 
-def test_sft_template_with_more_fields(tmp_path, tiny_tokenizer):
-    path = write(tmp_path / "sft.jsonl", [{"who": "me", "q": "", "a": "yes"}])
-    cfg = sft_cfg(
-        path, prompt_template="User {who}: {q}\nAnswer:{a}", label_key="a", truncation_field="q"
-    )
-    item = build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)[0]
+def test_sft_template_with_more_fields(write, tiny_tokenizer):
+    path = write({"who": "me", "q": "", "a": "yes"}, name="sft.jsonl")
+    section = {"prompt_template": "User {who}: {q}\nAnswer:{a}", "label_key": "a"}
+    item = sft(path, tiny_tokenizer, section | {"truncation_field": "q"})[0]
     assert tiny_tokenizer.ids_to_text(item["tokens"][:-1]) == "User me: \nAnswer:yes"
-    assert tiny_tokenizer.ids_to_text(item["tokens"][item["trained"].count(False) : -1]) == "yes"
+    assert tiny_tokenizer.ids_to_text(trained_of(item)[:-1]) == "yes"
 
 
-def test_sft_prompt_is_tokenized_as_ppo_does(tmp_path, tiny_tokenizer, tiny_sentencepiece_model):
-    from nemo.collections.common.tokenizers import SentencePieceTokenizer
-
+def test_sft_prompt_is_tokenized_as_ppo_does(write, tiny_tokenizer, tiny_sentencepiece_model):
     for tokenizer in (tiny_tokenizer, SentencePieceTokenizer(tiny_sentencepiece_model)):
-        path = write(tmp_path / "sft.jsonl", [{"input": "the film was", "output": "a joy"}])
-        item = build_sft_dataset(sft_cfg(path), tokenizer, is_chat=False)[0]
-        assert item["tokens"][: item["trained"].count(False)] == tokenizer.text_to_ids(
-            "the film was"
-        )
+        path = write({"input": "the film was", "output": "a joy"}, name="sft.jsonl")
+        item = sft(path, tokenizer)[0]
+        prompt = tokenizer.text_to_ids("the film was")
+        assert item["tokens"][: item["trained"].count(False)] == prompt
         assert tokenizer.ids_to_text(item["tokens"][:-1]) == "the film was a joy"
 
 
-def test_sft_truncation(tmp_path, tiny_tokenizer, warnings):
+def test_sft_truncation(write, tiny_tokenizer, warnings):
     records = [
         {"input": "ABCDEFGH", "output": "xy"},
         {"input": "A", "output": "#" * 30},
         {"input": "A", "output": "x"},
     ]
-    path = write(tmp_path / "sft.jsonl", records)
+    path = write(*records, name="sft.jsonl")
 
     def text(index, **overrides):
-        cfg = sft_cfg(path, prompt_template="{input}{output}", max_seq_length=8, **overrides)
-        dataset = build_sft_dataset(cfg, tiny_tokenizer, is_chat=False)
+        section = {"prompt_template": "{input}{output}", "max_seq_length": 8, **overrides}
+        dataset = sft(path, tiny_tokenizer, section)
         return tiny_tokenizer.tokenizer.decode(dataset[index]["tokens"])  # shows the end token
 
     assert text(0) == "ABCDExy<|endoftext|>"
     assert text(0, truncation_method="left") == "DEFGHxy<|endoftext|>"
     assert text(1) == "#" * 8  # nothing is left of the prompt, and the response has lost its end
     assert text(0, truncation_field="") == "ABCDEFGH"
-    assert (
-        "2 of 3 examples are longer than max_seq_length=8" in warnings[0]
-        and "0 of them keep nothing" in warnings[0]
-    )
+    assert "2 of 3 examples are longer than max_seq_length=8" in warnings[0]
+    assert "0 of them keep nothing" in warnings[0]
     assert "1 of them keep nothing of a response" in warnings[-1]
 
 
@@ -620,18 +480,18 @@ ALPACA = [
 
 
 def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
-    tmp_path, tiny_tokenizer, warnings
+    write, tiny_tokenizer, warnings
 ):
-    path = write(tmp_path / "alpaca.jsonl", ALPACA)
+    path = write(*ALPACA, name="alpaca.jsonl")
     line = r"""columns="{input: '{instruction}{\n\n?input}'}" reads it"""
     with pytest.raises(UserError) as refused:
-        build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
+        sft(path, tiny_tokenizer)
     assert "2 of 3 prompts are empty, the first in" in str(refused.value)
     assert "alpaca.jsonl, line 1. There are columns that nothing reads, in" in str(refused.value)
     assert line in str(refused.value)
     assert warnings == []  # it is said once
     columns = {"input": r"{instruction}{\n\n?input}"}
-    dataset = build_sft_dataset(sft_cfg(path, columns=columns), tiny_tokenizer, is_chat=False)
+    dataset = sft(path, tiny_tokenizer, {"columns": columns})
     read = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"][:-1]) for n in range(3)]
     assert read == ["the film a joy", "the film\n\na plot a joy", "the film a joy"]
     assert warnings == []
@@ -640,25 +500,23 @@ def test_alpaca_without_columns_is_refused_with_the_line_that_reads_it(
         ({"instruction": "plot"}, 0),
         ({"question": "the film"}, 0),  # few-shot prompts, for example
     ):
-        path = write(tmp_path / "said.jsonl", [{"input": "a plot", "output": "a joy"} | others])
-        dataset = build_sft_dataset(sft_cfg(path), tiny_tokenizer, is_chat=False)
+        path = write({"input": "a plot", "output": "a joy"} | others, name="said.jsonl")
+        dataset = sft(path, tiny_tokenizer)
         assert len(warnings) == hints and len(dataset.unread_columns()) == 1
         warnings.clear()
-    path = write(tmp_path / "said.jsonl", [{"text": "a plot", "question": "the film"}])
+    path = write({"text": "a plot", "question": "the film"}, name="said.jsonl")
     assert RLHFDataset([path], tiny_tokenizer, 9).unread_columns() == [f"{path}: question."]
     assert warnings == []
 
 
 def test_behind_an_empty_prompt_bos_lets_the_first_token_be_trained(
-    tmp_path, tiny_tokenizer, bos_tokenizer_dir, warnings
+    write, tiny_tokenizer, bos_tokenizer_dir, warnings
 ):
     """With the key; without bos nothing predicts that token, which a warning says."""
-    path = write(tmp_path / "alpaca.jsonl", ALPACA[:1])
+    path = write(*ALPACA[:1], name="alpaca.jsonl")
     with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
     for tokenizer, missing in ((with_bos, 0), (tiny_tokenizer, 1)):
-        dataset = build_sft_dataset(
-            sft_cfg(path), tokenizer, is_chat=False, allow_empty_prompt=True
-        )
+        dataset = sft(path, tokenizer, allow_empty_prompt=True)
         batch = dataset.collate_fn([dataset[0]])
         trained = batch["labels"][batch["loss_mask"].bool()].tolist()
         response = [*tokenizer.text_to_ids(" a joy"), tokenizer.eos_id]
@@ -669,7 +527,7 @@ def test_behind_an_empty_prompt_bos_lets_the_first_token_be_trained(
 
 
 @pytest.mark.parametrize("kind", ["chat", "prompts", "dpo", "kto", "responses", "chat prompts"])
-def test_empty_prompts_in_every_job(kind, tmp_path, chat_tokenizer, bos_tokenizer_dir, warnings):
+def test_empty_prompts_in_every_job(kind, write, chat_tokenizer, bos_tokenizer_dir, warnings):
     """Refused with a count; with the key used, where needed behind a token."""
     tokenizer = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
     said = {"prompt": "", "chosen": " a", "rejected": " b", "preference": True, "response": " c"}
@@ -680,23 +538,21 @@ def test_empty_prompts_in_every_job(kind, tmp_path, chat_tokenizer, bos_tokenize
         records = [told("a"), {"messages": lone}]
         if kind == "chat prompts":
             records = [{"messages": each["messages"][:1]} for each in records]
-    path = write(tmp_path / "data.jsonl", records)
+    path = write(*records, name="data.jsonl")
 
     def make(**data):
         if kind == "chat":
-            return build_sft_dataset(sft_cfg(path), tokenizer, is_chat=False, **data)
+            return sft(path, tokenizer, **data)
         makers = {"dpo": DPOModelDataset, "kto": KTOModelDataset, "responses": ResponseDataset}
         return makers.get(kind, RLHFDataset)([path], tokenizer, 48, data)
 
-    with pytest.raises(
-        UserError, match=r"1 of 2 prompts are empty, the first in .* line 2\. .*=T"
-    ):
+    with pytest.raises(UserError, match=r"1 of 2 prompts are empty, the first .* line 2\. .*=T"):
         make()
     assert len(make(allow_empty_prompt=True)) == 2
     assert "1 of 2 prompts are empty, as model.data.allow_empty_prompt=True" in warnings[0]
     if kind in ("dpo", "kto"):
         del said["prompt"]
-        write(tmp_path / "data.jsonl", records)
+        write(*records, name="data.jsonl")
         assert len(make(allow_empty_prompt=True)) == 2
         assert sum("1 of 2 prompts are empty, as" in said for said in warnings) == 2
     if kind in ("prompts", "responses"):
@@ -704,59 +560,49 @@ def test_empty_prompts_in_every_job(kind, tmp_path, chat_tokenizer, bos_tokenize
             make(allow_empty_prompt=True, add_bos=False)
 
 
-def test_sft_refusals(tmp_path, tiny_tokenizer):
-    path = write(tmp_path / "sft.jsonl", [{"input": "ABCDEFGH", "output": "xy"}])
+def test_sft_refusals(write, tiny_tokenizer):
+    path = write({"input": "ABCDEFGH", "output": "xy"}, name="sft.jsonl")
     cases = [
         ({"prompt_template": "{output} {input}"}, "must end with the response, {output}"),
         ({"truncation_field": "context"}, "truncation_field='context' is not a field"),
         ({"truncation_method": "middle"}, "'middle'"),
         (
             {"max_seq_length": 5, "truncation_field": None},
-            "in all 1 examples the prompt alone fills max_seq_length=5",
+            "the prompt alone fills max_seq_length=5",
         ),
         ({"add_sep": True}, "add_sep=True is not supported yet"),
         ({"file_path": None}, "file_path .* is not set"),
-        (
-            {"label_key": "answer", "prompt_template": "{input}{answer}"},
-            "line 1: field 'answer' is missing",
-        ),
+        ({"label_key": "a", "prompt_template": "{input}{a}"}, "line 1: field 'a' is missing"),
     ]
     for overrides, message in cases:
         with pytest.raises(UserError, match=message):
-            build_sft_dataset(sft_cfg(path, **overrides), tiny_tokenizer, is_chat=False)
+            sft(path, tiny_tokenizer, overrides)
     with pytest.raises(UserError, match="line 1: field 'messages' .* is missing"):
-        build_sft_dataset(sft_cfg(path), tiny_tokenizer)  # NeMo-Aligner's default is chat
+        sft(path, tiny_tokenizer, is_chat=True)  # NeMo-Aligner's default is chat
 
 
 # ------------------------------------------------------------------------------------- bad files
 
 
-def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
+def test_bad_files_are_named_with_the_line(tmp_path, write, tiny_tokenizer):
     good = json.dumps({"text": "fine"})
     cases = [
-        ([good, "", '{"text": "broken'], "bad.jsonl, line 3: not valid JSON"),
-        ([good, "[1, 2]"], "bad.jsonl, line 2: a JSON object is needed, not list"),
-        (
-            [good, '{"txt": "a", "b": 1}'],
-            r"bad.jsonl, line 2: field 'text' is missing; the line has \['b', 'txt'\]",
-        ),
-        (['{"text": 7}'], "bad.jsonl, line 1: field 'text' must be text, not int"),
-        (
-            ['{"text": " "}'],
-            "bad.jsonl, line 1(: field 'text' is empty|. Remove them)",
-        ),
-        ([""], "bad.jsonl is empty"),
+        ([good, "", '{"text": "broken'], ", line 3: not valid JSON"),
+        ([good, "[1, 2]"], ", line 2: a JSON object is needed, not list"),
+        ([good, '{"txt": 1, "b": 1}'], r", line 2: field 'text' is .*the line has \['b', 'txt'\]"),
+        (['{"text": 7}'], ", line 1: field 'text' must be text, not int"),
+        (['{"text": " "}'], ", line 1(: field 'text' is empty|. Remove them)"),
+        ([""], " is empty"),
     ]
     for lines, message in cases:
-        path = write(tmp_path / "bad.jsonl", lines)
+        path = write(*lines, name="bad.jsonl")
         for cls in (RLHFDataset, RewardModelDataset):
-            with pytest.raises(UserError, match=message):
+            with pytest.raises(UserError, match=f"bad.jsonl{message}"):
                 cls([path], tiny_tokenizer, 20)
     (tmp_path / "bad.jsonl").write_bytes(good.encode() + b'\n{"text": "\xff"}\n')
+    how = {"prompt_template": "{text}", "label_key": "text", "truncation_field": ""}
     with pytest.raises(UserError, match="bad.jsonl, line 2: not valid JSON .*utf-8"):
-        SFTDataset(
-            [tmp_path / "bad.jsonl"], tiny_tokenizer, 20, "{text}", "text", truncation_field=""
-        )
+        SFTDataset([tmp_path / "bad.jsonl"], tiny_tokenizer, 20, **how)
     with pytest.raises(UserError, match="missing.jsonl does not exist"):
         RLHFDataset([tmp_path / "missing.jsonl"], tiny_tokenizer, 20)
     (tmp_path / "empty").mkdir()
@@ -767,51 +613,30 @@ def test_bad_files_are_named_with_the_line(tmp_path, tiny_tokenizer):
 # -------------------------------------------------------------------------------------- builders
 
 
-def prompts_of(dataset, tokenizer):
-    return [tokenizer.ids_to_text(dataset[i]["text"].tolist()) for i in range(len(dataset))]
-
-
 def test_one_file_is_split(texts, tiny_tokenizer):
     names = [f"prompt {i // 2} {i}" for i in range(10)]
     for prefix in (texts(names), [texts(names)]):
-        parts = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, splits="8,1,1")
-        assert [prompts_of(part, tiny_tokenizer) for part in parts] == [
-            names[:8],
-            names[8:9],
-            names[9:],
-        ]
-    train, validation, test = build(
-        build_train_valid_test_rlhf_datasets,
-        texts(names),
-        tiny_tokenizer,
-        splits="50/50",
-        samples=(3, 99, -1),
-    )
+        parts = build_prompts(prefix, tiny_tokenizer, splits="8,1,1")
+        found = [prompts_of(part, tiny_tokenizer) for part in parts]
+        assert found == [names[:8], names[8:9], names[9:]]
+    limits = {"splits": "50/50", "samples": (3, 99, -1)}
+    train, validation, test = build_prompts(texts(names), tiny_tokenizer, **limits)
     assert prompts_of(train, tiny_tokenizer) == names[:3] and len(validation) == 5 and test is None
-    pairs = build(
-        build_train_valid_test_rm_datasets, texts(names), tiny_tokenizer, splits="60,40,0"
-    )
+    pairs = build_pairs(texts(names), tiny_tokenizer, splits="60,40,0")
     assert [part and len(part) for part in pairs] == [3, 2, None]
-    assert (
-        tiny_tokenizer.ids_to_text(
-            pairs[1][0]["rejected"][: pairs[1][0]["rejected_length"]].tolist()
-        )
-        == names[7]
-    )
+    assert sample_of(pairs[1][0], "rejected", tiny_tokenizer) == names[7]
     with pytest.raises(ConfigError, match="model.data.splits_string="):
-        build(build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer)
+        build_prompts(texts(names), tiny_tokenizer)
     with pytest.raises(ConfigError, match="three weights are needed"):
-        build(build_train_valid_test_rlhf_datasets, texts(names), tiny_tokenizer, splits="a,b")
+        build_prompts(texts(names), tiny_tokenizer, splits="a,b")
 
 
 def test_a_replaced_prompt_of_one_part_does_not_come_from_another(texts, tiny_tokenizer):
     path = texts(["short", "#" * 30, "also short", "other"])
-    train, validation, _ = build(
-        build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="50,50,0"
-    )
+    train, validation, _ = build_prompts(path, tiny_tokenizer, splits="50,50,0")
     assert prompts_of(train, tiny_tokenizer) == ["short", "short"]
     with pytest.raises(UserError, match="all 1 prompts"):
-        build(build_train_valid_test_rlhf_datasets, path, tiny_tokenizer, splits="25,25,50")
+        build_prompts(path, tiny_tokenizer, splits="25,25,50")
 
 
 def test_several_validation_sets(texts, tiny_tokenizer):
@@ -820,14 +645,12 @@ def test_several_validation_sets(texts, tiny_tokenizer):
         "validation": [texts(["b"], "v")],
         "validation_hard": texts(["c", "d"], "h"),
     }
-    train, validation, test = build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer)
+    train, validation, test = build_prompts(prefix, tiny_tokenizer)
     assert prompts_of(train, tiny_tokenizer) == ["a"] and test is None
-    assert {key: len(part) for key, part in validation.items()} == {
-        "validation": 1,
-        "validation_hard": 2,
-    }
+    sizes = {key: len(part) for key, part in validation.items()}
+    assert sizes == {"validation": 1, "validation_hard": 2}
     prefix.pop("validation_hard")
-    assert len(build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer)[1]) == 1
+    assert len(build_prompts(prefix, tiny_tokenizer)[1]) == 1
 
 
 def test_data_prefix_refusals(texts, tiny_tokenizer):
@@ -843,14 +666,14 @@ def test_data_prefix_refusals(texts, tiny_tokenizer):
     ]
     for prefix, options, message in cases:
         with pytest.raises(ConfigError, match=message):
-            build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, **options)
+            build_prompts(prefix, tiny_tokenizer, **options)
 
 
 def test_rollouts_are_validated_on_one_set_or_on_none(texts, tiny_tokenizer):
     path = texts(["a"])
     for names in ((), ("validation",), ("validation", "validation_b")):
         files = {name: [path] for name in ("train", *names)}
-        _, built, _ = build(build_train_valid_test_rlhf_datasets, files, tiny_tokenizer)
+        _, built, _ = build_prompts(files, tiny_tokenizer)
         if len(names) < 2:
             assert single_validation_set(built) is built and (built is None) == (not names)
         else:
@@ -865,23 +688,11 @@ def test_requests_too_narrow_for_the_longest_rollout_are_warned_of(
     sentence = "the film is the film"
     tokens = len(tiny_tokenizer.text_to_ids(sentence))
     assert tokens < len(sentence)  # so a bound from the number of characters is not the length
-    model = {
-        "seed": 1,
-        "data": {"seq_length": 48, "num_workers": 0},
-        section: {"length_params": {"max_length": 12}},
-    }
+    model = {section: {"length_params": {"max_length": 12}}}
     # 36 tokens are the limit: the prompt of 40 is replaced and does not count
-    train_file, validation_file = (
-        texts(["#" * 9, "#" * 40, sentence], "train.jsonl"),
-        texts(["a", "é" * 8], "val.jsonl"),
-    )
-    train, validation, _ = build(
-        build_train_valid_test_rlhf_datasets,
-        {"train": [train_file], "validation": [validation_file]},
-        tiny_tokenizer,
-        OmegaConf.create(model),
-        seq_length=48,
-    )
+    prefix = {"train": texts(["#" * 9, "#" * 40, sentence], "train.jsonl")}
+    prefix["validation"] = texts(["a", "é" * 8], "val.jsonl")
+    train, validation, _ = build_prompts(prefix, tiny_tokenizer, seq_length=48, model=model)
     warnings.clear()  # of the prompt that is too long
     lengths = {
         dataset.name: max(int(dataset[i]["length"]) for i in range(len(dataset)))
@@ -910,20 +721,17 @@ def test_requests_too_narrow_for_the_longest_rollout_are_warned_of(
 
 
 def test_wide_requests_need_no_lengths(texts, tiny_tokenizer):
-    train, _, _ = build(
-        build_train_valid_test_rlhf_datasets, {"train": [texts(["a", "b" * 15])]}, tiny_tokenizer
-    )
+    train, _, _ = build_prompts({"train": [texts(["a", "b" * 15])]}, tiny_tokenizer)
     train.encoder = None  # so that tokenizing would fail
     for pad_to_length in (32, 33, None):
-        cfg = OmegaConf.create(
-            {"model": model_cfg(), "remote_rm": {"pad_to_length": pad_to_length}}
-        )
+        model = {"ppo": {"length_params": {"max_length": 12}}}
+        cfg = OmegaConf.create({"model": model, "remote_rm": {"pad_to_length": pad_to_length}})
         check_pad_to_length(cfg, "remote_rm", "ppo", [train])
 
 
 def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_tokenizer):
     dataset = RLHFDataset([texts([f"prompt {i}" for i in range(20)])], tiny_tokenizer, 20)
-    cfg = OmegaConf.create({"model": model_cfg()})
+    cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 0}}})
     collate_fn = collate_with_pad_to_max_batch(2, tiny_tokenizer.eos_id, cfg, False)
 
     def batches(consumed, **options):
@@ -934,9 +742,8 @@ def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_to
     assert batches(8, load_gbs=False) == batches(0, load_gbs=False)[4:]
     assert [i for b in batches(0) for i in b] == [i for b in batches(0, load_gbs=False) for i in b]
     assert batches(0, use_random_sampler=False) == [list(range(8)), list(range(8, 16))]
-    padded = batches(
-        0, use_random_sampler=False, drop_last=False, pad_samples_to_global_batch_size=True
-    )
+    in_order = {"use_random_sampler": False, "pad_samples_to_global_batch_size": True}
+    padded = batches(0, drop_last=False, **in_order)
     assert padded[-1] == [16, 17, 18, 19, -1, -1, -1, -1]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -944,25 +751,21 @@ def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_to
 # --- bos ----------------------------------------------------------------------------------------
 
 
-def samples_of_every_kind(folder, tokenizer, text, **data):
+def samples_of_every_kind(write, tokenizer, text, **data):
     """The tokens that each kind of data set and command makes of `text`, without padding."""
     head, tail = text[:-4], text[-4:]  # the tokenizer joins no characters across words
-    pair = write(folder / "p.jsonl", [{"prompt": head, "chosen": tail, "rejected": " no"}])
-    label = write(folder / "l.jsonl", [{"text": text, "label": [1.0]}])
+    pair = write({"prompt": head, "chosen": tail, "rejected": " no"}, name="p.jsonl")
+    label = write({"text": text, "label": [1.0]}, name="l.jsonl")
     rated = {"prompt": head, "response": tail, "preference": "chosen"}
-    rated_path = write(folder / "k.jsonl", [rated, rated | {"preference": "rejected"}])
-    sft = write(folder / "s.jsonl", [{"input": head, "output": tail}])
+    rated_path = write(rated, rated | {"preference": "rejected"}, name="k.jsonl")
+    examples = write({"input": head, "output": tail}, name="s.jsonl")
     dpo = DPOModelDataset([pair], tokenizer, 24, data)[0]
     kto = KTOModelDataset([rated_path], tokenizer, 24, data)[0]
     pairs = RewardModelDataset([pair], tokenizer, 24, data)[0]
     labelled = RegressionRewardModelDataset([label], tokenizer, 24, 1, data_cfg=data)[0]
     response = ResponseDataset([rated_path], tokenizer, 24, data)[0]
-    of_sft = {
-        "add_bos": data.get("add_bos"),
-        "add_eos": False,
-        "prompt_template": "{input}{output}",
-    }
-    yield SFTDataset([sft], tokenizer, 24, **of_sft)[0]["tokens"]
+    of_sft = {"add_bos": data.get("add_bos"), "prompt_template": "{input}{output}"}
+    yield SFTDataset([examples], tokenizer, 24, add_eos=False, **of_sft)[0]["tokens"]
     yield RLHFDataset([label], tokenizer, 24, data)[0]["text"].tolist()
     yield dpo["chosen"][: dpo["chosen_length"]].tolist()
     yield kto["samples"][: kto["sample_length"]].tolist()
@@ -976,16 +779,16 @@ def samples_of_every_kind(folder, tokenizer, text, **data):
 
 
 @pytest.mark.parametrize("text", ["the film was", "<s>the film was"])
-def test_bos_is_where_the_tokenizer_itself_puts_it(tmp_path, bos_tokenizer_dir, text):
+def test_bos_is_where_the_tokenizer_itself_puts_it(write, bos_tokenizer_dir, text):
     """A sample has the same tokens in every job and command; transformers' call is the oracle."""
     tokenizer = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
     bos = tokenizer.bos_id
     own = tokenizer.tokenizer(text.removeprefix("<s>"))["input_ids"]
     assert own[0] == bos and bos not in own[1:]
-    made = list(samples_of_every_kind(tmp_path, tokenizer, text))
+    made = list(samples_of_every_kind(write, tokenizer, text))
     assert made == [own] * len(made)
     written = own if text.startswith("<s>") else own[1:]
-    made = list(samples_of_every_kind(tmp_path, tokenizer, text, add_bos=False))
+    made = list(samples_of_every_kind(write, tokenizer, text, add_bos=False))
     assert made == [written] * len(made)
     cut = Response(text[:-4], text[-4:], is_end=False)
     assert tokens_of(cut, tokenizer) == own
@@ -999,13 +802,13 @@ def test_bos_is_where_the_tokenizer_itself_puts_it(tmp_path, bos_tokenizer_dir, 
 
 
 def test_bos_is_put_where_it_is_asked_for(
-    tmp_path, tiny_tokenizer, tiny_sentencepiece_model, bos_tokenizer_dir
+    write, tiny_tokenizer, tiny_sentencepiece_model, bos_tokenizer_dir
 ):
     """SentencePiece leaves bos to its caller; NeMo's wrapper of GPT-2 knows one and puts none."""
     tokenizer = SentencePieceTokenizer(tiny_sentencepiece_model)
     plain = tokenizer.text_to_ids("the film was")
-    assert list(samples_of_every_kind(tmp_path, tokenizer, "the film was"))[1] == plain
-    made = list(samples_of_every_kind(tmp_path, tokenizer, "the film was", add_bos=True))
+    assert list(samples_of_every_kind(write, tokenizer, "the film was"))[1] == plain
+    made = list(samples_of_every_kind(write, tokenizer, "the film was", add_bos=True))
     assert made[1] == [tokenizer.bos_id, *plain] and all(ids[0] == made[1][0] for ids in made)
     for make in (
         lambda: RLHFDataset(["x"], tiny_tokenizer, 24, {"add_bos": True}),
@@ -1015,9 +818,9 @@ def test_bos_is_put_where_it_is_asked_for(
             make()
 
 
-def test_bos_survives_the_truncation_of_sft(tmp_path, bos_tokenizer_dir):
+def test_bos_survives_the_truncation_of_sft(write, bos_tokenizer_dir):
     tokenizer = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
-    path = write(tmp_path / "s.jsonl", [{"input": "a" * 50, "output": " b"}])
+    path = write({"input": "a" * 50, "output": " b"}, name="s.jsonl")
     item = SFTDataset([path], tokenizer, 8, truncation_method="left")[0]
     assert len(item["tokens"]) == 8 and item["tokens"][0] == tokenizer.bos_id
     assert item["tokens"][-1] == tokenizer.eos_id and item["trained"].count(False) > 2

@@ -14,24 +14,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from nemo.collections.common.tokenizers import AutoTokenizer
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.data_rules import plain_columns
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.builders import (
-    build_sft_dataset,
-    build_train_valid_test_regression_rm_datasets,
-    build_train_valid_test_rlhf_datasets,
-    build_train_valid_test_rm_datasets,
-)
 from nemo_aligner.data.nlp.columns import Columns
 from nemo_aligner.data.nlp.data_files import DataFile
 from nemo_aligner.data.nlp.datasets import DPOModelDataset, RewardModelDataset
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from tests.chat_forms import FAMILIES, write_tokenizer
+from tests.data_sets import (
+    build_labelled,
+    build_pairs,
+    build_prompts,
+    prompts_of,
+    sample_of,
+    sft,
+    trained_of,
+)
 
 ROWS = [{"text": f"text {n} naïve 日本", "tags": [{"n": n}, {"n": -n}]} for n in range(700)]
 
@@ -138,9 +140,8 @@ def test_every_kind_gives_the_rows_that_were_written(kind, tmp_path):
     assert [found[n] for n in range(len(found))] == ROWS
     assert found.notes.tolist() == [len(row["text"]) for row in ROWS]
     assert found.counts == [700] and found.first_of_file.tolist() == [0]
-    assert [pickle.loads(pickle.dumps(found))[n] for n in (0, 399, 699)] == [
-        ROWS[n] for n in (0, 399, 699)
-    ]
+    copy = pickle.loads(pickle.dumps(found))
+    assert all(copy[n] == ROWS[n] for n in (0, 399, 699))
     assert sorted(tmp_path.rglob("*")) == before  # nothing is kept of small files
 
 
@@ -185,10 +186,10 @@ def test_what_is_kept_lies_in_index_mapping_dir(tmp_path, no_small_files):
     assert names == {".npy", ".arrow", ".lock"}
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, no_small_files, monkeypatch):
+def test_a_folder_that_cannot_be_written_does_no_harm(
+    tmp_path, no_small_files, monkeypatch, warnings
+):
     """A file stands where the folder of the index would be."""
-    messages = []
-    monkeypatch.setattr(logging, "warning", messages.append)
     (tmp_path / index_files.FOLDER).write_text("")
     path = write_parquet(tmp_path / "a.parquet", ROWS)
     packed = write_gz(tmp_path / "b.jsonl.gz", ROWS)
@@ -196,12 +197,12 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, no_small_files, 
         for file in (path, packed):
             assert records(file, settings=lambda: "A")[5] == ROWS[5]
     assert len(list((tmp_path / "home" / "nemo_aligner").glob("*.npy"))) == 2
-    assert not messages
+    assert not warnings
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / index_files.FOLDER))  # nor there
     for file in (path, packed):
         found = records(file, settings=lambda: "A")
         assert [found[n] for n in range(700)] == ROWS
-    assert len(messages) == 2 and "Set model.data.index_mapping_dir" in messages[0]
+    assert len(warnings) == 2 and "Set model.data.index_mapping_dir" in warnings[0]
 
 
 # --- columns ---
@@ -209,20 +210,10 @@ def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, no_small_files, 
 
 def test_columns_by_hand():
     row = {"a": "x", "b": {"c": ["y", "z"]}, "d.e": "w", "n": 3, "text": "old"}
-    columns = {
-        "text": "{a}: {b.c.1}!",
-        "first": "b.c.0",
-        "dotted": "d.e",
-        "label": ["n", "b.c.0"],
-        "a": "d.e",
-    }
-    assert Columns(columns)(row) == row | {
-        "text": "x: z!",
-        "first": "y",
-        "dotted": "w",
-        "label": [3, "y"],
-        "a": "w",
-    }
+    columns = {"text": "{a}: {b.c.1}!", "first": "b.c.0", "dotted": "d.e", "a": "d.e"}
+    columns["label"] = ["n", "b.c.0"]
+    made = {"text": "x: z!", "first": "y", "dotted": "w", "a": "w", "label": [3, "y"]}
+    assert Columns(columns)(row) == row | made
     assert Columns(None)(row) is row
     assert Columns(OmegaConf.create({"label": ["n", "a"]}))(row)["label"] == [3, "x"]
     for form, message in {
@@ -237,33 +228,6 @@ def test_columns_by_hand():
             plain_columns(bad)
 
 
-def model_cfg(**data):
-    return OmegaConf.create(
-        {
-            "data": {"data_impl": "jsonl", **data},
-            "ppo": {"length_params": {"max_length": 12}},
-            "regression": {"num_attributes": 5},
-        }
-    )
-
-
-def build(function, prefix, tokenizer, splits=None, samples=-1, **data):
-    return function(
-        cfg=model_cfg(**data),
-        data_prefix=OmegaConf.create(prefix),
-        data_impl="jsonl",
-        splits_string=splits,
-        train_valid_test_num_samples=[samples] * 3,
-        seq_length=80,
-        seed=1,
-        tokenizer=tokenizer,
-    )
-
-
-def text_of(tokenizer, ids, length):
-    return tokenizer.ids_to_text(ids[:length].tolist())
-
-
 def test_layout_of_tldr(tmp_path, tiny_tokenizer):
     rows = [
         {
@@ -275,23 +239,12 @@ def test_layout_of_tldr(tmp_path, tiny_tokenizer):
     ]
     path = write_parquet(tmp_path / "comparisons.parquet", rows)
     columns = {"prompt": "info.post", "chosen": "summaries.0.text", "rejected": "summaries.1.text"}
-    pairs, _, _ = build(
-        build_train_valid_test_rm_datasets,
-        {"train": [str(path)]},
-        tiny_tokenizer,
-        columns=columns,
-    )
-    item = pairs[2]
-    expected = {"chosen": "post 2\nTL;DR: short 2", "rejected": "post 2\nTL;DR: long 2"}
-    for name, text in expected.items():
-        assert text_of(tiny_tokenizer, item[name], item[f"{name}_length"]) == text
-    prompts, _, _ = build(
-        build_train_valid_test_rlhf_datasets,
-        {"train": [str(path)]},
-        tiny_tokenizer,
-        columns={"text": "info.post"},
-    )
-    assert tiny_tokenizer.ids_to_text(prompts[3]["text"].tolist()) == "post 3\nTL;DR:"
+    pairs, _, _ = build_pairs({"train": [str(path)]}, tiny_tokenizer, columns=columns)
+    for name, text in {"chosen": " short 2", "rejected": " long 2"}.items():
+        assert sample_of(pairs[2], name, tiny_tokenizer) == f"post 2\nTL;DR:{text}"
+    columns = {"text": "info.post"}
+    prompts, _, _ = build_prompts({"train": [str(path)]}, tiny_tokenizer, columns=columns)
+    assert prompts_of(prompts, tiny_tokenizer)[3] == "post 3\nTL;DR:"
 
 
 def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
@@ -300,15 +253,8 @@ def test_layout_of_gsm8k(tmp_path, tiny_tokenizer):
     write_parquet(tmp_path / "main" / "train-00000-of-00001.parquet", rows)
     write_parquet(tmp_path / "main" / "test-00000-of-00001.parquet", rows[:2])
     for split, count in {"train": 5, "test": 2}.items():
-        dataset = build_sft_dataset(
-            {
-                "file_path": f"{tmp_path}/main/{split}",
-                "max_seq_length": 64,
-                "columns": {"input": "question", "output": "answer"},
-            },
-            tiny_tokenizer,
-            is_chat=False,
-        )
+        columns = {"input": "question", "output": "answer"}
+        dataset = sft(f"{tmp_path}/main/{split}", tiny_tokenizer, {"columns": columns})
         assert len(dataset) == count
         prompt = tiny_tokenizer.text_to_ids("1 + 1?")
         assert dataset[1]["trained"].count(False) == len(prompt)
@@ -323,15 +269,13 @@ def test_layout_of_helpsteer2(tmp_path, tiny_tokenizer):
         for n in range(3)
     ]
     path = write_saved(tmp_path / "helpsteer2", rows)
-    train, _, _ = build(
-        build_train_valid_test_regression_rm_datasets,
-        {"train": [str(path)]},
-        tiny_tokenizer,
-        columns={"text": "{prompt}\n{response}", "label": attributes},
-    )
-    for n in range(3):
-        assert train[n]["labels"].tolist() == list(range(n, n + 5))
-        assert text_of(tiny_tokenizer, train[n]["inputs"], train[n]["lengths"]) == f"p{n}\nr{n}"
+    how = {"columns": {"text": "{prompt}\n{response}", "label": attributes}}
+    how["model"] = {"regression": {"num_attributes": 5}}
+    train, _, _ = build_labelled({"train": [str(path)]}, tiny_tokenizer, **how)
+    for n, item in enumerate(train[n] for n in range(3)):
+        assert item["labels"].tolist() == list(range(n, n + 5))
+        text = tiny_tokenizer.ids_to_text(item["inputs"][: item["lengths"]].tolist())
+        assert text == f"p{n}\nr{n}"
 
 
 def test_layout_of_ultrafeedback(tmp_path):
@@ -368,13 +312,10 @@ def test_layout_of_ultrafeedback(tmp_path):
         return tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
 
     form = {"chat_template": "tokenizer"}
-    pairs, _, _ = build(build_train_valid_test_rm_datasets, {"train": [train]}, tokenizer, **form)
-    prompts, _, _ = build(
-        build_train_valid_test_rlhf_datasets, {"train": [train]}, tokenizer, **form
-    )
-    examples = build_sft_dataset(
-        {"file_path": train, "max_seq_length": 80}, tokenizer, is_chat=False, **form
-    )
+    prefix, wide = {"train": [train]}, {"seq_length": 80}
+    pairs, _, _ = build_pairs(prefix, tokenizer, **wide, **form)
+    prompts, _, _ = build_prompts(prefix, tokenizer, **wide, **form)
+    examples = sft(train, tokenizer, {"max_seq_length": 80}, **form)
     assert len(pairs) == len(prompts) == len(examples) == 3
     for number, n in enumerate((1, 3, 5)):
         pair = pairs[number]
@@ -382,13 +323,7 @@ def test_layout_of_ultrafeedback(tmp_path):
             length = pair[f"{name}_length"]
             assert text(pair[name][:length]) == written(n, response)
         assert text(prompts[number]["text"]) == written(n, "")
-        example = examples[number]
-        counts = [
-            token
-            for token, used in zip(example["tokens"], example["trained"], strict=True)
-            if used
-        ]
-        assert text(counts) == f"{n} is odd<|im_end|>"
+        assert text(trained_of(examples[number])) == f"{n} is odd<|im_end|>"
 
 
 def test_pairs_in_rows_and_in_lines_do_not_mix(tmp_path, tiny_tokenizer):
@@ -426,11 +361,7 @@ def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
         ("three to one", 0.75): [0.75, entry, 0.25, str(packed)],
         ("one to three", 0.25): [1, entry, 3, str(packed)],
     }.items():
-        dataset = build_sft_dataset(
-            OmegaConf.create({"file_path": shares, "max_seq_length": 16}),
-            tiny_tokenizer,
-            is_chat=False,
-        )
+        dataset = sft(shares, tiny_tokenizer)
         texts = [tiny_tokenizer.ids_to_text(dataset[n]["tokens"]) for n in range(len(dataset))]
         assert len(texts) == 80
         lower = [text for text in texts if text.startswith("q")]
@@ -444,19 +375,12 @@ def test_a_blend_of_different_kinds_and_columns(tmp_path, tiny_tokenizer):
 def test_splits_of_a_blend_of_folders(tmp_path, tiny_tokenizer):
     saved = write_saved(tmp_path / "saved", [{"text": f"s{n}"} for n in range(30)])
     folder = write_folder(tmp_path / "folder", [{"text": f"f{n}"} for n in range(400)])
-    train, validation, _ = build(
-        build_train_valid_test_rlhf_datasets,
-        [0.5, str(saved), 0.5, str(folder)],
-        tiny_tokenizer,
-        splits="90,10,0",
-        samples=20,
-    )
-    found = [tiny_tokenizer.ids_to_text(train[n]["text"].tolist()) for n in range(20)]
+    prefix, how = [0.5, str(saved), 0.5, str(folder)], {"splits": "90,10,0", "samples": [20] * 3}
+    train, validation, _ = build_prompts(prefix, tiny_tokenizer, **how)
+    found, held = (prompts_of(part, tiny_tokenizer) for part in (train, validation))
     assert sorted(found) == sorted([f"s{n}" for n in range(10)] + [f"f{n}" for n in range(10)])
-    held = [tiny_tokenizer.ids_to_text(validation[n]["text"].tolist()) for n in range(20)]
-    assert set(held[::2] + held[1::2]) == {f"s{n}" for n in range(27, 30)} | {
-        f"f{n}" for n in range(360, 370)
-    }
+    assert len(held) == 20
+    assert set(held) == {f"s{n}" for n in range(27, 30)} | {f"f{n}" for n in range(360, 370)}
 
 
 # --- bad input ---
@@ -515,9 +439,8 @@ def test_damaged_and_empty_files_are_named(tmp_path, no_small_files):
     for write_packed, ending in ((write_gz, "gz"), (write_zst, "zst")):
         packed = write_packed(tmp_path / f"p.jsonl.{ending}", rows).read_bytes()
         (tmp_path / f"cut.jsonl.{ending}").write_bytes(packed[: len(packed) // 2])
-    (tmp_path / "cut.arrow").write_bytes(
-        write_arrow(tmp_path / "a.arrow", rows).read_bytes()[:5000]
-    )
+    arrow = write_arrow(tmp_path / "a.arrow", rows).read_bytes()
+    (tmp_path / "cut.arrow").write_bytes(arrow[:5000])
     write_saved(tmp_path / "saved", rows)
     next((tmp_path / "saved").glob("*.arrow")).unlink()
     (tmp_path / "nothing").mkdir()

@@ -3,18 +3,17 @@
 """The data set of the guessing game: true hints, guesses without a plan, one token per word."""
 
 import collections
-import json
 import sys
 from pathlib import Path
+
+from nemo.collections.common.tokenizers import AutoTokenizer
+
+from tests.data_sets import lines
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import guessing_data  # noqa: E402
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_games_are_told_as_they_are_played(tmp_path):
@@ -39,8 +38,6 @@ def test_games_are_told_as_they_are_played(tmp_path):
     # A guess in nine is right: 1/9 of the games end with the first, and (8/9)^3 come to the last.
     assert abs(ended[1] / len(games) - 1 / 9) < 0.02
     assert abs(ended[4] / len(games) - (8 / 9) ** 3) < 0.03 and max(ended) == 4
-
-    from nemo.collections.common.tokenizers import AutoTokenizer
 
     tokenizer = AutoTokenizer(pretrained_model_name=str(tmp_path / "tokenizer"))
     ids = tokenizer.text_to_ids("?5!more7!less6!")

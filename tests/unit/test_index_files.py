@@ -16,8 +16,7 @@ from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTok
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.data.nlp import index_files
-from nemo_aligner.data.nlp.builders import build_sft_dataset
+from nemo_aligner.data.nlp import index_files, records
 from nemo_aligner.data.nlp.datasets import (
     LabelledPairDataset,
     RegressionRewardModelDataset,
@@ -27,6 +26,7 @@ from nemo_aligner.data.nlp.index_files import Index, file_fingerprint, tokenizer
 from nemo_aligner.data.nlp.prompts import RLHFDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
+from tests.data_sets import sft
 
 pytestmark = pytest.mark.usefixtures("no_small_files")
 
@@ -38,8 +38,6 @@ def write(path, texts, **more):
 
 def count_reads(monkeypatch):
     """How many times a whole source has been checked so far."""
-    from nemo_aligner.data.nlp import records
-
     reads, read = [], records.Records._read
 
     def counted(self, source, *others):
@@ -142,12 +140,12 @@ def test_datasets_know_what_their_check_depends_on(
     other = AutoTokenizer(pretrained_model_name=reversed_tokenizer_dir)
     path = write(tmp_path / "a.jsonl", ["naïve 日本", "n b b", "cc", "c"])
     labelled = write(tmp_path / "l.jsonl", ["naïve", "n b b", "cc", "c"], label=[2.0])
-    sft = tmp_path / "s.jsonl"
-    sft.write_text("".join(json.dumps({"input": "é" * n, "output": "x"}) + "\n" for n in (3, 9)))
+    examples = tmp_path / "s.jsonl"
+    lines = [json.dumps({"input": "é" * n, "output": "x"}) for n in (3, 9)]
+    examples.write_text("\n".join(lines))
 
     def sft_of(tokenizer=tiny_tokenizer, **options):
-        section = {"file_path": str(sft), "max_seq_length": 16, **options}
-        return build_sft_dataset(section, tokenizer, is_chat=False)
+        return sft(str(examples), tokenizer, {"max_seq_length": 16, **options})
 
     eod = {"append_eod": True}
     with_bos = AutoTokenizer(pretrained_model_name=bos_tokenizer_dir)
@@ -178,11 +176,9 @@ def test_datasets_know_what_their_check_depends_on(
         assert len(reads) == number + 1
         second = make()
         assert len(reads) == number + 1
+        one, two = (getattr(each, "dataset", each).lines for each in (first, second))
         for name in ("notes", "numbers", "extra"):
-            one, two = (
-                getattr(getattr(each, "dataset", each).lines, name) for each in (first, second)
-            )
-            np.testing.assert_array_equal(one, two)
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
         assert str(first[0]) == str(second[0])
 
 
@@ -229,9 +225,8 @@ def test_many_that_start_at_once_make_one_index(tmp_path):
     def make():
         made.append(threading.get_ident())
         time.sleep(0.3)
-        return Index(
-            np.arange(2), np.array([5, 6]), np.array([0.5, 0.25]), np.zeros(2), np.zeros(0)
-        )
+        notes, numbers = np.array([5, 6]), np.array([0.5, 0.25])
+        return Index(np.arange(2), notes, numbers, np.zeros(2), np.zeros(0))
 
     def start():
         try:
@@ -268,7 +263,5 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
 
     with pytest.raises(UserError, match="no room in .*model.data.index_mapping_dir"):
         index_files.keep_file(path, None, "copy", full)
-    written = index_files.keep_file(
-        path, None, "copy", lambda new: new.write_text("whole") and None
-    )
+    written = index_files.keep_file(path, None, "copy", lambda new: new.write_text("whole"))
     assert written == target and target.read_text() == "whole"

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.defaults import complete_model
@@ -21,10 +20,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
     MegatronGPTRegressionRewardModel,
 )
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.models.nlp.gpt.reward_model_classes import (
-    RewardModelType,
-    held_out_text,
-)
+from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
+from tests.data_sets import sample_of
 from tests.tiny_models import tiny_config
 
 NAN = float("nan")
@@ -114,26 +111,17 @@ def test_the_sign_of_the_label_says_which_text_is_better(tmp_path, tiny_tokenize
     labels = [[-3, -100.0], [2, -100.0], 0.5, [-1]]
     path = write(tmp_path / "pairs.jsonl", labels)
     dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
-    encode = tiny_tokenizer.text_to_ids
-    seen = [
-        tuple(item[key][: item[f"{key}_length"]].tolist() for key in ("chosen", "rejected"))
-        for item in (dataset[index] for index in range(len(dataset)))
-    ]
-    assert seen == [
-        (encode("0a"), encode("0b")),
-        (encode("1b"), encode("1a")),
-        (encode("2b"), encode("2a")),
-        (encode("3a"), encode("3b")),
-    ]
+    items = [dataset[index] for index in range(len(dataset))]
+    sides = ("chosen", "rejected")
+    seen = [tuple(sample_of(item, side, tiny_tokenizer) for side in sides) for item in items]
+    assert seen == [("0a", "0b"), ("1b", "1a"), ("2b", "2a"), ("3a", "3b")]
     assert [dataset[index]["margin"].item() for index in range(4)] == [3.0, 2.0, 0.5, 1.0]
     assert dataset[-1]["loss_mask"].sum() == 0
 
 
 def test_no_preference_counts_for_the_second_text_and_is_reported(
-    tmp_path, tiny_tokenizer, monkeypatch
+    tmp_path, tiny_tokenizer, warnings
 ):
-    warnings = []
-    monkeypatch.setattr(logging, "warning", warnings.append)
     path = write(tmp_path / "pairs.jsonl", [[0], [-1]])
     dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
     assert dataset[0]["margin"] == 0
@@ -142,9 +130,8 @@ def test_no_preference_counts_for_the_second_text_and_is_reported(
 
 
 def test_a_pair_too_long_is_left_out_and_the_others_keep_their_margins(tmp_path, tiny_tokenizer):
-    path = write(
-        tmp_path / "pairs.jsonl", [[1], [2], [-3]], texts=["a", "a b", "#c", "#" * 30, "e", "e f"]
-    )
+    texts = ["a", "a b", "#c", "#" * 30, "e", "e f"]
+    path = write(tmp_path / "pairs.jsonl", [[1], [2], [-3]], texts)
     dataset = LabelledPairDataset([path], tiny_tokenizer, 8)
     assert [dataset[index]["margin"].item() for index in range(len(dataset))] == [1.0, 3.0]
 
@@ -201,11 +188,8 @@ def test_loss_and_gradient_equal_a_loop_over_pairs(
     tiny_tokenizer_dir, loss_func, num_attributes, micro_batch_size
 ):
     def make():
-        return MegatronGPTRegressionRewardModel(
-            config(
-                tiny_tokenizer_dir, loss_func, num_attributes, micro_batch_size=micro_batch_size
-            )
-        )
+        sizes = {"num_attributes": num_attributes, "micro_batch_size": micro_batch_size}
+        return MegatronGPTRegressionRewardModel(config(tiny_tokenizer_dir, loss_func, **sizes))
 
     batch = pair_batch()
     plain = make().unwrapped()[0]

@@ -18,18 +18,11 @@ from omegaconf import OmegaConf
 from nemo_aligner.compat.nemo_classes import get_prompt_template_example
 from nemo_aligner.config.defaults import complete_config
 from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.data.nlp.chat import chat_end_strings, chat_form
 from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
 from tests.chat_forms import CORPUS, FAMILIES, write_tokenizer
+from tests.data_sets import MARKS, sft
 
-MARKS = {
-    "system_turn_start": "\x00",
-    "turn_start": "\x11",
-    "label_start": "\x12",
-    "end_of_turn": "\n",
-    "end_of_name": "\n",
-}
 CHAT = {"chat": True, "chat_prompt_tokens": MARKS}
 
 
@@ -48,6 +41,7 @@ THREE = turns(
 LABELLED = turns(
     ("User", "hello"), ("Assistant", "the film"), ("User", "bye"), labels=[None, "joy:4", None]
 )
+TOOL = {"from": "Tool", "value": "4"}
 RATED = turns(("User", "hello"), ("Assistant", "the film"), labels=["q:1", "joy:4"])
 # record, and its text with what is trained on in brackets
 CASES = {
@@ -69,18 +63,12 @@ CASES = {
         "\x00System\n\n\x11Assistant\nthe film\n\x11User\nhello\n\x11Assistant\n[a joy\n\x11]",
     ),
     "somebody else is masked too": (
-        {
-            "conversations": [*THREE[:2], {"from": "Tool", "value": "4"}, THREE[3]],
-            "mask": "User,Tool",
-        },
+        {"conversations": [*THREE[:2], TOOL, THREE[3]], "mask": "User,Tool"},
         "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]Tool\n4\n"
         "\x11Assistant\n[a joy\n\x11]",
     ),
     "a masked turn behind another ends no response": (
-        {
-            "conversations": [*THREE[:2], *2 * [{"from": "Tool", "value": "4"}], THREE[3]],
-            "mask": "User,Tool",
-        },
+        {"conversations": [*THREE[:2], TOOL, TOOL, THREE[3]], "mask": "User,Tool"},
         "\x00System\n\n\x11User\nhello\n\x11Assistant\n[the film\n\x11]Tool\n4\n"
         "\x11Tool\n4\n\x11Assistant\n[a joy\n\x11]",
     ),
@@ -228,61 +216,46 @@ def test_prompts_and_pairs(tokenizers, write):
 def test_sft_dataset_with_the_tokens_of_the_configuration(tokenizers, write):
     """The defaults of conf/gpt_sft.yaml; without them, NeMo's."""
     cfg = complete_config(OmegaConf.create({"model": {}}), "gpt_sft").model.data
-    data = OmegaConf.create({"file_path": write(CASES["two turns of the user"][0])})
-    data.max_seq_length = 96
-    dataset = build_sft_dataset(
-        data, tokenizers["bytes"], is_chat=True, special_tokens=cfg.chat_prompt_tokens
-    )
+    path, wide = write(CASES["two turns of the user"][0]), {"max_seq_length": 96}
+    marks = {"special_tokens": cfg.chat_prompt_tokens}
+    dataset = sft(path, tokenizers["bytes"], wide, is_chat=True, **marks)
     batch = dataset.collate_fn([dataset[0], dataset[-1]])
     trained = [batch["labels"][row][batch["loss_mask"][row] == 1] for row in range(2)]
     assert bytes(trained[0].tolist()).decode() == "the film\n\x11a joy\n\x11"
     assert len(trained[1]) == 0
-    nemo = build_sft_dataset(data, tokenizers["bytes"])
-    assert (
-        bytes(nemo[0]["tokens"]).decode().startswith("<extra_id_0>System\nBe kind.\n<extra_id_1>")
-    )
+    text = bytes(sft(path, tokenizers["bytes"], wide, is_chat=True)[0]["tokens"]).decode()
+    assert text.startswith("<extra_id_0>System\nBe kind.\n<extra_id_1>")
 
 
+CALL = {"from": "Assistant", "tool_calls": [{"name": "f"}]}
 BAD = [
     ({"conversations": []}, "'conversations' is an empty list"),
     ({"conversations": "hello"}, "must be a list of messages, not str"),
     ({"conversations": ["hello"]}, "message 1 of field 'conversations' must be an object"),
     ({"conversations": [{"from": "User"}]}, "message 1 .* has no 'value'"),
-    (
-        {"conversations": [{"from": "User", "value": "x", "label": 3}]},
-        "'label' of message 1 .* text",
-    ),
+    ({"conversations": [THREE[0] | {"label": 3}]}, "'label' of message 1 .* text"),
     ({"conversations": THREE, "mask": "Human"}, "nobody .* is called 'Human'.*User, Assistant"),
     ({"conversations": THREE, "type": "X"}, "field 'type' is 'X': use VALUE_TO_TEXT"),
     ({"conversations": THREE, "system": 3}, "field 'system' must be text, not int"),
     ({"conversations": THREE[:1]}, "no turn of the conversation is trained on"),
-    (
-        {"messages": [{"role": "system", "content": "x"}]},
-        "ends with a message of the role 'system'",
-    ),
-    (
-        {"conversations": [THREE[0], {"from": "Assistant", "tool_calls": [{"name": "f"}]}]},
-        "leaves out 'f' of message 2",
-    ),
+    ({"messages": [{"role": "system", "content": "x"}]}, "a message of the role 'system'"),
+    ({"conversations": [THREE[0], CALL]}, "leaves out 'f' of message 2"),
     ({"x": 1}, "field 'messages' .* is missing"),
 ]
 
 
 @pytest.mark.parametrize(("record", "message"), BAD)
 def test_a_bad_record_is_named_with_file_and_line(record, message, tokenizers, write):
-    data = OmegaConf.create({"file_path": write({"conversations": THREE}, record)})
-    data.max_seq_length = 96
+    path = write({"conversations": THREE}, record)
     with pytest.raises(UserError, match=f"data.jsonl, line 2: .*{message}"):
-        build_sft_dataset(data, tokenizers["bytes"], special_tokens=MARKS)
+        sft(path, tokenizers["bytes"], is_chat=True, special_tokens=MARKS)
 
 
 def test_tokens_that_two_turns_share_are_refused(tmp_path, write):
     """The newline that ends a turn, and the newlines that a speaker begins with, are one token."""
     folder = write_tokenizer(tmp_path / "t", FAMILIES["chatml"])
-    form = chat_form(
-        {"chat": True, "chat_prompt_tokens": MARKS | {"turn_start": "\n"}},
-        AutoTokenizer(pretrained_model_name=folder),
-    )
+    marks = MARKS | {"turn_start": "\n"}
+    form = chat_form(CHAT | {"chat_prompt_tokens": marks}, AutoTokenizer(folder))
     with pytest.raises(UserError, match="joins characters of two turns.*chat_prompt_tokens"):
         form.conversation({"conversations": THREE})
 

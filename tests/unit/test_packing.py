@@ -13,11 +13,12 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.core.masks import one_row_per_sample
-from nemo_aligner.data.nlp.builders import build_dataloader, build_sft_dataset
+from nemo_aligner.data.nlp.builders import build_dataloader
 from nemo_aligner.data.nlp.packing import PackedDataset, pack
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.parallel.device import get_device
 from tests.cases import some_of
+from tests.data_sets import sft
 from tests.tiny_models import tiny_config
 
 LINES = [
@@ -37,10 +38,8 @@ def build(tmp_path_factory, tiny_tokenizer):
     path.write_text("".join(json.dumps({"input": i, "output": o}) + "\n" for i, o in LINES))
 
     def make(**section):
-        section = {"file_path": str(path), "max_seq_length": 48, **section}
-        return build_sft_dataset(
-            OmegaConf.create(section), tiny_tokenizer, is_chat=False, allow_empty_prompt=True
-        )
+        section = {"max_seq_length": 48, **section}
+        return sft(str(path), tiny_tokenizer, section, allow_empty_prompt=True)
 
     return make
 
@@ -112,19 +111,16 @@ def test_a_batch_by_hand(build, tiny_tokenizer):
     assert wide.collate_fn([wide[0]])["tokens"].shape == (1, 48)
     empty = packed[-1]
     assert packed.collate_fn([empty])["loss_mask"].sum() == 0
-    assert packed.collate_fn([empty])["tokens"].tolist() == (
-        packed.collate_fn([packed[0]])["tokens"].tolist()
-    )
+    batches = [packed.collate_fn([pack])["tokens"] for pack in (empty, packed[0])]
+    assert batches[0].equal(batches[1])
 
 
 def test_blends_and_limits_are_packed(build, tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"input": "q", "output": "r"}\n' * 9)
     first = build(packed_sequence=True)
-    both = build(file_path=[0.5, str(first.dataset.lines.paths[0]), 0.5, str(path)])
-    blend = build(
-        file_path=[0.5, str(first.dataset.lines.paths[0]), 0.5, str(path)], packed_sequence=True
-    )
+    files = [0.5, str(first.dataset.lines.paths[0]), 0.5, str(path)]
+    both, blend = build(file_path=files), build(file_path=files, packed_sequence=True)
     tokens = [example["tokens"] for n in range(len(blend)) for example in blend[n]["examples"]]
     assert sorted(tokens) == sorted(both[n]["tokens"] for n in range(len(both)))
 

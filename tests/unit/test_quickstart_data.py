@@ -4,12 +4,14 @@
 surprises.
 """
 
-import json
 import random
 import sys
 from pathlib import Path
 
 import pytest
+from nemo.collections.common.tokenizers import AutoTokenizer
+
+from tests.data_sets import check_same_bytes, lines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
 
@@ -32,13 +34,7 @@ def data_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(data_dir):
-    from nemo.collections.common.tokenizers import AutoTokenizer
-
     return AutoTokenizer(pretrained_model_name=str(data_dir / "tokenizer"))
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def prompts_of(data_dir: Path, kind: str, split: str) -> list[str]:
@@ -68,9 +64,8 @@ def test_gold_score_by_hand(review, score):
 def test_every_opinion_has_one_sentiment_word_of_the_right_kind():
     rng = random.Random(0)
     for good in (True, False):
-        assert {gold_score(grammar.opinion(rng, good)) for _ in range(300)} == {
-            1.0 if good else -1.0
-        }
+        scores = {gold_score(grammar.opinion(rng, good)) for _ in range(300)}
+        assert scores == {1.0 if good else -1.0}
     assert {gold_score(grammar.fact(rng)) for _ in range(50)} == {0.0}
     assert not grammar.GOOD_WORDS & grammar.BAD_WORDS
 
@@ -93,9 +88,8 @@ def test_thousands_of_distinct_lines(data_dir):
 def test_sft_reviews_are_as_often_kind_as_unkind(data_dir):
     scores = [gold_score(line["output"]) for line in lines(data_dir / "sft_train.jsonl")]
     assert abs(sum(scores) / len(scores)) < 0.05
-    assert sum(score > 0 for score in scores) == pytest.approx(
-        sum(score < 0 for score in scores), rel=0.1
-    )
+    kind, unkind = (sum(sign * score > 0 for score in scores) for sign in (1, -1))
+    assert kind == pytest.approx(unkind, rel=0.1)
 
 
 def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
@@ -129,33 +123,26 @@ def test_labels_are_gold_scores_of_their_reviews(data_dir):
     for line in found:
         assert line["label"] == [gold_score(line["text"].partition(":")[2])]
     scores = [line["label"][0] for line in found]
-    assert abs(sum(scores) / len(scores)) < 0.1 and {-1.0, 0.0, 1.0} < set(
-        scores
-    )  # and shades between
+    assert abs(sum(scores) / len(scores)) < 0.1
+    assert {-1.0, 0.0, 1.0} < set(scores)  # and shades between
 
 
 @pytest.mark.full
 def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
     make_data.make_data(tmp_path / "same", seed=3)
     make_data.make_data(tmp_path / "other", seed=4)
-    for file in sorted(
-        path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file()
-    ):
-        assert (tmp_path / "same" / file).read_bytes() == (data_dir / file).read_bytes(), file
-    assert (tmp_path / "other" / "sft_train.jsonl").read_bytes() != (
-        data_dir / "sft_train.jsonl"
-    ).read_bytes()
+    check_same_bytes(tmp_path / "same", data_dir)
+    files = [folder / "sft_train.jsonl" for folder in (data_dir, tmp_path / "other")]
+    assert files[0].read_bytes() != files[1].read_bytes()
 
 
 def test_tokenizer_round_trips_and_prompt_and_response_meet_at_a_token_boundary(
     data_dir, tokenizer
 ):
     for line in lines(data_dir / "sft_train.jsonl")[:500]:
-        prompt, response = (
-            tokenizer.text_to_ids(line["input"]),
-            tokenizer.text_to_ids(" " + line["output"]),
-        )
-        whole = f"{line['input']} {line['output']}"
+        texts = line["input"], f" {line['output']}"
+        prompt, response = map(tokenizer.text_to_ids, texts)
+        whole = "".join(texts)
         assert prompt + response == tokenizer.text_to_ids(whole)
         assert tokenizer.ids_to_text(prompt + response) == whole
     odd = "  Ünïcode 漢字\n\ttabs <x> {y}"
@@ -165,20 +152,17 @@ def test_tokenizer_round_trips_and_prompt_and_response_meet_at_a_token_boundary(
 def test_tokenizer_ends_texts_and_stays_small(tokenizer):
     assert tokenizer.ids_to_tokens([tokenizer.eos_id]) == [make_data.END_OF_TEXT]
     assert tokenizer.vocab_size == make_data.VOCAB_SIZE
-    assert make_data.END_OF_TEXT not in tokenizer.text_to_tokens(
-        "Red Song, a fable by Weber: I loved it."
-    )
+    tokens = tokenizer.text_to_tokens("Red Song, a fable by Weber: I loved it.")
+    assert make_data.END_OF_TEXT not in tokens
 
 
 def test_texts_fit_the_lengths_of_the_run(data_dir, tokenizer):
-    pairs = [line["text"] for line in lines(data_dir / "pairs_train.jsonl")]
-    responses = [line["output"] for line in lines(data_dir / "sft_train.jsonl")]
-    prompts = [line["text"] for line in lines(data_dir / "prompts_train.jsonl")]
-    assert max(len(tokenizer.text_to_ids(text)) for text in pairs) + 1 <= run.SEQ_LENGTH
-    assert (
-        max(len(tokenizer.text_to_ids(" " + text)) for text in responses) + 1 <= run.MAX_RESPONSE
-    )
-    assert (
-        max(len(tokenizer.text_to_ids(text)) for text in prompts)
-        <= run.SEQ_LENGTH - run.MAX_RESPONSE
-    )
+    for kind, key, limit in (
+        ("pairs", "text", run.SEQ_LENGTH - 1),
+        ("sft", "output", run.MAX_RESPONSE - 1),
+        ("prompts", "text", run.SEQ_LENGTH - run.MAX_RESPONSE),
+    ):
+        texts = [
+            " " * (kind == "sft") + line[key] for line in lines(data_dir / f"{kind}_train.jsonl")
+        ]
+        assert max(len(tokenizer.text_to_ids(text)) for text in texts) <= limit

@@ -51,22 +51,19 @@ def naive_random(total, consumed, gbs, rank, dp, seed):
 def test_random_order_is_the_naive_one(cls, total, consumed, dp):
     for rank in range(dp):
         batches = list(make(cls, total, consumed, rank=rank, dp=dp, seed=7))
-        assert {len(batch) for batch in batches} == {
-            2 if cls is MegatronPretrainingRandomSampler else 8 // dp
-        }
+        size = 2 if cls is MegatronPretrainingRandomSampler else 8 // dp
+        assert {len(batch) for batch in batches} == {size}
         assert list(itertools.chain(*batches)) == naive_random(total, consumed, 8, rank, dp, 7)
 
 
 @pytest.mark.parametrize("cls", RANDOM)
 def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
     def global_batches(mbs, dp):
-        shares = [
-            list(itertools.chain(*make(cls, 29, mbs=mbs, rank=rank, dp=dp))) for rank in range(dp)
-        ]
-        per_rank = 8 // dp
+        samplers = [make(cls, 29, mbs=mbs, rank=rank, dp=dp) for rank in range(dp)]
+        shares = [list(itertools.chain(*sampler)) for sampler in samplers]
+        size = 8 // dp
         return [
-            {i for share in shares for i in share[k * per_rank : (k + 1) * per_rank]}
-            for k in range(3)
+            {i for share in shares for i in share[k : k + size]} for k in range(0, 3 * size, size)
         ]
 
     assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
@@ -99,34 +96,17 @@ def test_epochs_and_seeds_shuffle_differently_and_leave_the_global_generator_alo
 
 
 def test_in_order_and_padded():
-    assert list(make(MegatronPretrainingSampler, 17, rank=1)) == [
-        [2, 3],
-        [6, 7],
-        [10, 11],
-        [14, 15],
-    ]
-    assert list(make(MegatronPretrainingBatchSampler, 17, rank=1)) == [
-        [1, 3, 5, 7],
-        [9, 11, 13, 15],
-    ]
+    micro, whole = MegatronPretrainingSampler, MegatronPretrainingBatchSampler
     padded = {"drop_last": False, "pad_samples_to_global_batch_size": True}
-    assert list(make(MegatronPretrainingSampler, 11, rank=0, **padded)) == [
-        [0, 1],
-        [4, 5],
-        [8, 9],
-        [-1, -1],
-    ]
-    assert list(make(MegatronPretrainingSampler, 11, rank=1, **padded)) == [
-        [2, 3],
-        [6, 7],
-        [10, -1],
-        [-1, -1],
-    ]
-    sampler = make(MegatronPretrainingBatchSampler, 11, rank=1, **padded)
+    assert list(make(micro, 17, rank=1)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
+    assert list(make(whole, 17, rank=1)) == [[1, 3, 5, 7], [9, 11, 13, 15]]
+    assert list(make(micro, 11, rank=0, **padded)) == [[0, 1], [4, 5], [8, 9], [-1, -1]]
+    assert list(make(micro, 11, rank=1, **padded)) == [[2, 3], [6, 7], [10, -1], [-1, -1]]
+    sampler = make(whole, 11, rank=1, **padded)
     assert list(sampler) == list(sampler) == [[1, 3, 5, 7], [9, -1, -1, -1]] and len(sampler) == 2
-    assert list(make(MegatronPretrainingBatchSampler, 3, rank=1, **padded)) == [[1, -1, -1, -1]]
-    assert list(make(MegatronPretrainingBatchSampler, 16, consumed=8)) == [[8, 10, 12, 14]]
-    assert list(make(MegatronPretrainingBatchSampler, 16, consumed=16)) == []
+    assert list(make(whole, 3, rank=1, **padded)) == [[1, -1, -1, -1]]
+    assert list(make(whole, 16, consumed=8)) == [[8, 10, 12, 14]]
+    assert list(make(whole, 16, consumed=16)) == []
 
 
 def test_a_pass_starts_at_any_sample():
@@ -139,18 +119,15 @@ def test_a_pass_starts_at_any_sample():
 
 
 def test_refusals_name_values_and_keys():
-    with pytest.raises(
-        ConfigError,
-        match=r"global batch size 10 .*num_rollout_samples.* multiple of 4 .*size 2 .*x 2 ",
+    at_random, in_order = MegatronPretrainingRandomSampler, MegatronPretrainingSampler
+    batches = "global batch size 10 .*num_rollout_samples.* multiple of 4 .*size 2 .*x 2 "
+    for cls, total, options, error, message in (
+        (at_random, 32, {"gbs": 10}, ConfigError, batches),
+        (at_random, 7, {}, UserError, "7 samples, fewer than one global batch of 8"),
+        (in_order, 0, {}, UserError, "0 samples"),
+        (in_order, 11, {"drop_last": False}, ConfigError, "pad_samples_to_global_batch_size=True"),
+        (at_random, 16, {"drop_last": False}, ConfigError, "drop_last=False"),
+        (at_random, 16, {"consumed": -1}, UserError, "consumed_samples=-1"),
     ):
-        make(MegatronPretrainingRandomSampler, 32, gbs=10)
-    with pytest.raises(UserError, match="7 samples, fewer than one global batch of 8"):
-        make(MegatronPretrainingRandomSampler, 7)
-    with pytest.raises(UserError, match="0 samples"):
-        make(MegatronPretrainingSampler, 0)
-    with pytest.raises(ConfigError, match="pad_samples_to_global_batch_size=True"):
-        make(MegatronPretrainingSampler, 11, drop_last=False)
-    with pytest.raises(ConfigError, match="drop_last=False"):
-        make(MegatronPretrainingRandomSampler, 16, drop_last=False)
-    with pytest.raises(UserError, match="consumed_samples=-1"):
-        make(MegatronPretrainingRandomSampler, 16, consumed=-1)
+        with pytest.raises(error, match=message):
+            make(cls, total, **options)

@@ -11,6 +11,7 @@ import json
 import runpy
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import annotation
@@ -18,17 +19,16 @@ import numpy as np
 import pytest
 from annotation import AttributeModel, annotate
 from nemo.collections.common.tokenizers.bytelevel_tokenizers import ByteLevelTokenizer
-from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.data.nlp import steerlm
-from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.data.nlp.datasets import LabelledPairDataset, RegressionRewardModelDataset
 from nemo_aligner.data.nlp.records import Records
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.synthetic.command_line import check_conversation
+from tests.data_sets import lines, sft, trained_of
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, answer, http, triton_config
 
@@ -39,13 +39,6 @@ HEAD = (
     "<extra_id_0>System\nA chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions.\n"
 )
-MARKS = {
-    "system_turn_start": "<extra_id_0>",
-    "turn_start": "<extra_id_1>",
-    "label_start": "<extra_id_2>",
-    "end_of_turn": "\n",
-    "end_of_name": "\n",
-}
 
 
 def turn(speaker, value, label=None):
@@ -66,10 +59,6 @@ def conversation(number=0, **fields):
 def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
-
-
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def run(script, monkeypatch, capsys, *arguments, folder=SCRIPTS):
@@ -121,12 +110,9 @@ def test_the_text_of_a_response_ends_where_its_label_would_begin():
     whole = begin + "<extra_id_1>User\nmore\n<extra_id_1>Assistant\nsecond\n"
     expected = [(1, f"{HEAD}{begin}<extra_id_2>"), (3, f"{HEAD}{whole}<extra_id_2>")]
     assert steerlm.scored_turns(record) == expected
-    assert steerlm.scored_turns({**record, "system": "Be kind."})[0][1].startswith(
-        "<extra_id_0>System\nBe kind.\n<extra_id_1>User\n"
-    )
-    assert steerlm.scored_turns({**record, "system": ""})[0][1].startswith(
-        "<extra_id_0>System\n\n<extra_id_1>User\n"
-    )
+    for system in ("Be kind.", ""):
+        text = steerlm.scored_turns({**record, "system": system})[0][1]
+        assert text.startswith(f"<extra_id_0>System\n{system}\n<extra_id_1>User\n")
     found = steerlm.regression_records(record)
     assert [each["text"] for each in found] == [text for _, text in expected]
     none = -100.0
@@ -174,7 +160,7 @@ def test_conversations_of_open_assistant(tmp_path, monkeypatch, capsys):
     script = "preprocess_openassistant_data"
     out = run(script, monkeypatch, capsys, "-dir", folder)
     assert "38 conversations" in out and "2 conversations" in out
-    parts = [read(folder / f"{name}.jsonl") for name in ("train", "val")]
+    parts = [lines(folder / f"{name}.jsonl") for name in ("train", "val")]
     prompts = [[each["conversations"][0]["value"] for each in part] for part in parts]
     assert sorted(prompts[0] + prompts[1]) == sorted(f"p{n}" for n in range(40))
     assert prompts[0] != sorted(prompts[0], key=lambda text: int(text[1:]))  # shuffled
@@ -199,12 +185,12 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     given = ["-dir", out, "--dataset", tmp_path / "hs"]
     run("preprocess_helpsteer_data", monkeypatch, capsys, *given)
-    found = read(out / "train.jsonl")
+    found = lines(out / "train.jsonl")
     label = "helpfulness:3,correctness:3,coherence:3,complexity:3,verbosity:3"
     assert found[3]["conversations"] == [turn("User", "p3"), turn("Assistant", "r", label)]
-    assert len(found) == 4 and len(read(out / "val.jsonl")) == 1
+    assert len(found) == 4 and len(lines(out / "val.jsonl")) == 1
     run("preprocess_helpsteer2_data", monkeypatch, capsys, *given, "--only_helpfulness")
-    assert read(out / "train.jsonl")[2]["conversations"][1]["label"] == "helpfulness:2"
+    assert lines(out / "train.jsonl")[2]["conversations"][1]["label"] == "helpfulness:2"
 
     pairs = [
         {
@@ -219,7 +205,7 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     (tmp_path / "hs/preference").mkdir()
     write(tmp_path / "hs/preference/train.jsonl", pairs)
     run("preprocess_helpsteer2_data", monkeypatch, capsys, *given, "-pref")
-    found = read(out / "train.jsonl")
+    found = lines(out / "train.jsonl")
     assert [each["conversations"][1]["value"] for each in found] == ["one", "two"] * 2
     regression = tmp_path / "pairs.jsonl"
     files = ["--input-file", out / "train.jsonl", "--output-file", regression]
@@ -242,9 +228,8 @@ def test_labelled_texts_are_data_of_a_regression_reward_model(tmp_path, monkeypa
     path = write(tmp_path / "c.jsonl", [conversation(n) for n in range(3)])
     out = tmp_path / "reg.jsonl"
     files = ["--input-file", path, "--output-file", out]
-    assert "3 labelled texts of 3 conversations" in run(
-        "process_to_regression_format", monkeypatch, capsys, *files
-    )
+    said = run("process_to_regression_format", monkeypatch, capsys, *files)
+    assert "3 labelled texts of 3 conversations" in said
     tokenizer = ByteLevelTokenizer({})
     data = RegressionRewardModelDataset([str(out)], tokenizer, 400, 9)
     text = bytes(data[2]["inputs"][: data[2]["lengths"]].tolist()).decode()
@@ -314,7 +299,7 @@ def annotated(path, out, server, turns_per_request=4):
 
 
 def check_labels(out, given):
-    found = read(out)
+    found = lines(out)
     assert len(found) == len(given)
     for record, original in zip(found, given, strict=True):
         assert record["type"] == "VALUE_TO_TEXT"
@@ -353,16 +338,15 @@ def test_the_labels_become_conditions_of_supervised_fine_tuning(tmp_path):
     path, out = write(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
     with RatingServer() as server:
         annotated(path, out, server)
-    data = OmegaConf.create({"file_path": str(out), "max_seq_length": 512})
-    item = build_sft_dataset(data, ByteLevelTokenizer({}), special_tokens=MARKS)[0]
+    how = {"is_chat": True, "special_tokens": None}
+    item = sft(str(out), ByteLevelTokenizer({}), {"max_seq_length": 512}, **how)[0]
     text = bytes(item["tokens"]).decode()
     assert text.endswith(
         "<extra_id_1>User\nhello 2\n<extra_id_1>Assistant\n<extra_id_2>length:1,letters:0\naaa\n"
         "<extra_id_1>User\nmore\n<extra_id_1>Assistant\n<extra_id_2>length:2,letters:4\nbbbb\n"
         "<extra_id_1>"
     )
-    trained = bytes(t for t, on in zip(item["tokens"], item["trained"]) if on).decode()
-    assert trained == "aaa\n<extra_id_1>bbbb\n<extra_id_1>"
+    assert bytes(trained_of(item)).decode() == "aaa\n<extra_id_1>bbbb\n<extra_id_1>"
 
 
 def test_a_refused_conversation_is_named_and_those_before_it_are_kept(tmp_path):
@@ -386,13 +370,8 @@ def test_a_server_that_cannot_be_used_is_one_error(tmp_path, monkeypatch):
         annotated(path, out, server)
     assert not out.exists()
     with pytest.raises(ServerUnreachableError, match="attribute_annotate"):
-        annotate(
-            Records([path], [], check_conversation),
-            out,
-            ATTRIBUTES,
-            lambda: AttributeModel("127.0.0.1", server.port, "reward_model", 0.5, 1.0),
-            4,
-        )
+        model = partial(AttributeModel, "127.0.0.1", server.port, "reward_model", 0.5, 1.0)
+        annotate(Records([path], [], check_conversation), out, ATTRIBUTES, model, 4)
 
 
 def test_a_client_of_rewards_refuses_a_server_of_attributes():
@@ -422,17 +401,9 @@ def test_the_command_takes_the_arguments_of_nemo_aligner(tmp_path, monkeypatch, 
     given = [conversation(n) for n in range(3)]
     path, out = write(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
     with RatingServer() as server:
-        text = run(
-            "attribute_annotate",
-            monkeypatch,
-            capsys,
-            f"--input-file={path}",
-            f"--output-file={out}",
-            f"--port={server.port}",
-            "--host=127.0.0.1",
-            "--model_name=reward_model",
-            "--attributes=length,letters",
-        )
+        words = [f"--input-file={path}", f"--output-file={out}", f"--port={server.port}"]
+        words += ["--host=127.0.0.1", "--model_name=reward_model", "--attributes=length,letters"]
+        text = run("attribute_annotate", monkeypatch, capsys, *words)
     assert "3 of 3 conversations labelled" in text
     check_labels(out, given)
     assert annotation.REQUESTS_IN_FLIGHT > 1

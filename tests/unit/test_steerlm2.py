@@ -4,7 +4,6 @@
 against autograd through whole log-probs.
 """
 
-import json
 import math
 
 import numpy as np
@@ -23,16 +22,9 @@ from nemo_aligner.data.nlp.steerlm import LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_
 from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
 from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
 from nemo_aligner.training.optim import optimizer_step
+from tests.data_sets import MARKS
 from tests.oracles import nemo_aligner_steerlm2_loss
 from tests.tiny_models import tiny_config
-
-MARKS = {
-    "system_turn_start": "\x00",
-    "turn_start": "\x11",
-    "label_start": "\x12",
-    "end_of_turn": "\n",
-    "end_of_name": "\n",
-}
 
 # --- the loss -----------------------------------------------------------------------------------
 
@@ -161,11 +153,6 @@ SHORT = {
 }
 
 
-def write(path, *records):
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    return str(path)
-
-
 def data_of(path, **section):
     cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128, **section})
     return build_steerlm2_dataset(cfg, ByteLevelTokenizer({}), special_tokens=MARKS)
@@ -177,8 +164,8 @@ PROMPT = (
 )
 
 
-def test_texts_masks_and_weights_by_hand(tmp_path):
-    data = data_of(write(tmp_path / "d.jsonl", record(), {**SHORT}))
+def test_texts_masks_and_weights_by_hand(write):
+    data = data_of(write(record(), {**SHORT}))
     assert len(data) == 2 and data.num_responses == 3
     for answer, text in zip(data[0]["responses"], ("a joy", "dull", "x"), strict=True):
         assert bytes(answer.tokens).decode() == f"{PROMPT}{text}\n\x11"
@@ -205,9 +192,9 @@ def test_texts_masks_and_weights_by_hand(tmp_path):
     torch.testing.assert_close(batch["labels"][..., :-1], batch["tokens"][..., 1:])
 
 
-def test_a_prompt_whose_response_is_too_long_is_left_out(tmp_path):
+def test_a_prompt_whose_response_is_too_long_is_left_out(write):
     long = record(responses=[response("x" * 90, -1, -5, -5), response("y", -1, -5, -5)])
-    path = write(tmp_path / "d.jsonl", record(), long, SHORT)
+    path = write(record(), long, SHORT)
     longest = len(f"{PROMPT}a joy\n\x11")
     assert len(data_of(path, max_seq_length=longest - 1)) == 2  # the last token is a label only
     with pytest.raises(UserError, match="all 3 prompts have a response that is longer"):
@@ -227,10 +214,10 @@ class JoinsNewlines(ByteLevelTokenizer):
         return joined
 
 
-def test_a_response_that_the_tokenizer_joins_with_its_prompt_is_refused(tmp_path):
+def test_a_response_that_the_tokenizer_joins_with_its_prompt_is_refused(write):
     """Behind a label no token ends the prompt then."""
     for text in ("a\nb", "\na joy"):
-        path = write(tmp_path / "d.jsonl", record(responses=[response(text, -1, -5, -5)]))
+        path = write(record(responses=[response(text, -1, -5, -5)]))
         cfg = OmegaConf.create({"file_path": path, "max_seq_length": 128})
 
         def data(cfg=cfg):
@@ -261,14 +248,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD)
-def test_a_bad_record_is_named_with_file_and_line(changes, message, tmp_path):
-    path = write(tmp_path / "d.jsonl", record(), record(**changes))
-    with pytest.raises(UserError, match=f"d.jsonl, line 2: .*{message}"):
+def test_a_bad_record_is_named_with_file_and_line(changes, message, write):
+    path = write(record(), record(**changes))
+    with pytest.raises(UserError, match=f"data.jsonl, line 2: .*{message}"):
         data_of(path)
 
 
-def test_the_call_of_nemo_aligners_script(tmp_path):
-    path = write(tmp_path / "d.jsonl", record())
+def test_the_call_of_nemo_aligners_script(tmp_path, write):
+    path = write(record())
     data = SteerLM2Dataset(
         file_path=path,
         tokenizer=ByteLevelTokenizer({}),
@@ -311,7 +298,7 @@ def test_what_cannot_be_trained_is_refused(keys, message):
 # --- the model ----------------------------------------------------------------------------------
 
 
-def ragged_batch(tokenizer, tmp_path, count=4):
+def ragged_batch(tokenizer, write, count=4):
     """Prompts of one to three responses, the last an empty slot; the log-probs are not those of
     the model.
     """
@@ -323,7 +310,7 @@ def ragged_batch(tokenizer, tmp_path, count=4):
         ]
         turns = [{"from": "User", "value": f"b{n}"}]
         records.append({"prompt_turns": turns, "label": "q:4", "responses": answers})
-    path = write(tmp_path / "d.jsonl", *records)
+    path = write(*records)
     data = SteerLM2Dataset(path, tokenizer, 64, special_tokens=MARKS)
     return data.collate_fn([*(data[n] for n in range(count - 1)), data[-1]])
 
@@ -344,7 +331,7 @@ def log_probs_of(plain, batch, vocab):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_loss_and_gradient_equal_autograd_of_the_divergence(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path, micro_batch_size
+    tiny_tokenizer_dir, tiny_tokenizer, write, micro_batch_size
 ):
     cfg = tiny_config(
         tiny_tokenizer_dir,
@@ -352,7 +339,7 @@ def test_loss_and_gradient_equal_autograd_of_the_divergence(
         max_position_embeddings=64,
         steerlm2={"micro_batch_size": micro_batch_size, "forward_micro_batch_size": 2},
     )
-    batch = ragged_batch(tiny_tokenizer, tmp_path)
+    batch = ragged_batch(tiny_tokenizer, write)
     plain = GPTSteerLMModel(cfg).unwrapped()[0]
     log_policy = log_probs_of(plain, batch, tiny_tokenizer.vocab_size)
     # Near the policy's own numbers, as those of an earlier policy are, and far enough apart.
@@ -390,7 +377,7 @@ def test_loss_and_gradient_equal_autograd_of_the_divergence(
     model.finish_validation_step()
 
 
-def own_batch(tokenizer_dir, tokenizer, tmp_path, **changes):
+def own_batch(tokenizer_dir, tokenizer, write, **changes):
     """A model, and a batch whose earlier policy is the model itself."""
     cfg = tiny_config(
         tokenizer_dir,
@@ -400,7 +387,7 @@ def own_batch(tokenizer_dir, tokenizer, tmp_path, **changes):
         **changes,
     )
     model = GPTSteerLMModel(cfg)
-    batch = ragged_batch(tokenizer, tmp_path)
+    batch = ragged_batch(tokenizer, write)
     rows = {key: batch[key].flatten(0, 1) for key in ("tokens", "labels")}
     log_q = model.response_log_probs({**rows, "mask": batch["loss_mask"].flatten(0, 1)})
     batch[LOG_Q] = log_q.view_as(batch["ws"]).double()
@@ -408,9 +395,9 @@ def own_batch(tokenizer_dir, tokenizer, tmp_path, **changes):
 
 
 def test_weights_of_responses_are_computed_without_dropout(
-    tiny_tokenizer_dir, tiny_tokenizer, tmp_path
+    tiny_tokenizer_dir, tiny_tokenizer, write
 ):
-    model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, tmp_path, hidden_dropout=0.3)
+    model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, write, hidden_dropout=0.3)
     model.setup_megatron_optimization(10)
     model.prepare_for_training_step()
     assert model.get_loss_and_metrics(batch)[1]["log_ratio"] == pytest.approx(0, abs=1e-5)
@@ -433,9 +420,9 @@ def test_responses_that_make_no_whole_micro_batches_are_refused(tiny_tokenizer_d
     model.check_responses(2)
 
 
-def test_updates_bring_the_policy_to_the_target(tiny_tokenizer_dir, tiny_tokenizer, tmp_path):
+def test_updates_bring_the_policy_to_the_target(tiny_tokenizer_dir, tiny_tokenizer, write):
     optim = {"lr": 2e-4, "sched": {"warmup_steps": 0}}
-    model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, tmp_path, optim=optim)
+    model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, write, optim=optim)
     optimizer, scheduler = model.setup_megatron_optimization(10)
     distances = []
     for _ in range(6):

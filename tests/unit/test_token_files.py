@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from nemo.utils import logging
 from omegaconf import OmegaConf
 
 from nemo_aligner.config.checks import check_config
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.builders import (
     build_dataloader,
-    build_sft_dataset,
     build_train_valid_test_datasets,
-    build_train_valid_test_regression_rm_datasets,
-    build_train_valid_test_rlhf_datasets,
-    build_train_valid_test_rm_datasets,
 )
 from nemo_aligner.data.nlp.file_dataset import blend
 from nemo_aligner.data.nlp.samplers import MegatronPretrainingRandomBatchSampler
+from tests.data_sets import (
+    build,
+    build_labelled,
+    build_pairs,
+    build_prompts,
+    prompts_of,
+    sample_of,
+)
 
 TEXTS = ["the film was a joy", "the is dull", "naïve? 日本", "n sad evening", "x" * 40, "x bad"]
 
@@ -52,24 +55,7 @@ def write_packed(path, tokens):
 
 
 WRITERS = {"mmap": write_mmap, "packed_jsonl": write_packed}
-BUILDERS = {
-    "prompts": build_train_valid_test_rlhf_datasets,
-    "pairs": build_train_valid_test_rm_datasets,
-}
-
-
-def build(function, data_prefix, tokenizer, impl="jsonl", splits=None, samples=-1, **data):
-    cfg = OmegaConf.create({"seed": 1, "data": data, "ppo": {"length_params": {"max_length": 12}}})
-    return function(
-        cfg=cfg,
-        data_prefix=OmegaConf.create(data_prefix),
-        data_impl=impl,
-        splits_string=splits,
-        train_valid_test_num_samples=[samples] * 3,
-        seq_length=32,
-        seed=1,
-        tokenizer=tokenizer,
-    )
+BUILDERS = {"prompts": build_prompts, "pairs": build_pairs}
 
 
 # --- files of tokens ---
@@ -85,21 +71,18 @@ def test_tokens_give_the_items_of_their_texts(tmp_path, tiny_tokenizer, impl, ki
         WRITERS[impl](tmp_path / f"t{n}", [tiny_tokenizer.text_to_ids(text) for text in part])
         for n, part in enumerate(parts)
     ]
-    expected, *_ = build(BUILDERS[kind], {"train": texts}, tiny_tokenizer)
-    found, *_ = build(BUILDERS[kind], {"train": tokens}, tiny_tokenizer, impl)
+    expected, *_ = BUILDERS[kind]({"train": texts}, tiny_tokenizer)
+    found, *_ = BUILDERS[kind]({"train": tokens}, tiny_tokenizer, impl)
     assert len(found) == len(expected) == (6 if kind == "prompts" else 2)
     for index in (*range(len(expected)), -1):
         torch.testing.assert_close(dict(found[index]), dict(expected[index]), rtol=0, atol=0)
-    halves = build(BUILDERS[kind], tokens, tiny_tokenizer, impl, splits="50,50,0")
+    halves = BUILDERS[kind](tokens, tiny_tokenizer, impl, splits="50,50,0")
     assert [half and len(half) for half in halves] == [len(expected) // 2] * 2 + [None]
 
 
-def test_tokens_are_not_changed_by_append_eod(tmp_path, tiny_tokenizer, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(logging, "warning", warnings.append)
+def test_tokens_are_not_changed_by_append_eod(tmp_path, tiny_tokenizer, warnings):
     prefix = write_mmap(tmp_path / "tokens", [[1, 2, 3]])
-    function = build_train_valid_test_rlhf_datasets
-    dataset, *_ = build(function, {"train": [prefix]}, tiny_tokenizer, "mmap", append_eod=True)
+    dataset, *_ = build_prompts({"train": [prefix]}, tiny_tokenizer, "mmap", append_eod=True)
     assert dataset[0]["text"].tolist() == [1, 2, 3]
     assert "append_eod=True has no effect with data_impl=mmap" in warnings[0]
 
@@ -107,9 +90,7 @@ def test_tokens_are_not_changed_by_append_eod(tmp_path, tiny_tokenizer, monkeypa
 def test_bad_files_of_tokens_are_refused(tmp_path, tiny_tokenizer):
     def refused(impl, path, message):
         with pytest.raises(UserError, match=message):
-            build(
-                build_train_valid_test_rlhf_datasets, {"train": [str(path)]}, tiny_tokenizer, impl
-            )
+            build_prompts({"train": [str(path)]}, tiny_tokenizer, impl)
 
     refused("mmap", tmp_path / "no", "no.idx does not exist. With .*data_impl=mmap a path names")
     write_mmap(tmp_path / "other", [[1, 2], [299, 300]])
@@ -147,13 +128,13 @@ def test_a_damaged_file_of_tokens_is_named(tmp_path, tiny_tokenizer, impl, endin
     for version in versions:
         damaged.write_bytes(version)
         try:
-            build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, impl)
+            build_prompts({"train": [path]}, tiny_tokenizer, impl)
         except UserError as error:
             refused += 1
             assert str(tmp_path / "t") in str(error)
     assert refused > len(versions) // 3
     damaged.write_bytes(whole)
-    build(build_train_valid_test_rlhf_datasets, {"train": [path]}, tiny_tokenizer, impl)
+    build_prompts({"train": [path]}, tiny_tokenizer, impl)
 
 
 def write_pickle(path, body):
@@ -173,8 +154,7 @@ def test_arrays_of_another_version_of_numpy_are_read(tmp_path, tiny_tokenizer, m
     own = np.empty(0).__reduce__()[0].__module__.encode()
     assert own in body
     path = write_pickle(tmp_path / "t", body.replace(own, module))
-    function = build_train_valid_test_rlhf_datasets
-    dataset, *_ = build(function, {"train": [path]}, tiny_tokenizer, "packed_jsonl")
+    dataset, *_ = build_prompts({"train": [path]}, tiny_tokenizer, "packed_jsonl")
     assert dataset[0]["text"].tolist() == [1, 2, 3]
 
 
@@ -186,7 +166,7 @@ def test_arrays_of_another_version_of_numpy_are_read(tmp_path, tiny_tokenizer, m
 def test_a_broken_pickle_is_refused(tmp_path, tiny_tokenizer, body):
     prefix = {"train": [write_pickle(tmp_path / "t", body)]}
     with pytest.raises(UserError, match="t.npy is not a .npy file of tokens, or is damaged"):
-        build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, "packed_jsonl")
+        build_prompts(prefix, tiny_tokenizer, "packed_jsonl")
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path, tiny_tokenizer):
@@ -199,14 +179,14 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path, tiny_tokenizer):
     np.save(tmp_path / "evil.npy", array, allow_pickle=True)
     prefix = {"train": [str(tmp_path / "evil.npy")]}
     with pytest.raises(UserError, match=r"it holds (io|_io)\.open, but only arrays of numbers"):
-        build(build_train_valid_test_rlhf_datasets, prefix, tiny_tokenizer, "packed_jsonl")
+        build_prompts(prefix, tiny_tokenizer, "packed_jsonl")
     assert not (tmp_path / "run").exists()
     assert pickle.dumps(array)  # it is a pickle that would otherwise load
 
 
 def test_labels_need_texts(tmp_path, tiny_tokenizer):
     with pytest.raises(ConfigError, match="data_impl=mmap holds tokens only, but a regression"):
-        build(build_train_valid_test_regression_rm_datasets, {"train": ["a"]}, None, "mmap")
+        build_labelled({"train": ["a"]}, None, "mmap")
     cfg = OmegaConf.create(
         {
             "trainer": {"accelerator": "cpu", "devices": 1},
@@ -241,46 +221,42 @@ def test_a_blend_keeps_to_its_weights_at_every_position():
     assert order[order >= 200].tolist() == list(range(200, 228))  # in order, each once
 
 
-def names(dataset, tokenizer):
+def write_both(folder, *counts):
+    """Two files, with the texts a0, a1, ..., and b0, b1, ..."""
     return [
-        tokenizer.ids_to_text(dataset[index]["text"].tolist()) for index in range(len(dataset))
+        write_jsonl(folder / f"{name}.jsonl", [f"{name}{n}" for n in range(count)])
+        for name, count in zip("ab", counts, strict=True)
     ]
 
 
 def test_weights_in_data_prefix(tmp_path, tiny_tokenizer):
-    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
-    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(8)])
-    function = build_train_valid_test_rlhf_datasets
+    a, b = write_both(tmp_path, 4, 8)
     prefix = {"train": [0.25, a, 0.75, b], "validation": ["1", b, "1", a], "test": [a, b]}
-    train, validation, test = build(function, prefix, tiny_tokenizer)
+    train, validation, test = build_prompts(prefix, tiny_tokenizer)
     assert len(train) == len(validation) == len(test) == 12
-    found = names(train, tiny_tokenizer)
+    found = prompts_of(train, tiny_tokenizer)
     assert sorted(found) == sorted([f"a{n}" for n in range(3)] + [f"b{n % 8}" for n in range(9)])
-    assert [name[0] for name in names(validation, tiny_tokenizer)].count("a") == 6
-    assert names(test, tiny_tokenizer) == [f"a{n}" for n in range(4)] + [f"b{n}" for n in range(8)]
-    limited, *_ = build(function, prefix, tiny_tokenizer, samples=4)
-    assert sorted(name[0] for name in names(limited, tiny_tokenizer)) == ["a", "b", "b", "b"]
+    assert [name[0] for name in prompts_of(validation, tiny_tokenizer)].count("a") == 6
+    whole = [*(f"a{n}" for n in range(4)), *(f"b{n}" for n in range(8))]
+    assert prompts_of(test, tiny_tokenizer) == whole
+    limited, *_ = build_prompts(prefix, tiny_tokenizer, samples=[4] * 3)
+    assert sorted(name[0] for name in prompts_of(limited, tiny_tokenizer)) == ["a", "b", "b", "b"]
 
 
 def test_a_blend_is_divided_file_by_file(tmp_path, tiny_tokenizer):
-    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
-    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(8)])
-    function = build_train_valid_test_rlhf_datasets
-    train, validation, test = build(function, [1, a, 2, b], tiny_tokenizer, splits="75,25,0")
-    assert set(names(train, tiny_tokenizer)) == {f"a{n}" for n in range(3)} | {
-        f"b{n}" for n in range(6)
-    }
-    assert set(names(validation, tiny_tokenizer)) == {"a3", "b6", "b7"}
+    a, b = write_both(tmp_path, 4, 8)
+    train, validation, test = build_prompts([1, a, 2, b], tiny_tokenizer, splits="75,25,0")
+    expected = {f"a{n}" for n in range(3)} | {f"b{n}" for n in range(6)}
+    assert set(prompts_of(train, tiny_tokenizer)) == expected
+    assert set(prompts_of(validation, tiny_tokenizer)) == {"a3", "b6", "b7"}
     assert test is None
 
 
 def test_a_part_of_a_blend_leaves_out_files_too_small_for_it(tmp_path, tiny_tokenizer):
-    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(20)])
-    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(4)])
-    function = build_train_valid_test_rlhf_datasets
-    train, validation, _ = build(function, [1, a, 1, b], tiny_tokenizer, splits="95,5,0")
-    assert names(validation, tiny_tokenizer) == ["a19"]
-    assert {name[0] for name in names(train, tiny_tokenizer)} == {"a", "b"}
+    a, b = write_both(tmp_path, 20, 4)
+    train, validation, _ = build_prompts([1, a, 1, b], tiny_tokenizer, splits="95,5,0")
+    assert prompts_of(validation, tiny_tokenizer) == ["a19"]
+    assert {name[0] for name in prompts_of(train, tiny_tokenizer)} == {"a", "b"}
 
 
 class Own:
@@ -297,8 +273,7 @@ class Own:
 
 
 def test_a_class_of_ones_own_blends_nothing(tmp_path, tiny_tokenizer):
-    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
-    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(4)])
+    a, b = write_both(tmp_path, 4, 4)
     function = partial(build_train_valid_test_datasets, Own)
     with pytest.raises(ConfigError, match="Own that is built by its class"):
         build(function, {"train": [1, a, 1, b]}, tiny_tokenizer)
@@ -327,42 +302,21 @@ def test_a_class_of_ones_own_is_told_of_broken_files(tmp_path, tiny_tokenizer):
 def test_pairs_of_a_blend_stay_pairs(tmp_path, tiny_tokenizer):
     a = write_jsonl(tmp_path / "a.jsonl", ["a0", "a1", "a2", "#" * 40, "a4", "a5"])
     b = write_jsonl(tmp_path / "b.jsonl", ["b0", "b1"])
-    dataset, *_ = build(
-        build_train_valid_test_rm_datasets, {"train": [1, a, 1, b]}, tiny_tokenizer
-    )
-    pairs = [
-        tuple(
-            tiny_tokenizer.ids_to_text(item[key][:2].tolist())[:2]
-            for key in ("chosen", "rejected")
-        )
-        for item in (dataset[index] for index in range(len(dataset)))
-    ]
+    dataset, *_ = build_pairs({"train": [1, a, 1, b]}, tiny_tokenizer)
+    sides = ("chosen", "rejected")
+    items = [dataset[index] for index in range(len(dataset))]
+    pairs = [tuple(sample_of(item, side, tiny_tokenizer) for side in sides) for item in items]
     assert sorted(pairs) in (
         sorted([("a0", "a1"), ("b0", "b1"), ("a4", "a5")]),
         sorted([("a0", "a1"), ("b0", "b1"), ("b0", "b1")]),
     )
 
 
-def test_blends_of_sft_examples(tmp_path, tiny_tokenizer):
-    paths = []
-    for name, count in (("a", 2), ("b", 6)):
-        paths.append(tmp_path / f"{name}.jsonl")
-        lines = [json.dumps({"input": name, "output": str(number)}) for number in range(count)]
-        paths[-1].write_text("\n".join(lines))
-    data = {"file_path": [0.5, str(paths[0]), 0.5, str(paths[1])], "max_seq_length": 16}
-    dataset = build_sft_dataset(OmegaConf.create(data), tiny_tokenizer, is_chat=False)
-    texts = [tiny_tokenizer.ids_to_text(dataset[index]["tokens"][:-1]) for index in range(8)]
-    assert sorted(texts) == sorted(["a 0", "a 1"] * 2 + ["b 0", "b 1", "b 2", "b 3"])
-
-
 def test_global_batches_of_a_blend_depend_neither_on_ranks_nor_on_resuming(
     tmp_path, tiny_tokenizer
 ):
-    a = write_jsonl(tmp_path / "a.jsonl", [f"a{n}" for n in range(4)])
-    b = write_jsonl(tmp_path / "b.jsonl", [f"b{n}" for n in range(12)])
-    dataset, *_ = build(
-        build_train_valid_test_rlhf_datasets, {"train": [0.5, a, 0.5, b]}, tiny_tokenizer
-    )
+    a, b = write_both(tmp_path, 4, 12)
+    dataset, *_ = build_prompts({"train": [0.5, a, 0.5, b]}, tiny_tokenizer)
 
     def batches(ranks, consumed):
         shares = [
@@ -378,10 +332,8 @@ def test_global_batches_of_a_blend_depend_neither_on_ranks_nor_on_resuming(
             for rank in range(ranks)
         ]
         indices = [sum(parts, []) for parts in zip(*shares, strict=True)]
-        again, *_ = build(
-            build_train_valid_test_rlhf_datasets, {"train": [0.5, a, 0.5, b]}, tiny_tokenizer
-        )
-        found = names(again, tiny_tokenizer)
+        again, *_ = build_prompts({"train": [0.5, a, 0.5, b]}, tiny_tokenizer)
+        found = prompts_of(again, tiny_tokenizer)
         return [sorted(found[index] for index in batch) for batch in indices]
 
     whole = batches(1, 0)
@@ -393,9 +345,7 @@ def test_global_batches_of_a_blend_depend_neither_on_ranks_nor_on_resuming(
 @pytest.mark.slow
 def test_worker_processes_read_an_indexed_dataset(tmp_path, tiny_tokenizer):
     prefix = write_mmap(tmp_path / "tokens", [[n, n + 1] for n in range(6)])
-    dataset, *_ = build(
-        build_train_valid_test_rlhf_datasets, {"train": [prefix]}, tiny_tokenizer, "mmap"
-    )
+    dataset, *_ = build_prompts({"train": [prefix]}, tiny_tokenizer, "mmap")
     cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 1}}})
     loader = build_dataloader(cfg, dataset, 0, 2, 2, use_random_sampler=False)
     assert [batch["text"].tolist() for batch in loader] == [

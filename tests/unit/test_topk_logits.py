@@ -16,15 +16,12 @@ from nemo_aligner.algorithms.topk_logits import write_topk_logits
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.data.nlp import builders
-from nemo_aligner.data.nlp.topk_logits import (
-    KnowledgeDistillationDataset,
-    TopKExample,
-    to_line,
-)
+from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset, TopKExample, to_line
 from nemo_aligner.models.nlp.gpt.megatron_gpt_knowledge_distillation import (
     GPTKnowledgeDistillationModel,
     TopKTeacherModel,
 )
+from tests.data_sets import sft
 from tests.tiny_models import tiny_config
 from tests.unit.test_config_checks import check
 
@@ -156,9 +153,7 @@ def test_bad_files_end_with_one_line(tiny_tokenizer, file, case, message):
 
 def test_more_logits_than_the_file_has(tiny_tokenizer, file):
     file.write_text(text(tiny_tokenizer))
-    with pytest.raises(
-        UserError, match="it has the 3 largest logits, fewer than model.data.top_k"
-    ):
+    with pytest.raises(UserError, match="has the 3 largest logits, fewer than model.data.top_k"):
         KnowledgeDistillationDataset([file], tiny_tokenizer, LENGTH, {"top_k": 4})
 
 
@@ -221,26 +216,15 @@ def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
     texts = [f"the film {i}" for i in range(COUNT)]
     if chat:
         (tmp_path / "template.jinja").write_text(TEMPLATE)
-        records = [
-            {
-                "messages": [
-                    {"role": "user", "content": each},
-                    {"role": "assistant", "content": "a joy"},
-                    {"role": "user", "content": "so?"},
-                    {"role": "assistant", "content": "dull"},
-                ]
-            }
-            for each in texts
-        ]
+        roles = ("user", "assistant") * 2
+        said = [zip(roles, (each, "a joy", "so?", "dull")) for each in texts]
+        records = [{"messages": [{"role": r, "content": c} for r, c in turns]} for turns in said]
     else:
         records = [{"input": each, "output": "was a joy"} for each in texts]
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    data_cfg = OmegaConf.create({"file_path": str(path), "max_seq_length": 64})
     template = str(tmp_path / "template.jinja") if chat else None
-    examples = builders.build_sft_dataset(
-        data_cfg, tiny_tokenizer, is_chat=False, chat_template=template
-    )
+    examples = sft(str(path), tiny_tokenizer, chat_template=template)
     teacher = TopKTeacherModel(job(tiny_tokenizer_dir))
     write_topk_logits(teacher, examples, file, top_k=6)
     check_that_lines_belong_to_their_job(teacher, examples, file)
@@ -250,9 +234,8 @@ def test_a_student_with_its_teachers_weights_has_nothing_to_learn(
     mask = whole["loss_mask"][:, : batch["loss_mask"].size(1)]
     assert torch.equal(batch["loss_mask"][:, : mask.size(1)], mask) and mask.sum() > 4
 
-    student = GPTKnowledgeDistillationModel(
-        job(tiny_tokenizer_dir, outside_top_k="bucket", kd_loss="jsd")
-    )
+    how = {"outside_top_k": "bucket", "kd_loss": "jsd"}
+    student = GPTKnowledgeDistillationModel(job(tiny_tokenizer_dir, **how))
     weights = [list(model.unwrapped()[0].parameters()) for model in (student, teacher)]
     assert len(weights[0]) > 10
     for ours, theirs in zip(*weights, strict=True):
