@@ -33,10 +33,8 @@ class DefaultBatchIterator:
 
     Args:
         sampler_iter: iterator over lists of dataset indices.
-        num_microbatches: micro-batches of one rollout on each data-parallel rank.
-
-    Attributes:
-        num_microbatches: of this rank's share, however many it takes from a common queue.
+        num_microbatches: micro-batches of one rollout on each data-parallel rank, however many it
+            takes from a common queue.
     """
 
     def __init__(
@@ -155,11 +153,8 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
 def get_batch_iterator_cls(
     batch_iterator_cfg: DictConfig | dict[str, Any] | None = None,
 ) -> type[DefaultBatchIterator]:
-    """The iterator that `trainer.ppo.batch_iterator` asks for.
-
-    Args:
-        batch_iterator_cfg: that section. `use_flask` is NeMo-Aligner's name of the work queue:
-            there is no Flask, and `port` is not used.
+    """The iterator that `trainer.ppo.batch_iterator` asks for. Its `use_flask` is NeMo-Aligner's
+    name of the work queue: there is no Flask, and `port` is not used.
     """
     if not complete(batch_iterator_cfg, "gpt_ppo_actor", "trainer.ppo.batch_iterator").use_flask:
         return DefaultBatchIterator

@@ -84,13 +84,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {"examples": examples, "is_empty": index < 0}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> Batch:
-        """Collate packs to a batch of width S, the longest of them rounded up to 16.
-
-        S is at most `max_seq_length`, and equal to it with `pad_to_max_length`.
-
-        Returns:
-            As `collate_examples`, and `packed_position_ids` int64 [B, S] in place of
-            `position_ids`: 0 where an example begins, and where the padding does.
+        """Collate packs as `collate_examples` does examples, with `packed_position_ids` int64
+        [B, S] in place of `position_ids`: 0 where an example begins, and where the padding does.
         """
         rows = [self._row(item) for item in items]
         longest = max(len(row["tokens"]) for row in rows)

@@ -27,11 +27,8 @@ META = "meta.json"
 
 
 class ShardWriter:
-    """Writes one shard; items come in their order. An `OSError` says what cannot be written.
-
-    Args:
-        folder: exists.
-        shard: its number.
+    """Writes one shard, of this number, to a folder that exists; items come in their order. An
+    `OSError` says what cannot be written.
     """
 
     def __init__(self, folder: Path, shard: int) -> None:
@@ -120,12 +117,9 @@ class WithReferenceLogProbs(torch.utils.data.Dataset[dict[str, Tensor]]):
             raise self._other_data(f"item {index} is another")
         start = self._starts[shard][place]
         values = torch.from_numpy(np.array(self._values[shard][start : start + count]))
-        used = 0
-        for name, mask in self.columns.items():
-            counts = item[mask][1:] != 0
-            row = torch.zeros(counts.size(0))
-            own = int(counts.sum())
-            row[counts] = values[used : used + own]
-            used += own
-            item[name] = row
+        counts = [item[mask][1:] != 0 for mask in self.columns.values()]
+        own = values.split([int(each.sum()) for each in counts])
+        for name, counted, logprobs in zip(self.columns, counts, own, strict=True):
+            item[name] = torch.zeros(counted.size(0))
+            item[name][counted] = logprobs
         return item

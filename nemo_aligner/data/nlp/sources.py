@@ -134,7 +134,6 @@ class ArrowTable:
         return _without_nulls(self.table.fast_slice(int(number), 1).to_pylist()[0])
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All rows in order, decoded a few at a time."""
         number = 0
         batches = self._read_through() if self.arrow_files else self.table.table.to_batches()
         for batch in _readable(batches, self.path):
@@ -296,7 +295,6 @@ class TokenFile:
         return {"text": self.documents[number]}
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All documents in order, numbered from 0."""
         for number in range(len(self)):
             try:
                 tokens = self.documents[number]
