@@ -316,8 +316,8 @@ def test_a_stopped_annotation_goes_on_where_it_ended(tmp_path):
         assert annotated(path, out, server) == 11
         whole = out.read_bytes()
         check_labels(out, given)
-        lines = whole.splitlines(keepends=True)
-        out.write_bytes(b"".join(lines[:4]) + lines[4][:30])  # killed while it wrote
+        written = whole.splitlines(keepends=True)
+        out.write_bytes(b"".join(written[:4]) + written[4][:30])  # killed while it wrote
         server.texts.clear()
         assert annotated(path, out, server) == 7
         assert out.read_bytes() == whole
@@ -327,7 +327,7 @@ def test_a_stopped_annotation_goes_on_where_it_ended(tmp_path):
         assert max(map(len, server.texts)) == 4
 
         # Another file than the input's, with changed text, or with more lines.
-        for bad in (b'{"x": 1}\n', whole.replace(b"hello 0", b"hello 9"), whole + lines[0]):
+        for bad in (b'{"x": 1}\n', whole.replace(b"hello 0", b"hello 9"), whole + written[0]):
             out.write_bytes(bad)
             with pytest.raises(UserError, match="it is not conversation"):
                 annotated(path, out, server)
