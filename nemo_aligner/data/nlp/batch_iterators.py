@@ -75,8 +75,14 @@ class StoreBatchIterator(DefaultBatchIterator):
     _number = itertools.count()
     _last_key: str | None = None
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        sampler_iter: Iterator[list[int]],
+        num_microbatches: int,
+        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
         self.store: dist.Store | None = None
         check_shared_queue("", True, parallel_state.get_expert_model_parallel_world_size())
         if not (dist.is_available() and dist.is_initialized()):
@@ -113,8 +119,17 @@ class HTTPBatchIterator(StoreBatchIterator):
     not: `shared_set`, `host` and `port` have no use.
     """
 
-    def __init__(self, shared_set: Any, host: str, port: int, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        shared_set: "SharedSet | None",
+        host: str,
+        port: int,
+        sampler_iter: Iterator[list[int]],
+        num_microbatches: int,
+        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
 
 
 class SharedSet:
