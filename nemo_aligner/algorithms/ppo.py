@@ -44,9 +44,10 @@ from nemo_aligner.algorithms.rollouts import (  # here they are in NeMo-Aligner
 from nemo_aligner.algorithms.rollouts import (
     compute_num_rollout_microbatches as compute_num_rollout_microbatches,
 )
-from nemo_aligner.config.jobs.actors import check_estimator
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.core.interfaces import (
     CheckpointWriter,
     Critic,
@@ -122,7 +123,8 @@ class PPOTrainer(PolicyGradientTrainer):
         responses = num_rollouts_per_prompt, rm_critic.infer_rm_critic
         super().__init__(*learner, *prompts, *outputs, *responses)
         cfg = self.cfg
-        check_estimator(cfg.advantage_estimator)
+        values = Values({"trainer": {"ppo": cfg}})
+        values.choice("trainer.ppo.advantage_estimator", tuple(ADVANTAGE_ESTIMATORS))
         if cfg.advantage_estimator == "gdpo" and not reward_weights:
             raise ConfigError(
                 "trainer.ppo.advantage_estimator=gdpo needs reward_weights, those of the reward "

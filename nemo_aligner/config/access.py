@@ -54,11 +54,7 @@ def read_token(
                 token = file.read(8193).strip()
         except (OSError, ValueError) as error:  # a ValueError: no UTF-8, or a path with a null
             raise ConfigError(f"{source} cannot be read: {error}") from error
-        if mode & 0o077:
-            raise ConfigError(
-                f"{source} has mode {mode:04o}, so that other users can read or change it; run "
-                f"chmod 600 {token_file}, and use a new token."
-            )
+        _check_private(mode, source, token_file, "token")
     is_own = variable == TOKEN_VARIABLE  # others choose the tokens of their servers
     least, most = (16, 512) if is_own else (1, 8192)
     if not _TOKEN.fullmatch(token) or not least <= len(token) <= most:
@@ -106,12 +102,16 @@ def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | Non
             f"{files} cannot be used: {error}. They must be PEM files: the certificate of this "
             "server, followed by those that signed it, and its key without a password."
         ) from error
+    _check_private(mode, f"server.tls_key={key}", key, "key")
+    return context
+
+
+def _check_private(mode: int, source: str, path: str, secret: str) -> None:
     if mode & 0o077:
         raise ConfigError(
-            f"server.tls_key={key} has mode {mode:04o}, so that other users can read or change "
-            f"it; run chmod 600 {key}, and use a new key."
+            f"{source} has mode {mode:04o}, so that other users can read or change it; run "
+            f"chmod 600 {path}, and use a new {secret}."
         )
-    return context
 
 
 def client_tls(

@@ -73,20 +73,15 @@ def line_ends(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def check_packed(packed: Any, files: Any, context_parallel_size: int | None, split: str) -> None:
-    """Raise `ConfigError` if SFT examples cannot be packed.
-
-    Args:
-        packed, files: `packed_sequence` and `file_path` of the section `split`.
-        context_parallel_size: of the model; None if only its checkpoint knows.
-    """
-    if not packed:
+def _check_packed(values: Values, split: str) -> None:
+    """Raise `ConfigError` if the SFT examples of the section `split` cannot be packed."""
+    if not values.get(f"{split}.packed_sequence"):
         return
-    if context_parallel_size is not None and context_parallel_size > 1:
+    cp, files = values.get("model.context_parallel_size", 1), values.get(f"{split}.file_path")
+    if cp > 1:
         raise ConfigError(
-            f"{split}.packed_sequence=True with model.context_parallel_size="
-            f"{context_parallel_size}: packed sequences cannot be split over context-parallel "
-            "ranks; set one of them to False or 1."
+            f"{split}.packed_sequence=True with model.context_parallel_size={cp}: packed "
+            "sequences cannot be split over context-parallel ranks; set one of them to False or 1."
         )
     names = [files] if isinstance(files, str) else list(files or [])
     packed_files = [name for name in names if isinstance(name, str) and name.endswith(".npy")]
@@ -140,8 +135,8 @@ def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_chat(data: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the keys of `data`, a section `model.data`, ask for two forms of
-    conversations, or for one where none can be.
+    """Raise `ConfigError` if `data`, a section `model.data`, asks for two forms of conversations,
+    or for one where none can be.
     """
     template, chat = data.get("chat_template"), data.get("chat")
     if data.get("prompt_end") and (template or chat):
@@ -192,7 +187,6 @@ def check_chat(data: Mapping[str, Any]) -> None:
 def check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ...]) -> None:
     """Check `model.data` of jobs that read its sections; those `with_sizes` have batch sizes."""
     check_chat(values.get("model.data", {}))
-    length = values.whole("model.encoder_seq_length")
     for split in ("train_ds", "validation_ds"):
         name = f"model.data.{split}"
         if split in with_sizes:
@@ -201,16 +195,6 @@ def check_sft_data(values: Values, dp: dict[str, int], with_sizes: tuple[str, ..
                 f"{name}.micro_batch_size",
                 times=dp | virtual_pipeline_group(values),
             )
-        limit = values.get(f"{name}.max_seq_length")
-        if limit and length and limit > length:
-            raise ConfigError(
-                f"{name}.max_seq_length={limit} is above model.encoder_seq_length={length}; lower "
-                "it."
-            )
+        values.at_most(f"{name}.max_seq_length", "model.encoder_seq_length")
         plain_columns(values.get(f"{name}.columns"), f"{name}.columns")
-        check_packed(
-            values.get(f"{name}.packed_sequence"),
-            values.get(f"{name}.file_path"),
-            values.get("model.context_parallel_size"),
-            name,
-        )
+        _check_packed(values, name)

@@ -152,6 +152,5 @@ def _check_schedule(v: Values, kind: ScheduleKind) -> None:
                 f"{prefix}.{ratio}={sched[ratio]} and {prefix}.{steps}={sched[steps]} say the "
                 f"same thing twice; set {prefix}.{steps}=null."
             )
-    min_lr, lr = sched.get("min_lr"), v.get("model.optim.lr")
-    if "min_lr" in kind.keys and min_lr is not None and lr is not None and min_lr > lr:
-        raise ConfigError(f"{prefix}.min_lr={min_lr} is above model.optim.lr={lr}; lower min_lr.")
+    if "min_lr" in kind.keys:
+        v.at_most(f"{prefix}.min_lr", "model.optim.lr")

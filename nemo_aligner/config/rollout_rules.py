@@ -9,17 +9,18 @@ from nemo_aligner.config.access import client_tls, read_token, server_token, sho
 from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
 
 RESHARD = ("none", "auto")
 
 
-def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> None:
+def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prompt: str) -> None:
     """Check what the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`:
-    section of the servers that the job talks to.
+    section of the servers that the job talks to, `per_prompt`: key of the number of responses to
+    a prompt that it learns from.
     """
-    v, section, model = values, f"trainer.{kind}.", f"model.{kind}."
+    section, model = f"trainer.{kind}.", f"model.{kind}."
     v.same(section + "model_gbs", "model.global_batch_size")
     v.same(section + "model_mbs", "model.micro_batch_size")
     v.multiple(model + "num_rollout_samples", model + "rollout_micro_batch_size", times=dp)
@@ -34,6 +35,10 @@ def check_policy(values: Values, kind: str, remote: str, dp: dict[str, int]) -> 
     )
     check_remote(v, remote)
     read_reward_models(v.get(remote), remote)
+    name, kept = model + "num_rollout_samples", v.size(per_prompt)
+    samples, batch = v.size(name) * kept, v.size("model.global_batch_size")
+    name += f" x {per_prompt}={kept}" if kept > 1 else ""
+    require_multiple(name, samples, {"model.global_batch_size": batch})
 
 
 def check_remote(v: Values, remote: str) -> None:
@@ -184,18 +189,13 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
 def check_generation(v: Values, model: str = "") -> None:
     """Check `length_params` in the section `model`: "model.ppo.", "model.rs." or ""."""
     longest = v.get(model + "length_params.max_length")
-    shortest = v.get(model + "length_params.min_length")
     context = v.get("model.encoder_seq_length")
     if longest and context and longest >= context:
         raise ConfigError(
             f"{model}length_params.max_length={longest} leaves no room for a prompt in "
             f"model.encoder_seq_length={context}; set max_length below {context}."
         )
-    if longest and shortest and shortest > longest:
-        raise ConfigError(
-            f"{model}length_params.min_length={shortest} is above max_length={longest}; lower "
-            "min_length."
-        )
+    v.at_most(model + "length_params.min_length", model + "length_params.max_length")
 
 
 def check_responses_differ(v: Values, model: str, responses: int, key: str | None = None) -> None:

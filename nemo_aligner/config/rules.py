@@ -3,9 +3,9 @@
 """Which values of a configuration cannot work, alone or together: plain functions over plain
 values.
 
-`check_values` knows the rules that jobs share; those of one job stand with its keys, in `jobs/`.
-Those of devices and architectures are in `parallel_rules.py`, of policies that generate in
-`rollout_rules.py`, of servers in `server_rules.py`.
+`check_values` knows the rules that jobs share; those of one job stand with its keys, in `jobs/`,
+and PPO's in `ppo_rules.py`. Those of devices and architectures are in `parallel_rules.py`, of
+policies that generate in `rollout_rules.py`, of servers in `server_rules.py`.
 """
 
 import importlib.util
@@ -274,14 +274,7 @@ def _check_prefix_data(values: Values) -> None:
     """What the jobs that read `model.data.data_prefix` have in common. The others may have got
     such keys from a checkpoint.
     """
-    data_length, length = (
-        values.get(key) for key in ("model.data.seq_length", "model.encoder_seq_length")
-    )
-    if data_length and length and data_length > length:
-        raise ConfigError(
-            f"model.data.seq_length={data_length} is above model.encoder_seq_length={length}; set "
-            f"it to {length} or less."
-        )
+    values.at_most("model.data.seq_length", "model.encoder_seq_length")
     plain_columns(values.get("model.data.columns"))
     data_impl = values.get("model.data.data_impl")
     in_chunks = data_impl == "chunked_jsonl" and values.get("model.knowledge_distillation")

@@ -162,9 +162,9 @@ def check_serving(values: Values, section: str) -> None:
             )
 
 
-# Name and port of a reward model's endpoint where the configuration does not give them.
-_DEFAULT = Configuration("", {"": RewardAddress}).tree
-REWARD_MODEL, REWARD_MODEL_PORT = _DEFAULT["name"], _DEFAULT["port"]
+# Where a reward model is, if the configuration does not say it.
+REWARD_ADDRESS = Configuration("", {"": RewardAddress}).tree
+REWARD_MODEL, REWARD_MODEL_PORT = REWARD_ADDRESS["name"], REWARD_ADDRESS["port"]
 _MEMBER_KEYS = ("ip", "port", "name", "weight")
 
 
@@ -338,7 +338,7 @@ def _read_one(
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
-    whole = _DEFAULT | {key: value for key, value in section.items() if value is not None}
+    whole = REWARD_ADDRESS | {key: value for key, value in section.items() if value is not None}
     return RewardModelSpec(
         name=name,
         endpoint=whole["name"],

@@ -135,6 +135,14 @@ class Values:
                 f"{key}={a} and {other}={b} must be the same value; set only {other}."
             )
 
+    def at_most(self, key: str, other: str) -> None:
+        """Raise `ConfigError` if the number at `key` is above that at `other`, where both are
+        set and the second is not 0.
+        """
+        low, high = self.get(key), self.get(other)
+        if low is not None and high and low > high:
+            raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")
+
     def multiple(self, whole: str, *parts: str, times: Mapping[str, int]) -> None:
         """Raise `ConfigError` unless the size at key `whole` is a multiple of the product of those
         at `parts` and of the sizes in `times`; no check if one of the keys is not set.

@@ -18,12 +18,9 @@ from nemo_aligner.launch.job_entry import job_main
 from nemo_aligner.launch.start_up import long_imports
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
-    from nemo_aligner.checkpoint.sources import Source
     from nemo_aligner.launch.supervised_job import Loaders
-    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
 
 @job_main("gpt_sft")
@@ -250,58 +247,29 @@ def train_rm(cfg: DictConfig) -> None:
     with long_imports():
         from nemo.utils import logging
 
-        from nemo_aligner.checkpoint.sources import open_source
-        from nemo_aligner.launch.experiment import start_job
-        from nemo_aligner.launch.model_loading import complete_model_config
+        from nemo_aligner.launch.experiment import open_base, start_from
         from nemo_aligner.launch.supervised_job import train_supervised
         from nemo_aligner.models.nlp.gpt.reward_model_classes import (
             held_out_text,
             reward_model_class,
         )
 
-    path = cfg.pretrained_checkpoint.restore_from_path
-    base = None if path is None else open_source(path)
-    cfg.model = complete_model_config(base, cfg.model, "training_rm")
+    base = open_base(cfg)
     model_class = reward_model_class(cfg.model.reward_model_type)
     model_class.check_training_config(cfg.model)
-    job = start_job(cfg)
-
-    model = reward_model_to_train(cfg, model_class, job.trainer, base)
-    model.init_peft(cfg.model.peft)
-    rm_trainer = train_supervised(cfg, job, model, reward_model_loaders(cfg, model.tokenizer))
-    kind = reward_model_type(cfg.model.reward_model_type)
-    attributes = model.cfg.regression.num_attributes
-    for name, (metrics, samples) in rm_trainer.held_out.items():
-        logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
-
-
-def reward_model_to_train(
-    cfg: DictConfig,
-    model_class: type["MegatronGPTRewardModel"],
-    trainer: "Trainer",
-    base: "Source | None",
-) -> "MegatronGPTRewardModel":
-    """A reward model of random weights, or from the checkpoint `base`; with a new head unless its
-    own is wanted.
-
-    Raises:
-        UserError: the checkpoint's own head is asked for, and it has none.
-    """
-    from nemo_aligner.launch.model_loading import load_from_nemo
-
-    if base is None:
-        return model_class(cfg.model, trainer)
-    keep_head = cfg.model.regression.load_rm_head_weights
-    model = load_from_nemo(
-        model_class, cfg.model, trainer, restore_path=base, load_base_model_only=not keep_head
-    )
-    if keep_head and not model.has_trained_head:
+    keeps_head = cfg.model.regression.load_rm_head_weights
+    job, model = start_from(base, cfg, model_class, with_new_head=not keeps_head)
+    if base is not None and keeps_head and not model.has_trained_head:
         raise UserError(
             f"model.regression.load_rm_head_weights=True, but {base} is no reward model, so that "
             "it has no head to load; name a reward model in "
             "pretrained_checkpoint.restore_from_path, or set it to False for a new head."
         )
-    return model
+    rm_trainer = train_supervised(cfg, job, model, reward_model_loaders(cfg, model.tokenizer))
+    kind = reward_model_type(cfg.model.reward_model_type)
+    attributes = model.cfg.regression.num_attributes
+    for name, (metrics, samples) in rm_trainer.held_out.items():
+        logging.info(f"{name}: {held_out_text(kind, metrics, samples, attributes)}")
 
 
 def reward_model_loaders(cfg: DictConfig, tokenizer: "TokenizerSpec") -> "Loaders":

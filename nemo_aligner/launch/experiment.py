@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,18 @@ from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
 from nemo_aligner.checkpoint.checksums import write_durably
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
 from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
-from nemo_aligner.checkpoint.sources import open_source
+from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
+from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.keys.common import PARALLEL, CheckpointParams
 from nemo_aligner.config.rules import LOGGERS, SECTIONS, config_name_of, restore_key
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.endings import keep_ending_in
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.launch.inputs import EXAMPLES
 from nemo_aligner.launch.model_loading import Model, complete_model_config, load_from_nemo
 from nemo_aligner.launch.processes import (
     JobTrainer,
@@ -56,46 +59,16 @@ from nemo_aligner.training.loggers import CustomLoggerWrapper
 from nemo_aligner.training.timers import Timer
 
 CHAT_DATE = "chat_date.txt"
-# Keys of `exp_manager.checkpoint_callback_params` that `CheckpointCallback` takes.
-CHECKPOINT_OPTIONS = (
-    "filename",
-    "monitor",
-    "mode",
-    "save_top_k",
-    "save_nemo_on_train_end",
-    "always_save_nemo",
-    "async_save",
-)
 # What the log of a job begins with: the keys whose values it names.
 OVERVIEW = {
-    "job": (
+    "job": [
         "trainer.ppo.advantage_estimator",
         *(f"trainer.{section}.reward_fn" for section in dict.fromkeys(SECTIONS.values())),
-    ),
-    "from": (
-        "pretrained_checkpoint.restore_from_path",
-        "model.restore_from_path",
-        "rm_model_file",
-        "inference.reward_fn",
-    ),
-    "data": (
-        "model.data.data_prefix",
-        "model.data.train_ds.file_path",
-        "model.data.validation_ds.file_path",
-        "data.data.file_path",
-    ),
-    "devices": (
-        "trainer.num_nodes",
-        "trainer.devices",
-        "trainer.accelerator",
-        "trainer.precision",
-    ),
-    "split": (
-        "model.tensor_model_parallel_size",
-        "model.pipeline_model_parallel_size",
-        "model.context_parallel_size",
-        "model.expert_model_parallel_size",
-    ),
+    ],
+    "from": [*dict.fromkeys(job.restore_key for job in JOBS.values()), "inference.reward_fn"],
+    "data": ["model.data.data_prefix", *(f"{section}.file_path" for section in EXAMPLES)],
+    "devices": [f"trainer.{name}" for name in "num_nodes devices accelerator precision".split()],
+    "split": [*PARALLEL],
 }
 
 
@@ -135,18 +108,39 @@ def start_job(cfg: DictConfig) -> Experiment:
 
 
 def start_with_model(cfg: DictConfig, model_class: type[Model]) -> tuple[Experiment, Model]:
-    """`start_job`, with the model that it trains: from the checkpoint that `cfg` names, or of
-    random weights, with its adapters; every rank calls it. `cfg.model` becomes complete.
-    """
+    """`start_from` the checkpoint that `cfg` names, if any."""
+    return start_from(open_base(cfg), cfg, model_class)
+
+
+def open_base(cfg: DictConfig) -> Source | None:
+    """The checkpoint that a job starts from; None: random weights. Completes `cfg.model`."""
     config_name = str(config_name_of(cfg))
     path = OmegaConf.select(cfg, restore_key(config_name))
     base = None if path is None else open_source(path)
     cfg.model = complete_model_config(base, cfg.model, config_name)
+    return base
+
+
+def start_from(
+    base: Source | None, cfg: DictConfig, model_class: type[Model], with_new_head: bool = False
+) -> tuple[Experiment, Model]:
+    """`start_job`, with the model that it trains and its adapters; every rank calls it.
+
+    Args:
+        base, cfg: from `open_base`.
+        with_new_head: leave a head in `base` out.
+    """
     job = start_job(cfg)
     if base is None:
         model = model_class(cfg.model, job.trainer)
     else:
-        model = load_from_nemo(model_class, cfg.model, job.trainer, restore_path=base)
+        model = load_from_nemo(
+            model_class,
+            cfg.model,
+            job.trainer,
+            restore_path=base,
+            load_base_model_only=with_new_head,
+        )
     model.init_peft(cfg.model.peft)
     return job, model
 
@@ -335,10 +329,7 @@ def build_checkpoint_callback(
     neither writes nor finds a checkpoint. Without a validation checkpoints are not ranked by its
     metrics, and their names are without them.
     """
-    # Jobs differ in what they keep: a key that is missing takes the default of the callback.
-    options = cfg.exp_manager or {}
-    params = options.get("checkpoint_callback_params") or {}
-    given = {key: params[key] for key in CHECKPOINT_OPTIONS if key in params}
+    given = checkpoint_options(cfg)
     if not has_validation:
         if str(given.get("monitor")).startswith("val_"):
             given["monitor"] = None
@@ -349,12 +340,24 @@ def build_checkpoint_callback(
         model,
         optimizer,
         scheduler,
-        name=options.get("name") or "model",
-        save_hf=(cfg.get("model") or {}).get("save_hf"),
-        enabled=log_dir is not None and options.get("create_checkpoint_callback", True),
+        enabled=log_dir is not None and cfg.exp_manager.get("create_checkpoint_callback", True),
         made_from=made_from,
         **given,
     )
+
+
+def checkpoint_options(cfg: DictConfig) -> dict[str, Any]:
+    """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`. Jobs
+    differ in what they keep: a key that is missing takes the default of the callback.
+    """
+    options = cfg.get("exp_manager") or {}
+    params = options.get("checkpoint_callback_params") or {}
+    known = [key.name for key in fields(CheckpointParams) if key.metadata.get("acts", True)]
+    return {
+        "name": options.get("name") or "model",
+        "save_hf": (cfg.get("model") or {}).get("save_hf"),
+        **{key: params[key] for key in known if params.get(key) is not None},
+    }
 
 
 def set_up_training(

@@ -40,7 +40,7 @@ from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.
-SECTIONS = ("model.data.train_ds", "model.data.validation_ds", "data.data")
+EXAMPLES = ("model.data.train_ds", "model.data.validation_ds", "data.data")
 READ = {  # by what a record holds: how to read it, and the fields that continue its prompt
     "pair": (RecordEncoder.pair_length, PAIR),
     **dict.fromkeys(("labelled", "logits"), (RecordEncoder.response_length, ("response",))),
@@ -103,7 +103,7 @@ def _data_files(
     """
     lists = {
         f"{key}.file_path": OmegaConf.select(cfg, key)
-        for key in SECTIONS
+        for key in EXAMPLES
         if JOBS[config_name].records == "example" and f"{key}.file_path" in JOBS[config_name].keys
     }
     if config_name in PREFIX_DATA_JOBS:

@@ -94,22 +94,11 @@ def build_prompt_loaders(
     validation_ds = single_validation_set(validation_ds)
     datasets = [train_ds] if validation_ds is None else [train_ds, validation_ds]
     check_pad_to_length(cfg, remote, kind, datasets)
-    train: Any = partial(
-        build_dataloader,
-        cfg,
-        train_ds,
-        mbs=settings.rollout_micro_batch_size,
-        gbs=settings.num_rollout_samples,
-        load_gbs=False,
-    )
+    sizes = {"mbs": settings.rollout_micro_batch_size, "gbs": settings.num_rollout_samples}
+    train: Any = partial(build_dataloader, cfg, train_ds, **sizes, load_gbs=False)
+    sizes = {"mbs": settings.val_rollout_micro_batch_size, "gbs": settings.num_val_samples}
     validation: Any = validation_ds and partial(
-        build_dataloader,
-        cfg,
-        validation_ds,
-        mbs=settings.val_rollout_micro_batch_size,
-        gbs=settings.num_val_samples,
-        load_gbs=False,
-        use_random_sampler=False,
+        build_dataloader, cfg, validation_ds, **sizes, load_gbs=False, use_random_sampler=False
     )
     collate_fn = collate_with_pad_to_max_batch(
         settings.length_params.max_length,

@@ -30,7 +30,7 @@ from nemo_aligner.checkpoint.folders import read_state
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.launch.experiment import CHECKPOINT_OPTIONS
+from nemo_aligner.launch.experiment import checkpoint_options
 from nemo_aligner.launch.processes import JobTrainer, launch_processes, nemo_checkpoint_callback
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.parallel import parallel_state
@@ -225,17 +225,8 @@ def _callback(trainer: Trainer, model: MegatronGPTModel, folder: Path) -> Checkp
     """`CheckpointCallback` for `folder` with the options of the job."""
     optimizer, scheduler = extract_optimizer_scheduler_from_ptl_model(model)
     job_cfg = trainer.job_cfg if isinstance(trainer, JobTrainer) else DictConfig({})
-    options = job_cfg.get("exp_manager") or {}
-    params = options.get("checkpoint_callback_params") or {}
-    callback = CheckpointCallback(
-        folder.parent,
-        model,
-        optimizer,
-        scheduler,
-        name=options.get("name") or "model",
-        save_hf=(job_cfg.get("model") or {}).get("save_hf"),
-        **{key: params[key] for key in CHECKPOINT_OPTIONS if params.get(key) is not None},
-    )
+    options = checkpoint_options(job_cfg)
+    callback = CheckpointCallback(folder.parent, model, optimizer, scheduler, **options)
     callback.root = folder
     return callback
 

@@ -61,7 +61,7 @@ DOORS = {
     "utils.parallel_rules": "nemo_aligner.config.parallel_rules",
     "utils.parallel_state": "nemo_aligner.parallel.parallel_state",
     "utils.ports": "nemo_aligner.servers.ports",
-    "utils.ppo_rules": "nemo_aligner.config.jobs.actors nemo_aligner.core.estimators",
+    "utils.ppo_rules": "nemo_aligner.config.ppo_rules nemo_aligner.core.estimators",
     "utils.ppo_utils": (
         "nemo_aligner.core.advantages nemo_aligner.core.kl nemo_aligner.core.losses "
         "nemo_aligner.core.masks nemo_aligner.core.tensors"

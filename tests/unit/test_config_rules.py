@@ -1,17 +1,17 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the configuration that constructors may call too, on plain values."""
+"""Rules of the configuration that constructors alone call, on plain values; those that a job's
+start checks too are in test_config_checks.py.
+"""
 
 import pytest
 
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.jobs.actors import check_top_n
 from nemo_aligner.config.parallel_rules import check_expert_parallel
 from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
     check_reward_standardization,
-    check_source_of_rewards,
 )
 from nemo_aligner.core.errors import ConfigError
 
@@ -33,40 +33,14 @@ def test_expert_parallel(sizes, message):
         check_expert_parallel(*sizes)
 
 
-def test_shared_queue():
-    check_shared_queue("", False, 4)
-    check_shared_queue("", None, 4)
-    check_shared_queue("", True, 1)
-    with pytest.raises(ConfigError, match=r"^trainer.ppo.batch_iterator.use_flask=True does not"):
-        check_shared_queue("trainer.ppo.", True, 2)
-
-
-def test_top_n():
-    check_top_n(4, 4)
-    with pytest.raises(ConfigError, match="top_n_rollouts=0 must be from 1 to"):
-        check_top_n(0, 4)
-    with pytest.raises(ConfigError, match="top_n_rollouts=5 must be .*=4: no more responses"):
-        check_top_n(5, 4)
-
-
-def test_source_of_rewards():
-    check_source_of_rewards({"reward_models": None, "combine_rm_and_critic_server": True})
-    check_source_of_rewards({"reward_models": {"a": 1}, "combine_rm_and_critic_server": False})
-    with pytest.raises(ConfigError, match="has the critic server score rewards"):
-        check_source_of_rewards({"reward_models": {"a": 1}, "combine_rm_and_critic_server": True})
-
-
-@pytest.mark.parametrize(
-    ("standardization", "message"),
-    [
-        ({"enable": True, "mean": None, "std": 1.0}, "needs model.reward_standardization.mean"),
-        ({"enable": True, "mean": 0.0, "std": 0.0}, "std=0.0 must be above 0"),
-    ],
-)
-def test_reward_standardization(standardization, message):
+def test_what_a_constructor_may_be_given():
+    for use_flask, experts in ((False, 4), (None, 4), (True, 1)):
+        check_shared_queue("", use_flask, experts)
     check_reward_standardization({"reward_standardization": None})
-    check_reward_standardization({"reward_standardization": {**standardization, "enable": False}})
-    with pytest.raises(ConfigError, match=message):
+    standardization = {"enable": False, "mean": None, "std": 0.0}
+    check_reward_standardization({"reward_standardization": standardization})
+    standardization |= {"enable": True, "mean": 0.0}
+    with pytest.raises(ConfigError, match="std=0.0 must be above 0"):
         check_reward_standardization({"reward_standardization": standardization})
 
 

@@ -9,17 +9,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.config import schema as config_schema
-from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.parallel_rules import check_architecture
-from nemo_aligner.config.rules import check_keys_alone, check_values
+from nemo_aligner.config.rules import check_keys_alone
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.jobs.rollouts import train_ppo
 from tests.tiny_models import tiny_config
-from tests.unit.test_config_checks import NO_LAUNCHER, check, load
+from tests.unit.test_config_checks import check, check_at_start, check_with_checkpoint, load
 
 
 def with_value(tree, key, value):
@@ -98,7 +97,7 @@ def test_a_key_that_is_absent_has_its_default(tmp_path):
         "alarms",
     ):
         del cfg.trainer.ppo[key]
-    assert check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER) == []
+    assert check_at_start(cfg, "gpt_ppo_actor") == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_a_value_in_the_place_of_a_section_is_refused(key, value, shown, below, 
     with pytest.raises(
         ConfigError, match=f"{key}={shown} is a section; set its keys, such as {below}"
     ):
-        check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)
+        check_at_start(cfg, "gpt_ppo_actor")
 
 
 @pytest.mark.parametrize("section", ["trainer", "model", "trainer.ppo", "model.optim"])
@@ -133,7 +132,7 @@ def test_a_text_is_a_text(value, tmp_path):
     cfg = load("gpt_ppo_actor", tmp_path)
     OmegaConf.update(cfg, "exp_manager.name", value, merge=False)
     with pytest.raises(ConfigError, match=r"exp_manager\.name=.* must be a text\."):
-        check_config(cfg, "gpt_ppo_actor", visible_devices=0, env=NO_LAUNCHER)
+        check_at_start(cfg, "gpt_ppo_actor")
 
 
 def test_null_switches_alarms_and_adaptive_kl_off(tmp_path):
@@ -214,7 +213,7 @@ def test_recomputation_without_effect_is_noted(overrides, note, tmp_path):
 def test_recomputation_is_completed_by_the_checkpoint(tmp_path):
     overrides = [f"{RECOMPUTE}granularity=null", f"{RECOMPUTE}method=block"]
     cfg = load("gpt_sft", tmp_path, *overrides)  # trained with a method that is switched off now
-    check_values(cfg, "gpt_sft", complete=True, visible_devices=0, env=NO_LAUNCHER)
+    check_with_checkpoint(cfg, "gpt_sft")
     assert (
         check("gpt_ppo_actor", tmp_path, f"{RECOMPUTE}num_layers=2") == []
     )  # the checkpoint may say "full"
@@ -228,7 +227,7 @@ def test_keys_of_experts_need_experts(tmp_path):
     cfg = load(
         "training_rm", tmp_path, topk
     )  # the configuration of a dense checkpoint may hold them
-    check_values(cfg, "training_rm", complete=True, visible_devices=0, env=NO_LAUNCHER)
+    check_with_checkpoint(cfg, "training_rm")
 
 
 def test_no_remedy_names_what_a_checkpoint_fixes():
@@ -253,7 +252,7 @@ def test_expert_parallelism_of_a_checkpoint_can_be_overridden(sizes, tmp_path):
     with pytest.raises(
         ConfigError, match=r"unless it is overridden: model.expert_model_parallel_size=1"
     ):
-        check_values(cfg, "gpt_ppo_actor", complete=True, visible_devices=0, env=NO_LAUNCHER)
+        check_with_checkpoint(cfg, "gpt_ppo_actor")
 
 
 def test_one_virtual_stage_means_no_virtual_stages(tiny_tokenizer_dir):
@@ -292,4 +291,4 @@ def test_a_configuration_with_all_defaults_of_a_model_passes(name, tmp_path):
     cfg = load(name, tmp_path, *(f"model.{size}" for size in sizes))
     cfg.model.encoder_seq_length = 4096
     cfg.model = complete_model(cfg.model, name)
-    check_values(cfg, name, complete=True, visible_devices=0, env=NO_LAUNCHER)
+    check_with_checkpoint(cfg, name)

@@ -391,7 +391,7 @@ def test_an_alarm_when_both_responses_become_unlikely(
         (["model.dpo.preference_loss_weight=0"], "both 0: nothing would be learned"),
         (["model.data.data_impl=mmap"], "where a response begins"),
         (["model.dpo.beta=0.1"], "model.dpo.beta"),
-        (["model.dpo.ref_log_probs_dir=True"], "ref_log_probs_dir=True must be a folder"),
+        (["model.dpo.ref_log_probs_dir=True"], "ref_log_probs_dir=True must be a text"),
         (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
     ],
 )

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.data_rules import DATA_IMPLS, OTHER_DATA_IMPLS, check_data_impl
 from nemo_aligner.config.defaults import complete, complete_config
 from nemo_aligner.config.inert_keys import INERT, LATER, OLD_FORMS, ONLY
@@ -41,7 +40,7 @@ from tests import ppo_fakes
 from tests.cases import some_of
 from tests.tiny_models import tiny_config
 from tests.unit import test_optim_recipes
-from tests.unit.test_config_checks import check, load
+from tests.unit.test_config_checks import check, check_at_start, load
 from tests.unit.test_model_keys import REFUSED
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +88,7 @@ def test_every_key_without_effect_is_accepted_with_its_warning(name, tmp_path):
 
     inert = {key: each for key, each in INERT[name].items() if not below_another(key)}
     cfg = with_keys(name, tmp_path, dict.fromkeys(inert, ODD))
-    notes = check_config(cfg, name, visible_devices=0, env={})
+    notes = check_at_start(cfg, name)
     warned = {key for key in inert if not inert[key].is_neutral(ODD)}
     forms = {f"{old.form}: {old.happens}" for old in OLD_FORMS}
     expected = {f"{key}={ODD}: {inert[key].reason}" for key in warned}
@@ -97,7 +96,7 @@ def test_every_key_without_effect_is_accepted_with_its_warning(name, tmp_path):
     assert len(warned) > 100
 
     cfg = with_keys(name, tmp_path, dict.fromkeys(inert))
-    assert check_config(cfg, name, visible_devices=0, env={}) == []
+    assert check_at_start(cfg, name) == []
 
 
 # --- keys without effect: nothing changes. Those of a model: test_model_keys.py
@@ -331,11 +330,11 @@ def test_every_other_value_is_refused_with_its_remedy(name, tmp_path):
         value = REFUSED[key.split(".")[1]]
         cfg = with_keys(name, tmp_path, {key: value})
         with pytest.raises(ConfigError) as caught:
-            check_config(cfg, name, visible_devices=0, env={})
+            check_at_start(cfg, name)
         assert f"{key}={value!r} is not supported here: {remedy}." in str(caught.value)
         for value in (*accepted, None):
             cfg = with_keys(name, tmp_path, {key: value})
-            assert check_config(cfg, name, visible_devices=0, env={}) == []
+            assert check_at_start(cfg, name) == []
 
 
 @pytest.mark.parametrize(("job", "key"), LATER)
@@ -344,20 +343,20 @@ def test_what_is_refused_so_far_is_refused_with_its_remedy(job, key, tmp_path):
     for value in (True, {"a": {"_target_": "b.C"}}):
         with pytest.raises(ConfigError) as caught:
             cfg = with_keys(job, tmp_path, {key: value})
-            check_config(cfg, job, visible_devices=0, env={})
+            check_at_start(cfg, job)
         assert key in str(caught.value)
         if value is True:
             assert f"{key}=True is not supported yet: {remedy}." == str(caught.value)
     for value in accepted:
         cfg = with_keys(job, tmp_path, {key: value})
-        assert check_config(cfg, job, visible_devices=0, env={}) == []
+        assert check_at_start(cfg, job) == []
 
 
 def test_metrics_of_responses_are_refused_as_nemo_aligners_yaml_writes_them(tmp_path):
     metrics = {"my_metric_name1": {"_target_": "a.Metric"}}
     cfg = with_keys("gpt_sft", tmp_path, {"trainer.sft.inference_metrics": metrics})
     with pytest.raises(ConfigError, match="GPTSFTModel.infer and nemo_aligner.metrics"):
-        check_config(cfg, "gpt_sft", visible_devices=0, env={})
+        check_at_start(cfg, "gpt_sft")
 
 
 # --- forms with another meaning
@@ -385,9 +384,7 @@ def test_a_form_gives_its_note_in_its_jobs_alone(number, tmp_path):
     note = f"{form.form}: {form.happens}"
     for name in CONFIG_NAMES:
         try:
-            notes = check_config(
-                with_keys(name, tmp_path, written), name, visible_devices=0, env={}
-            )
+            notes = check_at_start(with_keys(name, tmp_path, written), name)
         except ConfigError as error:  # the job has no such key
             assert name not in form.jobs and "Unknown configuration key" in str(error)
         else:

@@ -290,15 +290,17 @@ class TopKCommand:
 def _check_logits(v: Values, dp: dict[str, int], ranks: int) -> None:
     times = dp | virtual_pipeline_group(v)
     v.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
-    limit, length = v.get("data.data.max_seq_length"), v.get("model.encoder_seq_length")
-    if limit and length and limit > length:
-        raise ConfigError(
-            f"data.data.max_seq_length={limit} is above model.encoder_seq_length={length}; lower "
-            "it."
-        )
+    v.at_most("data.data.max_seq_length", "model.encoder_seq_length")
     plain_columns(v.get("data.data.columns"), "data.data.columns")
     check_chat(v.get("data", {}))
 
+
+_OF_TEACHER = {
+    **PARALLEL,
+    **NO_RECOMPUTATION,
+    **NO_LAYERS,
+    "model.virtual_pipeline_model_parallel_size": None,
+}
 
 TOP_K_LOGITS = Configuration(
     "compute_topk_logits",
@@ -311,10 +313,7 @@ TOP_K_LOGITS = Configuration(
         "data.data": TopKSet,
     },
     {
-        **PARALLEL,
-        **NO_RECOMPUTATION,
-        **NO_LAYERS,
-        "model.virtual_pipeline_model_parallel_size": None,
+        **_OF_TEACHER,
         "trainer.max_epochs": 1,
         "trainer.max_steps": ABSENT,
         "model.encoder_seq_length": None,
@@ -336,10 +335,7 @@ TEACHER_SERVER = Configuration(
         "model": Model,
     },
     {
-        **PARALLEL,
-        **NO_RECOMPUTATION,
-        **NO_LAYERS,
-        "model.virtual_pipeline_model_parallel_size": None,
+        **_OF_TEACHER,
         "model.micro_batch_size": 4,
         "model.megatron_amp_O2": True,
         "inference.model_name": "teacher_logits",

@@ -90,18 +90,12 @@ class WeighedPreferences(Preferences):
     sft_average_log_probs: bool = key("${.preference_average_log_probs}")
     preference_loss_weight: float = key(1, at_least=0)
     sft_loss_weight: float = key(0, at_least=0)
-    ref_log_probs_dir: Any = key(None)
+    ref_log_probs_dir: str | None = key(None)
 
 
 def check_preferences(values: Values, kind: str) -> None:
     """What DPO and KTO, `kind`, have in common."""
     section = f"model.{kind}."
-    folder = values.get(f"{section}ref_log_probs_dir")
-    if folder is not None and not isinstance(folder, str):
-        raise ConfigError(
-            f"{section}ref_log_probs_dir={folder!r} must be a folder, or null: the log-probs of "
-            "the reference policy are not kept."
-        )
     check_prompts_can_be_read(str(values.get("model.data.data_impl")))
     check_not_both_0(values, [f"{section}preference_loss_weight", f"{section}sft_loss_weight"])
 

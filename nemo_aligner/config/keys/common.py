@@ -251,26 +251,6 @@ def below(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return {f"{section}.{name}": value for name, value in values.items()}
 
 
-def of_actor(algo: str, monitor: str) -> dict[str, Any]:
-    """Defaults of the actors."""
-    name = f"megatron_gpt-{{step}}-{{consumed_samples}}-{{{algo}_optimization_step}}-{{epoch}}"
-    return {
-        **NEW_DATA,
-        "exp_manager.name": f"megatron_gpt_{algo}_actor",
-        "exp_manager.wandb_logger_kwargs": {
-            "project": f"nemo_aligner_{algo}",
-            "name": f"gpt3_{algo}_2b",
-        },
-        f"{PARAMS}.monitor": monitor,
-        f"{PARAMS}.mode": "max",
-        f"{PARAMS}.save_top_k": 1,
-        f"{PARAMS}.filename": f"{name}-{{{monitor}:.3f}}",
-        "model.optim.lr": 9e-7,
-        "model.optim.sched.min_lr": 9e-8,
-        "model.data.validation_drop_last": ABSENT,
-    }
-
-
 def wandb(project: str | None, name: str | None) -> dict[str, Any]:
     return {"exp_manager.wandb_logger_kwargs": {"project": project, "name": name}}
 
