@@ -224,12 +224,18 @@ def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def meanings(section_class: type) -> dict[tuple[str, ...], str]:
-    """What fields of a section mean, of each group of names that its own docstring explains."""
+    """What fields of a section mean, of each group of names that its own docstring explains, and
+    of its other own fields if the class has `OTHERS`, which explains them.
+    """
     text = inspect.cleandoc(section_class.__doc__ or "").partition("\nAttributes:\n")[2]
     found = {}
     for entry in re.split(r"\n    (?! )", "\n" + text)[1:]:
         names, _, meaning = re.sub(r"\s+", " ", entry).partition(": ")
         found[tuple(names.split(", "))] = meaning
+    own = vars(section_class).get("__annotations__", {})
+    others = tuple(name for name in own if all(name not in names for names in found))
+    if others and hasattr(section_class, "OTHERS") and "OTHERS" not in own:
+        found[others] = section_class.OTHERS
     return found
 
 

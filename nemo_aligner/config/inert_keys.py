@@ -435,10 +435,6 @@ def _counts_elsewhere(v: Values, name: str) -> bool:
     return value not in (None, -1, *own)
 
 
-def _asks_for_trt_llm(v: Values, kind: str) -> bool:
-    return bool(v.get(f"trainer.{kind}.trt_llm.enable"))
-
-
 OLD_FORMS = (
     OldForm(
         f"{RECOMPUTE}granularity=selective with {RECOMPUTE}method=uniform",
@@ -485,7 +481,7 @@ OLD_FORMS = (
             f"trainer.{kind}.trt_llm.enable=True",
             "TensorRT-LLM is gone; the built-in engine serves instead. "
             f"trt_llm.reshard=True acts as model.{kind}.generation.reshard=auto",
-            partial(_asks_for_trt_llm, kind=kind),
+            partial(Values.get, key=f"trainer.{kind}.trt_llm.enable"),
             (f"gpt_{kind}_actor",),
         )
         for kind in ("ppo", "reinforce")

@@ -41,10 +41,8 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
 
 
 def pad_vocab_size(vocab_size: int, multiple: int, tensor_model_parallel_size: int) -> int:
-    """Rows of the embedding table: the next size that `multiple` and the TP ranks divide.
-
-    NeMo pads to `multiple` x TP. With the least common multiple the table, and so the initial
-    weights, do not depend on TP in most cases.
+    """Rows of the embedding table: the next size that `multiple` and the TP ranks divide. NeMo
+    pads to `multiple` x TP, so that its table, and the initial weights, always depend on TP.
     """
     multiple = math.lcm(multiple, tensor_model_parallel_size)
     return math.ceil(vocab_size / multiple) * multiple

@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token, server_token, shown_url
 from nemo_aligner.config.judge_rules import read_web_rewards
+from nemo_aligner.config.keys.common import PARALLEL
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
 from nemo_aligner.config.values import Values, require_multiple
@@ -104,29 +105,22 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
     value = asked_reshard(v.get(key.removesuffix(".generation.reshard")))
     merge = "model.peft.merge_for_generation"
     with_adapters = v.get("model.peft.peft_scheme") not in (None, "none")
+    shown = str(value).replace("'", "")  # as a command writes it
     if value not in (None, "none") and with_adapters and not v.get(merge, True):
         raise ConfigError(
-            f"{key}={_shown(value)} moves weights that contain the adapters, but {merge}=False "
+            f"{key}={shown} moves weights that contain the adapters, but {merge}=False "
             f"keeps these apart; set {merge}=True, or {key}=none."
         )
 
 
-def _shown(reshard: Any) -> str:
-    """`generation.reshard` as a command writes it."""
-    return str(reshard).replace("'", "")
-
-
 def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
     """Check `generation.reshard={tp: ..., pp: ...}` against the model and its ranks."""
-    given = v.get(key)
-    shown, remedy = f"{key}={_shown(given)}", f"or set {key}=auto"
+    given, remedy = v.get(key), f"or set {key}=auto"
+    shown = f"{key}={given}".replace("'", "")  # as a command writes it
     if set(given) != {"tp", "pp"}:
         raise ConfigError(f"{shown} needs both sizes, such as {{tp: 1, pp: 1}}.")
     tp, pp = v.size(f"{key}.tp"), v.size(f"{key}.pp")
-    trained_tp, trained_pp, cp, ep = (
-        v.get(f"model.{name}_parallel_size", 1)
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
-    )
+    trained_tp, trained_pp, cp, ep = (v.get(name, 1) for name in PARALLEL)
     trained = trained_tp * trained_pp
     if (tp, pp) == (trained_tp, trained_pp):
         return

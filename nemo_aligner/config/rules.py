@@ -182,17 +182,15 @@ def check_dynamic_micro_batches(values: Values) -> None:
     """Raise `ConfigError` if `model.dynamic_micro_batch_tokens` would share samples out to other
     micro-batches than a loss is defined by.
     """
-    tokens = values.get("model.dynamic_micro_batch_tokens")
-    if tokens is None:
+    tokens = "model.dynamic_micro_batch_tokens"
+    if values.get(tokens) is None:
         return
-    fixed = (
-        f"model.dynamic_micro_batch_tokens={tokens} makes micro-batches of similar samples, but"
-    )
+    fixed = f"{tokens}={values.get(tokens)} makes micro-batches of similar samples, but"
     for key in (f"model.{section}loss_reduction" for section in ("", "ppo.", "rs.", "reinforce.")):
         if values.get(key) == "microbatch":
             raise ConfigError(
                 f"{fixed} {key}=microbatch depends on which samples share one; use token or "
-                "sequence, or set model.dynamic_micro_batch_tokens=null."
+                f"sequence, or set {tokens}=null."
             )
     for key in ("model.moe_aux_loss_coeff", "model.moe_z_loss_coeff"):
         if values.get("model.num_moe_experts") and values.get(key):
@@ -241,11 +239,8 @@ def _check_start(values: Values, config_name: str) -> bool:
 
 def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
     """What all jobs that train have in common."""
-    values.multiple(
-        "model.global_batch_size",
-        "model.micro_batch_size",
-        times=dp | virtual_pipeline_group(values),
-    )
+    times = dp | virtual_pipeline_group(values)
+    values.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
     check_dynamic_micro_batches(values)
     check_optim(values.get("model.optim", {}))
     if values.get("exp_manager") is not None:

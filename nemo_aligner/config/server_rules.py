@@ -67,9 +67,7 @@ def check_kind_of_rewards(v: Values, section: str) -> None:
 
 
 def check_source_of_rewards(remote: Mapping) -> None:
-    """Raise `ConfigError` if, by the section `remote_critic_rm`, rewards are to come from the
-    critic server and from others too.
-    """
+    """Raise `ConfigError` if rewards are to come from the critic server and from others too."""
     if remote["reward_models"] and remote["combine_rm_and_critic_server"]:
         raise ConfigError(
             "remote_critic_rm.reward_models names servers of their own, but "
@@ -338,16 +336,10 @@ def _read_one(
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
-    whole = REWARD_ADDRESS | {key: value for key, value in section.items() if value is not None}
-    return RewardModelSpec(
-        name=name,
-        endpoint=whole["name"],
-        addresses=_read_addresses(
-            whole["ip"] if ip is None else ip, whole["port"] if port is None else port, setting
-        ),
-        weight=float(weight),
-        setting=setting,
-    )
+    given = (*section.items(), ("ip", ip), ("port", port))
+    whole = REWARD_ADDRESS | {key: value for key, value in given if value is not None}
+    addresses = _read_addresses(whole["ip"], whole["port"], setting)
+    return RewardModelSpec(name, whole["name"], addresses, float(weight), setting)
 
 
 def _read_addresses(

@@ -325,9 +325,8 @@ def build_checkpoint_callback(
     made_from: MadeFrom | None = None,
     has_validation: bool = True,
 ) -> CheckpointCallback:
-    """`CheckpointCallback` from `exp_manager.checkpoint_callback_params`; without a `log_dir` it
-    neither writes nor finds a checkpoint. Without a validation checkpoints are not ranked by its
-    metrics, and their names are without them.
+    """`CheckpointCallback` by `checkpoint_options`; without a `log_dir` it neither writes nor
+    finds a checkpoint. Without a validation neither ranks nor names have metrics of it.
     """
     given = checkpoint_options(cfg)
     if not has_validation:
@@ -368,9 +367,8 @@ def set_up_training(
     train: Any = None,
     has_validation: bool = True,
 ) -> dict[str, Any]:
-    """What every trainer gets, by the names of its arguments: its settings, `model`, its optimizer
-    and learning-rate schedule, and what logs and writes checkpoints; logs the configuration. All
-    ranks call it.
+    """What every trainer gets, by the names of its arguments; logs the configuration. All ranks
+    call it.
 
     Args:
         max_steps: optimizer updates, the horizon of the schedule.

@@ -49,8 +49,7 @@ def load_and_override_model_config(
     model_cfg_to_overwrite: DictConfig,
     remove_meta_info: bool = True,
 ) -> DictConfig:
-    """Configuration of the model in a `.nemo`, with the values of `model_cfg_to_overwrite` over
-    it.
+    """Configuration of the model in a `.nemo`, with `model_cfg_to_overwrite` over it.
 
     A null there means "as in the checkpoint" for keys that describe the network
     (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that

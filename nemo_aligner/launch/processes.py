@@ -68,15 +68,8 @@ def _check_resume(
     dirpath: str | None = None,
     resume_from_checkpoint: str | None = None,
 ) -> None:
-    """NeMo's function of this name, by which its `exp_manager` sets `trainer.ckpt_path`; a
-    `JobTrainer` resumes from `resume_from_checkpoint`, else from the newest complete checkpoint of
-    this package.
-
-    NeMo would look for files of its own: it would say that training starts from scratch, and with
-    `resume_ignore_no_checkpoint=False` refuse to resume.
-
-    Raises:
-        UserError: there is none, and `resume_ignore_no_checkpoint` is off.
+    """NeMo's function of this name, by which its `exp_manager` sets `trainer.ckpt_path`: to the
+    newest complete checkpoint of this package, where NeMo would look for files of its own.
     """
     if isinstance(trainer, JobTrainer) and resume_if_exists:
         resume_if_exists = False
@@ -113,10 +106,8 @@ def nemo_checkpoint_callback(trainer: Trainer) -> NeMoModelCheckpoint | None:
 
 def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = None) -> JobTrainer:
     """Resolve `cfg` in place and build the Lightning trainer from `LIGHTNING_OPTIONS` of
-    `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out.
-
-    The trainer knows devices, nodes and the launch form (plain `python`, torchrun, SLURM, mpirun);
-    its own loops are not used.
+    `cfg.trainer`; the section `pop_trainer_key` with the job's own settings stays out. It knows
+    devices, nodes and the launch form (plain `python`, torchrun, SLURM, mpirun).
 
     Raises:
         ConfigError: a GPU was asked for on a machine without CUDA, or the CPU in a process that
@@ -163,12 +154,9 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
 
 
 def launch_processes(trainer: Trainer | None) -> None:
-    """Start the other processes of this node, if nobody else did, and join the process group;
-    every rank calls it.
-
-    Under torchrun and SLURM the processes exist already; with plain `python` Lightning's launcher
-    starts this script again, once per further device. Without a trainer, or with the group in
-    place, nothing happens.
+    """Start the other processes of this node, if nobody else did (torchrun, SLURM), and join the
+    process group; every rank calls it. With plain `python` Lightning's launcher starts this script
+    again, once per further device. Without a trainer, or with the group in place, nothing happens.
 
     When a process of a node started in this way dies, the others end within seconds: Lightning
     watches the children, and they end with their parent.

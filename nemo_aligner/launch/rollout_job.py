@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from nemo.utils import logging
@@ -57,7 +57,7 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.agent_door import AgentDoor
 from nemo_aligner.servers.agents import AgentEnvironment
-from nemo_aligner.servers.critic_client import CriticStatus
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.environment import PythonEnvironment
 from nemo_aligner.servers.judge import JudgeWorker
 from nemo_aligner.servers.reward_function import RewardFunction
@@ -65,6 +65,7 @@ from nemo_aligner.servers.scoring_clients import (
     NoRewards,
     RemoteGPTRMClient,
     RewardsInJob,
+    RewardsInPlaceOfCritic,
     ScoreSource,
 )
 from nemo_aligner.servers.teachers import PolicyTeachers
@@ -392,18 +393,10 @@ def _function(
 # ----------------------------------------------------------- the state of an actor and its critic
 
 
-class ResumableCritic(Protocol):
-    """The remote critic (`servers/critic_client.py`), or what stands in its place."""
-
-    def status(self) -> CriticStatus | None:
-        """Where it stands; None if it cannot say. Every rank calls it."""
-
-    def go_to(self, actor_step: int) -> bool:
-        """Have it load its checkpoint of a step; False if that is damaged. Every rank calls it."""
-
-
 def load_state_of_pair(
-    cfg: DictConfig, ckpt_callback: CheckpointCallback, rm_critic: ResumableCritic
+    cfg: DictConfig,
+    ckpt_callback: CheckpointCallback,
+    rm_critic: RemoteGPTRMCriticClient | RewardsInPlaceOfCritic,
 ) -> dict[str, Any] | None:
     """Resume the actor as `exp_manager` asks, and the critic at the same step; all ranks call it.
 

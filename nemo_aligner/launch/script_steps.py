@@ -74,10 +74,7 @@ def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
 def disable_data_callbacks(
     ptl_model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
 ) -> None:
-    """Keep the training data on the model, as NeMo does (`_train_ds`, `_train_dl`).
-
-    NeMo-Aligner also switched off callbacks that set data up; these models have none.
-    """
+    """Keep the training data on the model, as NeMo does (`_train_ds`, `_train_dl`)."""
     ptl_model._train_ds = train_ds
     ptl_model._train_dl = train_dataloader
 
@@ -108,26 +105,21 @@ def init_using_ptl(
 def _updates(
     trainer: Trainer, model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
 ) -> int:
-    """Optimizer updates of the job, the horizon of its learning rate, as in this package's own
-    scripts.
-
-    Without a configuration of the job (a trainer that `resolve_and_create_trainer` did not make),
-    as in NeMo: `trainer.max_steps`, or `trainer.max_epochs` over the training data.
+    """Optimizer updates of the job, the horizon of its learning rate. Without its configuration (a
+    trainer that `resolve_and_create_trainer` did not make) as in NeMo: `trainer.max_steps`, or
+    `trainer.max_epochs` over the training data.
     """
     section = getattr(trainer, "section", None)
+    own = trainer.job_cfg.trainer.get(section) if section else None
     if section in ("rm", "sft", "dpo", "kto", "spin"):
         job = "spin" if section == "spin" else "sft"  # the others have no key of their own here
-        settings = complete(trainer.job_cfg.trainer[section], f"gpt_{job}", f"trainer.{job}")
-        return supervised_max_steps(settings, train_dataloader)
+        return supervised_max_steps(
+            complete(own, f"gpt_{job}", f"trainer.{job}"), train_dataloader
+        )
     if section in ("ppo", "rs") and train_ds is None:  # a critic
-        settings = complete(
-            trainer.job_cfg.trainer[section], "gpt_ppo_critic", f"trainer.{section}"
-        )
-        return int(settings.max_steps)
+        return int(complete(own, "gpt_ppo_critic", f"trainer.{section}").max_steps)
     if section in ("ppo", "rs", "reinforce"):
-        settings = complete(
-            trainer.job_cfg.trainer[section], f"gpt_{section}_actor", f"trainer.{section}"
-        )
+        settings = complete(own, f"gpt_{section}_actor", f"trainer.{section}")
         rollout = model.cfg[section]
         if section == "ppo":
             _refuse_keys_of_own_script(rollout, settings)
@@ -210,10 +202,8 @@ class FakeCheckpointCallback:
 def add_custom_checkpoint_callback(
     ptl_trainer: Trainer, ptl_model: MegatronGPTModel
 ) -> CheckpointCallback | FakeCheckpointCallback:
-    """What writes the checkpoints of the job, as `exp_manager` was asked to.
-
-    NeMo's own callback, which `exp_manager` gave to the trainer, says where they go and which are
-    kept; `CheckpointCallback` writes them, in the form of this package.
+    """What writes the checkpoints of the job, in the form of this package and to the folder of
+    NeMo's own callback, which `exp_manager` gave to the trainer.
     """
     callback = nemo_checkpoint_callback(ptl_trainer)
     if callback is None:

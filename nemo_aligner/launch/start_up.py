@@ -19,11 +19,10 @@ from nemo_aligner.parallel.environment import is_rank_zero
 @contextlib.contextmanager
 def long_imports() -> Iterator[None]:
     """Inside, no garbage is collected; objects that are there at the end stay out of collections.
-    A job imports its packages so, in its `main`: --help and a wrong key do not wait for them.
 
-    The packages of a job make a million objects that live as long as the process. Python would
-    look at all of them again and again, while they are imported and in every full collection
-    later: a fifth of the time of the imports, and a quarter of a second per collection.
+    The packages of a job make a million objects that live as long as the process. To look at all
+    of them takes a fifth of the time of the imports, and later a quarter of a second per
+    collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -36,11 +35,9 @@ def long_imports() -> Iterator[None]:
 
 
 def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | None = None) -> None:
-    """Set the number of CPU threads of this process, OMP_NUM_THREADS, unless the user has set it.
-
-    The ranks of a job on one machine divide its cores among them, and so do the jobs that are
-    meant to run beside each other. Torch itself would take all cores in every process. Call it
-    before torch is imported; processes that this one starts inherit the number.
+    """Set the number of CPU threads of this process, OMP_NUM_THREADS, unless the user has set it:
+    ranks of one machine, and jobs beside each other, divide its cores. Call it before torch is
+    imported; processes that this one starts inherit the number.
 
     Args:
         devices: `trainer.devices`; torchrun's and mpirun's own number of local ranks overrides it.

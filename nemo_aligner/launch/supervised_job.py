@@ -120,14 +120,10 @@ def train_on_preferences(
 
 
 def build_preference_dataloaders(cfg: DictConfig, kind: str, model: Any) -> Loaders:
-    """`build_dataloaders` for a job that learns from preferences, whose reference policy is
-    `model` with its present weights. With `ref_log_probs_dir` the batches have the log-probs of
-    the reference policy; without, `model` keeps a copy of its weights. All ranks call it, before a
-    checkpoint is resumed.
-
-    Args:
-        kind: "dpo" or "kto".
-        model: a `ReferencePolicyMixin` with `REFERENCE_COLUMNS`.
+    """`build_dataloaders` for DPO or KTO, by its `kind`, whose reference policy is `model`, a
+    `ReferencePolicyMixin`, with its present weights. With `ref_log_probs_dir` the batches have its
+    log-probs; without, `model` keeps a copy of its weights. All ranks call it, before a checkpoint
+    is resumed.
     """
     build = datasets_of_job(f"gpt_{kind}", cfg.model)
     root = cfg.model[kind].ref_log_probs_dir

@@ -144,10 +144,8 @@ class Watchdog:
         endings.end_at_once(ExitCode.LOST_PEER)
 
     def _wait_until_said(self, first: int) -> None:
-        """Wait until rank `first` has printed what hangs; that rank itself does not wait.
-
-        If another rank ended sooner, the collective in which rank `first` stands would fail, and
-        that rank would end with this error in place of the message.
+        """Wait until rank `first` has printed what hangs. If another rank ended sooner, the
+        collective in which that one stands would fail, and it would end with this error instead.
         """
         with contextlib.suppress(RuntimeError):  # the store has ended with rank 0
             if self.rank == first:

@@ -220,6 +220,25 @@ def training(section):
     }
 
 
+# Of the jobs that began as NeMo's own.
+_OF_NEMO = {
+    "trainer.accelerator": "gpu",
+    "model.restore_from_path": "???",
+    "model.resume_from_checkpoint": None,
+    "model.save_nemo_on_validation_end": True,
+    "model.sync_batch_comm": False,
+    "model.activations_checkpoint_layers_per_pipeline": None,
+    "model.answer_only_loss": False,
+    "model.gradient_as_bucket_view": False,
+    "model.seq_len_interpolation_factor": None,
+    "model.use_flash_attention": None,
+    "model.ffn_dropout": 0.0,
+}
+_FOLDER_OF_NEMO = {
+    "exp_manager.explicit_log_dir": None,
+    _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",
+    "exp_manager.checkpoint_callback_params.save_best_model": False,
+}
 OLD_VALUES = {
     "gpt_ppo_actor": training("ppo")
     | {"trainer.num_nodes": 8, "model.ppo.entropy_bonus": 0.0, "model.ppo.ratio_eps": 0.2},
@@ -240,26 +259,14 @@ OLD_VALUES = {
         "trainer.accelerator": "gpu",
         "inference.inference_micro_batch_size": "${model.forward_micro_batch_size}",
     },
-    "gpt_sft": {
-        "trainer.accelerator": "gpu",
+    "gpt_sft": _OF_NEMO
+    | _FOLDER_OF_NEMO
+    | {
         "trainer.gradient_clip_val": "${trainer.sft.gradient_clip_val}",
-        "exp_manager.explicit_log_dir": None,
-        _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",
-        "exp_manager.checkpoint_callback_params.save_best_model": False,
         "model.tensor_model_parallel_size": 1,
         "model.pipeline_model_parallel_size": 1,
         "model.context_parallel_size": 1,
-        "model.restore_from_path": "???",
-        "model.resume_from_checkpoint": None,
-        "model.save_nemo_on_validation_end": True,
-        "model.sync_batch_comm": False,
         "model.megatron_amp_O2": False,
-        "model.activations_checkpoint_layers_per_pipeline": None,
-        "model.answer_only_loss": False,
-        "model.gradient_as_bucket_view": False,
-        "model.seq_len_interpolation_factor": None,
-        "model.use_flash_attention": None,
-        "model.ffn_dropout": 0.0,
         "model.global_batch_size": "${.data.train_ds.global_batch_size}",
         "model.micro_batch_size": "${.data.train_ds.micro_batch_size}",
         "model.data.validation_ds.drop_last": True,
@@ -289,30 +296,15 @@ OLD_VALUES = {
         "model.data.validation_ds.truncation_method": "right",
         "precision": "${trainer.precision}",
     },
-    "gpt_knowledge_distillation": {
-        "trainer.accelerator": "gpu",
-        "exp_manager.explicit_log_dir": None,
-        _PARALLEL_SIZE: "${model.tensor_model_parallel_size}",
-        "exp_manager.checkpoint_callback_params.save_best_model": False,
-        "model.tensor_model_parallel_size": 1,
-    },
-    "compute_topk_logits": {
+    "gpt_knowledge_distillation": _FOLDER_OF_NEMO
+    | {"trainer.accelerator": "gpu", "model.tensor_model_parallel_size": 1},
+    "compute_topk_logits": _OF_NEMO
+    | {
         "name": "megatron_gpt_infer_topk_logits",
-        "trainer.accelerator": "gpu",
-        "model.restore_from_path": "???",
-        "model.resume_from_checkpoint": None,
-        "model.save_nemo_on_validation_end": True,
-        "model.sync_batch_comm": False,
         "model.global_batch_size": 1,
         "model.encoder_seq_length": 4096,
-        "model.activations_checkpoint_layers_per_pipeline": None,
-        "model.answer_only_loss": False,
-        "model.gradient_as_bucket_view": False,
-        "model.seq_len_interpolation_factor": None,
-        "model.use_flash_attention": None,
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
-        "model.ffn_dropout": 0.0,
     },
 }
 NODES = "trainer.num_nodes"
@@ -378,6 +370,7 @@ NEW_KEYS = {
 }
 _DATA = "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl], test: [c.jsonl]}"
 _START = "pretrained_checkpoint.restore_from_path={model}"
+_FILES = [f"model.data.{split}.file_path=a.jsonl" for split in ("train_ds", "validation_ds")]
 JOBS = {  # script, what a user must give, notes
     "gpt_ppo_actor": ("train_gpt_ppo_actor", [_START, _DATA], []),
     "gpt_ppo_critic": (
@@ -391,24 +384,12 @@ JOBS = {  # script, what a user must give, notes
     "inference_rm": ("serve_reward_model", ["rm_model_file={model}"], []),
     "gpt_sft": (
         "train_gpt_sft",
-        [
-            "model.restore_from_path={model}",
-            "model.data.train_ds.file_path=a.jsonl",
-            "model.data.validation_ds.file_path=b.jsonl",
-        ],
+        ["model.restore_from_path={model}", *_FILES],
         ["model.save_nemo_on_validation_end=True", "model.answer_only_loss=False"],
     ),
     "gpt_dpo": ("train_gpt_dpo", [_START, _DATA], []),
     "gpt_kto": ("train_gpt_kto", [_START, _DATA], []),
-    "gpt_spin": (
-        "train_gpt_spin",
-        [
-            _START,
-            "model.data.train_ds.file_path=a.jsonl",
-            "model.data.validation_ds.file_path=b.jsonl",
-        ],
-        [],
-    ),
+    "gpt_spin": ("train_gpt_spin", [_START, *_FILES], []),
     "gpt_knowledge_distillation": ("train_gpt_knowledge_distillation", [_START, _DATA], []),
     "compute_topk_logits": (
         "../synthetic_data_gen/compute_topk_logits",

@@ -11,8 +11,6 @@ from nemo.utils.exp_manager import exp_manager
 from omegaconf import OmegaConf
 
 from nemo_aligner.config import checks
-from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.rules import PREFIX_DATA_JOBS, restore_key
 from nemo_aligner.config.schema import CONFIG_NAMES
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch import script_steps
@@ -21,6 +19,7 @@ from nemo_aligner.utils import train_script_utils as script_utils
 from nemo_aligner.utils import utils
 from tests.cases import some_of
 from tests.tiny_models import tiny_config
+from tests.unit import test_config_checks
 
 pytestmark = pytest.mark.slow
 
@@ -309,27 +308,9 @@ def test_horizon_of_the_learning_rate():
 
 def job_configuration(name, nemo_file, **changes):
     """The YAML file of a job as its script gets it, for the checkpoint `nemo_file`."""
-    cfg = complete_config({}, name)
-    files = {
-        "model.data.train_ds.file_path": "a.jsonl",
-        "model.data.validation_ds.file_path": "a.jsonl",
-    }
-    if name in PREFIX_DATA_JOBS:
-        splits = ("train", "validation", "test")
-        files = {"model.data.data_prefix": {split: ["a.jsonl"] for split in splits}}
-    elif name not in ("gpt_sft", "gpt_spin"):
-        files = {}
-    changes = {
-        restore_key(name): str(nemo_file),
-        "trainer.accelerator": "cpu",
-        "trainer.precision": 32,
-        "model.encoder_seq_length": 48,
-        **files,
-        **changes,
-    }
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key, value, force_add=True)
-    return cfg
+    device = {"trainer.accelerator": "cpu", "trainer.precision": 32}
+    changes = {**device, "model.encoder_seq_length": 48, **changes}
+    return test_config_checks.job_configuration(name, nemo_file, **changes)
 
 
 @pytest.fixture

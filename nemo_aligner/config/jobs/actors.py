@@ -136,12 +136,7 @@ class Covariance:
 
 @dataclass
 class PPOAlarms(RolloutAlarms):
-    """Alarms of PPO.
-
-    Attributes:
-        sampling_mismatch, first_update_kl, clip_fraction, explained_variance: **new**: thresholds
-            of the alarms, see [metrics.md](metrics.md); null switches one off
-    """
+    """Alarms of PPO."""
 
     sampling_mismatch: float | None = key(0.05, above=0)
     first_update_kl: Any = key(0.001)

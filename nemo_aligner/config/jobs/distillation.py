@@ -26,7 +26,7 @@ from nemo_aligner.config.keys.common import (
     Trainer,
     below,
 )
-from nemo_aligner.config.keys.data import Chat, ExampleSet, Lines
+from nemo_aligner.config.keys.data import ExampleChat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import LengthParams, RemoteTeacher, SamplingParams
 from nemo_aligner.config.parallel_rules import virtual_pipeline_group
@@ -39,12 +39,7 @@ from nemo_aligner.core.estimators import DISTILLATION_LOSSES, LOSS_REDUCTIONS, O
 
 @dataclass
 class KDAlarms(Alarms):
-    """Alarms of distillation.
-
-    Attributes:
-        teacher_mass, truncated_fraction: **new**: thresholds of alarms, see
-            [metrics.md](metrics.md); null switches one off
-    """
+    """Alarms of distillation."""
 
     teacher_mass: float | None = key(0.5, at_least=0, at_most=1)
     truncated_fraction: float | None = key(0.9, at_least=0, at_most=1)
@@ -229,20 +224,10 @@ class TeacherInference(Inference):
 
 
 @dataclass
-class TopKChat(Chat):
-    """Conversations of which a teacher gives the logits.
+class TopKChat(ExampleChat):
+    """Conversations of which a teacher gives the logits."""
 
-    Attributes:
-        one_turn_per_sample: conversations: a chat template (**new**), also of SPIN with a sample
-            for each turn, or NeMo's chat format ([data](data.md))
-        allow_empty_prompt: as for the actors; `{input: question, output: answer}`
-    """
-
-    one_turn_per_sample: bool = key(False)
-    allow_empty_prompt: bool = key(False)
-    sample: Any = inert(False)
     num_workers: Any = inert(0)
-    dataloader_type: Any = inert("single")
 
 
 @dataclass

@@ -33,12 +33,7 @@ from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 
 @dataclass
 class PreferenceAlarms(Alarms):
-    """Alarms of preference learning.
-
-    Attributes:
-        likelihood_fall, first_rewards, margin: **new**: thresholds of alarms, see
-            [metrics.md](metrics.md); null switches one off
-    """
+    """Alarms of preference learning."""
 
     likelihood_fall: float | None = key(10.0, above=0)
     first_rewards: Any = key(0.2)
@@ -47,12 +42,7 @@ class PreferenceAlarms(Alarms):
 
 @dataclass
 class PairAlarms(PreferenceAlarms):
-    """Alarms of learning from pairs.
-
-    Attributes:
-        accuracy: **new**: thresholds of alarms, see [metrics.md](metrics.md); null switches one
-            off
-    """
+    """Alarms of learning from pairs."""
 
     accuracy: float | None = key(0.4, at_least=0, at_most=1)
 
@@ -202,12 +192,7 @@ KTO_JOB = Configuration(
 
 @dataclass
 class SPINAlarms(PairAlarms):
-    """Alarms of SPIN.
-
-    Attributes:
-        truncated_fraction, identical_fraction: **new**: thresholds of alarms, see
-            [metrics.md](metrics.md); null switches one off
-    """
+    """Alarms of SPIN."""
 
     truncated_fraction: float | None = key(0.9, at_least=0, at_most=1)
     identical_fraction: float | None = key(0.9, at_least=0, at_most=1)

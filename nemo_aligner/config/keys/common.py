@@ -3,7 +3,7 @@
 """Keys of every job, and defaults that several jobs have in common."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nemo_aligner.config.fields import ABSENT, inert, key, section
 
@@ -70,6 +70,9 @@ class Alarms:
             replicas, which end the job if a bit differs; 0 or null: never
     """
 
+    OTHERS: ClassVar[str] = (  # what fields of subclasses mean
+        "**new**: thresholds of alarms, see [metrics.md](metrics.md); null switches one off"
+    )
     replica_check_interval: int | None = key(10, at_least=0)
 
 

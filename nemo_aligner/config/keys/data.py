@@ -164,22 +164,32 @@ class PackedSet(SizedSet):
 
 
 @dataclass
-class Examples(Chat):
-    """What the data of SFT and SPIN have in common.
+class ExampleChat(Chat):
+    """Conversations that end with a response.
 
     Attributes:
-        num_workers: processes that load data
-        columns, allow_empty_prompt: as for the actors; `{input: question, output: answer}`
         one_turn_per_sample: conversations: a chat template (**new**), also of SPIN with a sample
             for each turn, or NeMo's chat format ([data](data.md))
+        allow_empty_prompt: as for the actors
     """
 
-    num_workers: Any = key(0, required=True)
-    columns: Any = key(None, free=True)
     one_turn_per_sample: bool = key(False)
     allow_empty_prompt: bool = key(False)
     sample: Any = inert(False)
     dataloader_type: Any = inert("single")
+
+
+@dataclass
+class Examples(ExampleChat):
+    """What the data of SFT and SPIN have in common.
+
+    Attributes:
+        num_workers: processes that load data
+        columns: as for the actors; `{input: question, output: answer}`
+    """
+
+    num_workers: Any = key(0, required=True)
+    columns: Any = key(None, free=True)
     reset_position_ids: Any = inert(ABSENT)
     reset_attention_mask: Any = inert(ABSENT)
     eod_mask_loss: Any = inert(ABSENT)

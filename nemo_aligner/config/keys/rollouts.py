@@ -221,12 +221,7 @@ class Judge:
 
 @dataclass
 class RolloutAlarms(Alarms):
-    """Alarms of jobs that roll out.
-
-    Attributes:
-        truncated_fraction: **new**: thresholds of the alarms, see [metrics.md](metrics.md); null
-            switches one off
-    """
+    """Alarms of jobs that roll out."""
 
     truncated_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
