@@ -163,25 +163,16 @@ def parallel_factor(
         return {}
     experts = values.get("model.num_moe_experts")
     expert_parallel = values.get("model.expert_model_parallel_size", 1)
-    if complete or experts:
-        check_expert_parallel(experts, expert_parallel, dp, cp or 1)
-    else:  # the checkpoint may have experts
-        check_expert_ranks(expert_parallel, dp, cp or 1)
-    return {"data parallel size": dp}
-
-
-def check_expert_parallel(experts: int | None, expert_parallel: int, dp: int, cp: int) -> None:
-    """Raise `ConfigError` unless `expert_parallel` divides the experts, and DP x CP."""
-    if expert_parallel == 1:
-        return
     size = {"model.expert_model_parallel_size": expert_parallel}
-    if not experts:
+    if expert_parallel > 1 and complete and not experts:  # else the checkpoint may have experts
         raise ConfigError(
             f"model.expert_model_parallel_size={expert_parallel} spreads experts over ranks, but "
             f"this model has none; set it to 1 ({EP_REMEDY})."
         )
-    require_multiple("model.num_moe_experts", experts, size)
-    check_expert_ranks(expert_parallel, dp, cp)
+    if experts:
+        require_multiple("model.num_moe_experts", experts, size)
+    check_expert_ranks(expert_parallel, dp, cp or 1)
+    return {"data parallel size": dp}
 
 
 def check_expert_ranks(expert_parallel: int, dp: int, cp: int) -> None:

@@ -7,12 +7,13 @@ start checks too are in test_config_checks.py.
 import pytest
 
 from nemo_aligner.config.defaults import complete_model
-from nemo_aligner.config.parallel_rules import check_expert_parallel
+from nemo_aligner.config.parallel_rules import parallel_factor
 from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.config.server_rules import (
     check_one_reward_per_sample,
     check_reward_standardization,
 )
+from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_seq_length": 32}
@@ -27,10 +28,15 @@ TINY = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "encoder_s
     ],
 )
 def test_expert_parallel(sizes, message):
-    check_expert_parallel(None, 1, 3, 1)
-    check_expert_parallel(4, 2, 1, 2)
+    def check(experts, size, dp, cp):
+        model = {"num_moe_experts": experts, "expert_model_parallel_size": size}
+        values = Values({"model": model | {"context_parallel_size": cp}})
+        assert parallel_factor(values, dp * cp, complete=True) == {"data parallel size": dp}
+
+    check(None, 1, 3, 1)
+    check(4, 2, 1, 2)
     with pytest.raises(ConfigError, match=message):
-        check_expert_parallel(*sizes)
+        check(*sizes)
 
 
 def test_what_a_constructor_may_be_given():
