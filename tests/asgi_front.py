@@ -18,8 +18,8 @@ class AsgiFront:
 
     def __init__(self, endpoints, access, port=0, tls=None):
         self.address = "127.0.0.1", port or find_free_port()
-        self.host = AsgiHost(*self.address, access, tls)
-        self.host.start(list(endpoints), {}, lambda: False)
+        self.host = AsgiHost(*self.address, endpoints, access, tls)
+        self.host.start(lambda: False)
         self.admission = self.host._app.admission
 
     def close(self):

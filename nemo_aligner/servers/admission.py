@@ -137,19 +137,19 @@ class Admission:
         if method not in METHODS:
             raise RefusedError(501, f"Unsupported method ({method[:40]!r})")
         length = body_length(header)
-        if path == LEASE_PATH and any(each.is_exclusive for each in self.endpoints.values()):
-            self._change_lease(method, length, header(LEASE_HEADER))
-            return None
-        return self._check(method, path, length, header)
-
-    def _change_lease(self, method: str, length: int, lease: str | None) -> None:
-        """Give, renew or take back the lease of the actor that asks."""
+        if path != LEASE_PATH or not any(each.is_exclusive for each in self.endpoints.values()):
+            return self._check(method, path, length, header)
         if length or method == "GET":
             raise RefusedError(405, f"{LEASE_PATH} takes POST and DELETE, without a body")
         if method == "DELETE":
-            self.leases.give_back(lease)
-        elif (problem := self.leases.renew(lease)) is not None:
+            self.leases.give_back(header(LEASE_HEADER))
+        elif (problem := self.leases.renew(header(LEASE_HEADER))) is not None:
             raise RefusedError(409, problem)
+        return None
+
+    def complete(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
+        """The headers of a reply, of which `headers` are its own."""
+        return {INSTANCE_HEADER: self.instance, **headers, "Content-Length": str(len(body))}
 
     def _check(self, method: str, path: str, length: int, header: GetHeader) -> Admitted:
         model, general = _MODEL.fullmatch(path), _GENERAL.fullmatch(path)
@@ -321,8 +321,7 @@ def error_reply(status: int, line: str) -> Reply:
     return status, {"Content-Type": JSON}, json.dumps({"error": line}).encode()
 
 
-def shutting_down() -> Reply:
-    return error_reply(503, "Server is stopping")
+SHUTTING_DOWN = error_reply(503, "Server is stopping")
 
 
 class DirectReplies:
@@ -342,15 +341,13 @@ class DirectReplies:
     def submit(
         self, name: str, head: dict[str, Any], tensors: Buffer, length: int
     ) -> "concurrent.futures.Future[Reply]":
-        """Have a request, whose body has `length` bytes, worked on in its line, unless the server
-        is ending.
-        """
+        """Have a request, whose body has `length` bytes, worked on in its line."""
         large = (name, True) in self._lines and is_large(head, length)
         try:
             return self._lines[name, large].submit(self._reply, name, head, tensors)
         except RuntimeError:  # after `close`
             refused: concurrent.futures.Future[Reply] = concurrent.futures.Future()
-            refused.set_result(shutting_down())
+            refused.set_result(SHUTTING_DOWN)
             return refused
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ import json
 import re
 import select
 import socket
-import threading
 import traceback
 from typing import Any
 
@@ -23,8 +22,8 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import UserError, cause_of
 from nemo_aligner.servers.admission import BODY_S, JSON, RefusedError, body_length, check_token
 from nemo_aligner.servers.agents import AgentEnvironment
+from nemo_aligner.servers.exchange import in_thread
 from nemo_aligner.servers.front import HttpHandler, HttpServer
-from nemo_aligner.servers.ports import port_error
 
 LARGEST_BODY = 2**24
 _PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")
@@ -35,21 +34,15 @@ class AgentDoor(HttpServer):
 
     Args:
         token: that every request must bring, as OpenAI's API key; None: none.
-        key: of the port, for messages.
-
-    Raises:
-        UserError: it cannot listen there.
     """
 
     def __init__(
         self, host: str, port: int, environment: AgentEnvironment, token: str | None, key: str
     ):
         self.environment, self.token = environment, token
-        try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as error:
-            raise port_error(host, port, error, key) from error
-        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="door").start()
+        super().__init__((host, port), _Handler, key)
+        self.take_port(self.server_activate)
+        in_thread("door", self.serve_forever, 0.1)
 
     def close(self) -> None:
         self.shutdown()
@@ -62,19 +55,18 @@ class _Handler(HttpHandler):
 
     def do_POST(self) -> None:
         try:
-            reply = self._reply(self._read())
+            session = self._reply(self._read())
         except (RefusedError, UserError) as refusal:
             status = refusal.status if isinstance(refusal, RefusedError) else 400
-            self._send(status, {"error": {"message": str(refusal)}})
-            if self.close_connection:
-                self.drain()
+            reply = self.refuse if self.close_connection else self.send_refusal
+            reply(status, str(refusal))
         except Exception as error:
             if isinstance(error, OSError):
                 raise
             logging.error(f"{self.path}: {traceback.format_exc()}")
-            self._send(500, {"error": {"message": cause_of(error)}})
+            self.send_refusal(500, cause_of(error))
         else:
-            self._send(204 if reply is None else 200, reply)
+            self._send(204 if session is None else 200, session)
 
     def _read(self) -> dict[str, Any]:
         """The object of a body, which may be empty."""
@@ -104,10 +96,8 @@ class _Handler(HttpHandler):
         host = self.headers.get("Host") or "{}:{}".format(*self.server.server_address[:2])
         return session and session | {"base_url": f"http://{host}/v1/sessions/{session['id']}"}
 
-    def refuse(self, refusal: RefusedError) -> None:
-        self.close_connection = True
-        self._send(refusal.status, {"error": {"message": str(refusal)}})
-        self.drain()
+    def send_refusal(self, status: int, line: str) -> None:
+        self._send(status, {"error": {"message": line}})
 
     def _is_there(self) -> bool:
         """Whether the client still waits; one that has given up has closed its connection."""
@@ -118,12 +108,8 @@ class _Handler(HttpHandler):
             return False
 
     def _send(self, status: int, content: dict[str, Any] | None) -> None:
-        body = b"" if content is None else json.dumps(content).encode()
-        self.send_response_only(status)
-        if content is not None:
-            self.send_header("Content-Type", JSON)
-            self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+        if content is None:
+            self.send(status, {}, b"")
+        else:
+            body = json.dumps(content).encode()
+            self.send(status, {"Content-Type": JSON, "Content-Length": str(len(body))}, body)

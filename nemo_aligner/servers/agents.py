@@ -215,16 +215,15 @@ class AgentEnvironment(RewardingEnvironment):
             known = [_plain(message) for message in session.messages]
             for number, (one, other) in enumerate(zip(given, known), start=1):
                 if one != other:
-                    raise RefusedError(
-                        400,
+                    raise _refused(
                         f"message {number} is {shown(one)}, but in this session it was "
                         f"{shown(other)}. Send all that was said so far, word for word, and new "
-                        "messages after it.",
+                        "messages after it."
                     )
             if place > len(known):
                 self._go_on(session, given, reward)
             elif place not in session.turns and (place < len(known) or session.waits_for_agent):
-                raise RefusedError(400, f"message {place + 1} of this session is missing.")
+                raise _refused(f"message {place + 1} of this session is missing.")
             self._changed.wait_for(lambda: place in session.turns or session.name != name)
             self._session(name)
             return self._completion(session, session.turns[place], request)
@@ -258,23 +257,22 @@ class AgentEnvironment(RewardingEnvironment):
         _check_policy_has_replied(session)
         said = len(session.messages)
         if any(message["role"] == ASSISTANT for message in given[said:]):
-            raise RefusedError(400, f"the policy has not said what follows message {said}.")
+            raise _refused(f"the policy has not said what follows message {said}.")
         last, why = session.turns[said - 1], None
         ids = tuple(self.form.continuation(given, session.record, last.ids))
         if not ids:
-            raise RefusedError(400, "the new messages have no token that the policy could read.")
+            raise _refused("the new messages have no token that the policy could read.")
         # Agent frameworks know these phrases as the end of a context.
         if not last.details.is_end:
             why = "the last response exceeds the configured limit length_params.max_length"
         elif len(session.turns) >= self.max_turns:
-            why = (
-                f"one more exceeds the configured limit {self.section}.max_turns={self.max_turns}"
-            )
+            limit = f"{self.section}.max_turns={self.max_turns}"
+            why = f"one more exceeds the configured limit {limit}"
         elif session.length + len(ids) >= self.longest:
             why = f"this model's maximum context length is {self.longest} (encoder_seq_length)"
         if why is not None:
             session.unread = ids
-            raise RefusedError(400, f"the session is over, as {why}: post its reward.")
+            raise _refused(f"the session is over, as {why}: post its reward.")
         session.messages += given[said:]
         session.length += len(ids)
         self._replies[session.number] = Reply(ids, reward, False)
@@ -284,7 +282,7 @@ class AgentEnvironment(RewardingEnvironment):
         """Refuse what the rollout does not do as asked."""
         params, said = self.params, next(iter(session.turns.values()))
         if request.get("logprobs") and said.details.logprobs is None:
-            raise RefusedError(400, "this rollout computes no logprobs while it samples.")
+            raise _refused("this rollout computes no logprobs while it samples.")
         as_asked = {
             "temperature": (0 if params.use_greedy else params.temperature,),
             "tools": (record_tools(session.record), []),
@@ -297,28 +295,23 @@ class AgentEnvironment(RewardingEnvironment):
             if value is None or key in WITHOUT_EFFECT or value in as_asked.get(key, ()):
                 continue
             if not is_limit or value < params.max_length:
-                raise RefusedError(
-                    400,
+                raise _refused(
                     f"{key}={shown(value)} is not what this rollout does; leave it out (sampling "
-                    "and lengths are those of the job, tools those of the session).",
+                    "and lengths are those of the job, tools those of the session)."
                 )
 
     def _completion(self, session: Session, turn: Turn, request: dict[str, Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": ASSISTANT, "content": turn.text},
-            "finish_reason": "stop" if turn.details.is_end else "length",
-            "logprobs": None,
-        }
+        message = {"role": ASSISTANT, "content": turn.text}
+        why = "stop" if turn.details.is_end else "length"
+        choice = {"index": 0, "message": message, "finish_reason": why, "logprobs": None}
         if request.get("return_token_ids"):
             choice["token_ids"] = turn.ids
         if request.get("logprobs"):
             assert turn.details.logprobs is not None
             texts = (decode_with_special_tokens(self.tokenizer, [id_]) for id_ in turn.ids)
             pairs = zip(texts, turn.details.logprobs, strict=True)
-            choice["logprobs"] = {
-                "content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]
-            }
+            tokens = [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]
+            choice["logprobs"] = {"content": tokens}
         count = {"prompt_tokens": turn.before, "completion_tokens": len(turn.ids)}
         return {
             "id": f"chatcmpl-{session.name}-{turn.before}",
@@ -332,7 +325,11 @@ class AgentEnvironment(RewardingEnvironment):
 
 def _check_policy_has_replied(session: Session) -> None:
     if not session.waits_for_agent:
-        raise RefusedError(400, "the policy has not yet replied to the last request.")
+        raise _refused("the policy has not yet replied to the last request.")
+
+
+def _refused(line: str) -> RefusedError:
+    return RefusedError(400, line)
 
 
 def _plain(message: Message) -> Message:
@@ -346,4 +343,4 @@ def _reward(value: Any) -> float:
     try:
         return finite_number(value, value)
     except BadValueError as error:
-        raise RefusedError(400, f"the reward {shown(value)} cannot be used: {error}") from error
+        raise _refused(f"the reward {shown(value)} cannot be used: {error}") from error

@@ -2,16 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
 
-The wire is that of Triton (kserve.py), what may enter is the same, and requests are worked on by
-the same threads (admission.py): those to one endpoint one after the other, large scoring requests
-in a line of their own, those to several endpoints side by side. It needs no process beside rank 0,
-no shared memory and no PyTriton, and it can encrypt.
+The wire is that of Triton (kserve.py); what may enter, and the threads that work on it, are the
+same (admission.py). It needs no process beside rank 0, no shared memory and no PyTriton, and it
+can encrypt.
 
 uvicorn reads and writes HTTP. ASGI has no message for a sign of life ("100 Continue" while a
-request is worked on), so the connections are of a subclass of uvicorn's. Imports uvicorn, so only
-rank 0 of a server with `server.frontend=asgi` imports this module.
-
-Each request fails alone, with an error of its own in one line.
+request is worked on), so the connections are of a subclass of uvicorn's.
 """
 
 import asyncio
@@ -21,7 +17,7 @@ import ssl
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h11
@@ -44,12 +40,7 @@ from nemo_aligner.servers.admission import (
     error_reply,
     read_head,
 )
-from nemo_aligner.servers.exchange import (
-    HEARTBEAT_HEADER,
-    HEARTBEAT_S,
-    INSTANCE_HEADER,
-    LEASE_HEADER,
-)
+from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, LEASE_HEADER, in_thread
 from nemo_aligner.servers.kserve import model_config, model_metadata
 from nemo_aligner.servers.ports import port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
@@ -68,31 +59,25 @@ class AsgiHost:
 
     name = "uvicorn"
 
-    def __init__(self, host: str, port: int, access: Access, tls: ssl.SSLContext | None = None):
-        self.host, self.port, self._access, self._tls = host, port, access, tls
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        access: Access,
+        tls: ssl.SSLContext | None = None,
+    ):
+        self.host, self.port, self._tls = host, port, tls
+        self._app = App(endpoints, access)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
-        self._app: App | None = None
 
-    def start(
-        self,
-        endpoints: Sequence[tuple[Endpoint, Handler]],
-        batcher: Mapping[str, Any],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Serve `endpoints`; returns once the port is open.
-
-        Args:
-            batcher: not used: each request is handed on as soon as the one before is done.
-
-        Raises:
-            UserError: the port is taken.
-        """
+    def start(self, should_stop: Callable[[], bool]) -> None:
+        """See `Host.start`. `UserError`: the port is taken."""
         try:
             listening = socket.create_server((self.host, self.port), backlog=1024)
         except (OSError, OverflowError) as error:
             raise port_error(self.host, self.port, error) from error
-        self._app = App(endpoints, self._access)
         config = uvicorn.Config(
             self._app,
             http=_Connection,
@@ -112,10 +97,7 @@ class AsgiHost:
         config.load()
         config.ssl = self._tls  # as it was checked at the start of the job
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([listening],), daemon=True, name="uvicorn"
-        )
-        self._thread.start()
+        self._thread = in_thread("uvicorn", self._server.run, [listening])
         while not self._server.started and not should_stop():
             if not self._thread.is_alive():
                 raise RuntimeError("uvicorn ended while it started")
@@ -128,11 +110,10 @@ class AsgiHost:
 
     def stop(self) -> None:
         """Close the port, then send the last replies. A second call does nothing."""
-        if self._server is None or self._thread is None or self._app is None:
-            return
-        self._server.should_exit = True
-        self._thread.join(STOP_S + 1.0)
-        self._app.close()
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(STOP_S + 1.0)
+        self._app.admission.replies.close()
 
     def kill(self) -> None:
         """End nothing: there is nothing outside this process."""
@@ -170,12 +151,8 @@ class _Connection(H11Protocol):
         """Refuse what is no HTTP, in the form of all errors."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             _, headers, body = error_reply(400, msg)
-            all_headers = [
-                *headers.items(),
-                ("Content-Length", str(len(body))),
-                ("Connection", "close"),
-            ]
-            events = h11.Response(status_code=400, headers=all_headers), h11.Data(data=body)
+            headers |= {"Content-Length": str(len(body)), "Connection": "close"}
+            events = h11.Response(status_code=400, headers=[*headers.items()]), h11.Data(data=body)
             for event in (*events, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -197,7 +174,7 @@ class _Connection(H11Protocol):
             self.transport.close()
 
     def _give_sign_of_life(self) -> None:
-        """Tell the client that its request is worked on; HTTP allows it any number of times."""
+        """Tell the client that its request is worked on."""
         if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self.conn.send(event))
@@ -227,13 +204,10 @@ class _Body:
 
 
 class App:
-    """The ASGI application: endpoints of a server job, each with the function that handles it."""
+    """The ASGI application."""
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
         self.admission = Admission(endpoints, access)
-
-    def close(self) -> None:
-        self.admission.replies.close()
 
     async def __call__(
         self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
@@ -245,7 +219,7 @@ class App:
         except Exception as error:
             logging.error(f"{scope['path']}: {traceback.format_exc()}")
             status, headers, body = error_reply(500, cause_of(error))
-        headers |= {INSTANCE_HEADER: self.admission.instance, "Content-Length": str(len(body))}
+        headers = self.admission.complete(headers, body)
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": encoded})
         await send({"type": "http.response.body", "body": body})
@@ -282,13 +256,8 @@ class App:
             return b""
         if request.endpoint is None:
             extensions = ["binary_tensor_data", "model_configuration"]
-            about: dict[str, Any] = {
-                "name": "nemo_aligner",
-                "version": "",
-                "extensions": extensions,
-            }
-        elif request.what == "config":
-            about = model_config(self.admission.endpoints[request.endpoint])
+            about: Any = {"name": "nemo_aligner", "version": "", "extensions": extensions}
         else:
-            about = model_metadata(self.admission.endpoints[request.endpoint])
+            describe = model_config if request.what == "config" else model_metadata
+            about = describe(self.admission.endpoints[request.endpoint])
         return json.dumps(about).encode()

@@ -13,8 +13,7 @@ connected to, and a request that another one gets is an error; the remedy is to 
   nothing twice: scoring changes nothing, an update has its `request_id`, and a checkpoint that was
   written is not written again. A server that is not of this package cannot promise that: there,
   this too fails the request at once.
-* The server ends in the middle of a request: the connection breaks, and the next one is refused,
-  or Triton says that it lost the process behind it, which fails the request.
+* Triton says that it lost the process behind it: this fails the request.
 * The server falls silent: after MAX_MISSED_PROBES unanswered probes its requests fail.
 * The server answers probes but not the request: only `inference_timeout_s` ends that.
 """
@@ -46,6 +45,7 @@ from nemo_aligner.servers.exchange import (
     Peer,
     UntrustedServerError,
     error_text,
+    in_thread,
     type_and_message,
 )
 from nemo_aligner.servers.schema import Arrays, Endpoint
@@ -99,10 +99,7 @@ class ServerConnection:
         self._in_flight: set[_Request] = set()
         self._lock = threading.Condition()
         self._closed = False
-        self._watcher = threading.Thread(
-            target=self._watch, daemon=True, name=f"watcher of {peer}"
-        )
-        self._watcher.start()
+        self._watcher = in_thread(f"watcher of {peer}", self._watch)
 
     def take_lease(self) -> None:
         """Become the client that may change the server; `LeaseTakenError` if another one is."""
@@ -111,12 +108,9 @@ class ServerConnection:
 
     def _exchange(self, instance: str | None) -> Exchange:
         """An exchange with this start of the server; None: a server that does not name it."""
-        headers = {}
-        if self._lease is not None and self._lease.id is not None:
-            headers[LEASE_HEADER] = self._lease.id
-        if instance is not None:
-            headers[INSTANCE_HEADER] = instance
-        return Exchange(self.peer, headers, instance is not None)
+        headers = {LEASE_HEADER: self._lease and self._lease.id, INSTANCE_HEADER: instance}
+        known = {name: value for name, value in headers.items() if value is not None}
+        return Exchange(self.peer, known, instance is not None)
 
     def submit(
         self,
@@ -126,16 +120,12 @@ class ServerConnection:
         check: Callable[[Arrays], None] | None = None,
         forms: tuple[Endpoint, ServedModel] | None = None,
     ) -> "concurrent.futures.Future[Arrays]":
-        """Send arrays by wire name to `endpoint`; returns at once, with the future of the reply.
+        """As `HTTPCommunicator.send_data_to_server`, with the future of the reply.
 
         Args:
             alone: keep the order with earlier and later requests (see the class).
-            check: called with the reply; may raise `ReplyError`.
             forms: the schema that `data` and the reply follow, and the server's own description
                 of the endpoint, which the request is made to fit; None sends `data` as it is.
-
-        Raises:
-            RequestError: the server's description leaves no way to send `data`.
         """
         instance, repeatable = None, False
         if forms is None:
@@ -186,11 +176,8 @@ class ServerConnection:
             ):
                 return
             self._waiting.popleft()
-            thread = threading.Thread(
-                target=self._send, args=(request,), daemon=True, name=f"request to {self.peer}"
-            )
             try:
-                thread.start()
+                in_thread(f"request to {self.peer}", self._send, request)
             except RuntimeError as error:  # no thread to be had
                 self._fail(request, f"was not sent: {error}", error)
                 continue
@@ -212,17 +199,17 @@ class ServerConnection:
     # ---- threads ----
 
     def _send(self, request: _Request) -> None:
+        failure = None
         try:
             reply = request.finish([self._run(request, part) for part in request.parts])
-        except Exception as error:
-            why, kind = self._explain(error)  # asks the server, so before the lock is taken
-            with self._lock:
-                self._fail(request, why, error, kind)
-        else:
-            with self._lock:
-                if not request.future.done():
-                    request.future.set_result(reply)
+        except Exception as error:  # asks the server, so before the lock is taken
+            why, kind = self._explain(error)
+            failure = why, error, kind
         with self._lock:
+            if failure is not None:
+                self._fail(request, *failure)
+            elif not request.future.done():
+                request.future.set_result(reply)
             self._in_flight.discard(request)
             self._dispatch()
             self._lock.notify_all()
@@ -242,14 +229,14 @@ class ServerConnection:
 
     def _explain(self, error: Exception) -> tuple[str, type[ServerRequestError]]:
         """What went wrong, and the remedy where the server has ended; and the kind of error."""
-        if isinstance(error, NoReplyInTimeError) and self._is_alive():
+        is_alive, key = self._is_alive(), f"{self.setting}.inference_timeout_s"
+        if isinstance(error, NoReplyInTimeError) and is_alive:
             return (
-                f"got {error} ({self.setting}.inference_timeout_s), although the server is up. "
-                f"Raise {self.setting}.inference_timeout_s if the server needs longer, else look "
-                "into the server's log: it hangs."
+                f"got {error} ({key}), although the server is up. Raise {key} if the server needs "
+                "longer, else look into the server's log: it hangs."
             ), LostPeerError
         why = f"failed: {type_and_message(error)}"
-        if not self._is_alive():
+        if not is_alive:
             return f"{why}. The server is gone. {RESTART_REMEDY}", LostPeerError
         if isinstance(error, ConnectionLostError | NotServingError):
             return f"{why}. {RESTART_REMEDY}", LostPeerError
@@ -274,14 +261,10 @@ class ServerConnection:
 
     def _give_up(self, missed: int) -> None:
         """Fail all requests in flight, for the server no longer replies to probes."""
+        silent = f"failed: the server no longer replies ({missed} probes in a row)."
         with self._lock:
             for request in self._in_flight:
-                self._fail(
-                    request,
-                    f"failed: the server no longer replies ({missed} probes in a row). "
-                    f"{RESTART_REMEDY}",
-                    kind=LostPeerError,
-                )
+                self._fail(request, f"{silent} {RESTART_REMEDY}", kind=LostPeerError)
                 request.exchange.abort()
 
     def _is_alive(self) -> bool:
@@ -309,25 +292,20 @@ class Lease:
         self._peer = peer
         self.id: str | None = uuid.uuid4().hex
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True, name=f"lease of {peer}")
         self._take()
-        if self.id is not None:
-            self._thread.start()
+        self._thread = None if self.id is None else in_thread(f"lease of {peer}", self._keep)
 
     def close(self) -> None:
-        if self._closed.is_set() or self.id is None:
-            return
-        self._closed.set()
-        self._thread.join(15.0)
-        self._ask("DELETE")
+        if self._thread is not None and not self._closed.is_set():
+            self._closed.set()
+            self._thread.join(15.0)
+            self._ask("DELETE")
 
     def _take(self) -> None:
         """Wait for the lease of an actor that has ended, and for a reply."""
         deadline = time.monotonic() + LEASE_S + 2 * RENEWAL_S
         is_said = False
-        while (reply := self._ask("POST"))[0] in (None, 409):
-            if time.monotonic() > deadline:
-                break
+        while (reply := self._ask("POST"))[0] in (None, 409) and time.monotonic() <= deadline:
             if not is_said:
                 is_said = True
                 logging.info(f"waiting for the lease of {self._peer}: {reply[1]}")
@@ -337,7 +315,7 @@ class Lease:
             raise LeaseTakenError(f"the critic at {self._peer} cannot be used: {error}")
         if status is None:
             logging.warning(f"{self._peer} has not replied to requests for its lease")
-        if status is not None and status != 200:
+        elif status != 200:
             self.id = None  # a server of others
 
     def _ask(self, method: str) -> tuple[int | None, str]:

@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import functools
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.constants import ServerSignal
+from nemo_aligner.servers.exchange import in_thread
 from nemo_aligner.servers.schema import Arrays
 
 
@@ -32,11 +32,8 @@ class ControlGroup:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         # An idle server may wait for days; a lost rank shows as a closed connection.
-        self.group = (
-            dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
-            if self.size > 1
-            else None
-        )
+        days = datetime.timedelta(days=30)
+        self.group = dist.new_group(backend="gloo", timeout=days) if self.size > 1 else None
 
     def exchange(self, signal_: ServerSignal | None, stop: bool) -> ServerSignal:
         """Return rank 0's `signal_` (others pass None), or STOP if any rank passes `stop`."""
@@ -100,7 +97,7 @@ class JobStore:
                 # A connection of its own: never behind a blocking call of another thread.
                 store = store.clone()  # type: ignore[attr-defined]
             self._store = dist.PrefixStore(prefix, store)
-            threading.Thread(target=self._call, daemon=True, name=f"store {prefix}").start()
+            in_thread(f"store {prefix}", self._call)
 
     def put(self, key: str, text: str) -> None:
         self._ask(lambda store: store.set(key, text))

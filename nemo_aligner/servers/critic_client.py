@@ -39,11 +39,7 @@ from nemo_aligner.servers.futures import (
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.payloads import training_payload, used_values
 from nemo_aligner.servers.schema import Arrays
-from nemo_aligner.servers.scoring_clients import (
-    RemoteClient,
-    RewardModels,
-    ScoreSource,
-)
+from nemo_aligner.servers.scoring_clients import RemoteClient, RewardModels, ScoreSource
 from nemo_aligner.servers.served_model import ADDITIONS, ServerMismatchError
 from nemo_aligner.servers.validation import validate_outcome, validate_reply
 
@@ -194,14 +190,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         self.communicator.print_server_dict()
 
     def infer_rm_critic(self, rollout_batch: Rollout) -> RMCriticFutureResult:
-        """Send a micro-batch to be scored; returns at once.
-
-        The future's `result()` gives (rewards, values), `scores()` all of the reply; both raise
-        its error.
-
-        `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
-        `prompt_lengths` [b].
-        """
+        """As `RemoteGPTRMClient.infer_rm`; the future's `result()` gives (rewards, values)."""
 
         def send() -> PendingReply:
             payload = self.payload(rollout_batch)
@@ -213,17 +202,10 @@ class RemoteGPTRMCriticClient(RemoteClient):
             )
             return self.communicator.send_data_to_server(self.infer_name, payload, check=check)
 
-        rm_future = (
-            None
-            if self.reward_models is None
-            else self.reward_models.score(rollout_batch, lambda: self.payload(rollout_batch))
-        )
-        return RMCriticFutureResult(
-            try_on_source(send),
-            rm_future,
-            self.combine_rm_and_critic_server,
-            rollout_batch["response_tokens"].shape[1],
-        )
+        models, width = self.reward_models, rollout_batch["response_tokens"].shape[1]
+        rm_future = models and models.score(rollout_batch, lambda: self.payload(rollout_batch))
+        combined = self.combine_rm_and_critic_server
+        return RMCriticFutureResult(try_on_source(send), rm_future, combined, width)
 
     def train(self, rollout_batch: PPOTrainBatch) -> TrainFuture:
         """Send the samples of all data-parallel ranks for a critic update; returns at once.
@@ -259,8 +241,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         """
 
         def ask() -> Awaitable:
-            # A server of this package may still be about to bind `critic_status`, its last
-            # endpoint: what `critic_save` lists says for certain which kind of server it is.
+            # What `critic_save` lists says for certain which kind of server it is.
             if not self.communicator.served[self.save_name].lists("actor_step"):
                 return _NO_STATUS
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
@@ -276,13 +257,8 @@ class RemoteGPTRMCriticClient(RemoteClient):
 
     def go_to(self, actor_step: int) -> bool:
         """Have the critic load its checkpoint of `actor_step`, unless its weights are those; every
-        rank calls it.
-
-        Returns:
-            Whether it has. If not, that checkpoint is damaged, and the critic has set it aside.
-
-        Raises:
-            ServerRequestError: it could not for another reason.
+        rank calls it. False: that checkpoint is damaged, and the critic has set it aside.
+        `ServerRequestError`: it could not for another reason.
         """
         data = {"actor_step": np.array([actor_step], dtype=np.int64)}
 
@@ -295,9 +271,8 @@ class RemoteGPTRMCriticClient(RemoteClient):
             status = self.status()
             if status is None or actor_step in status["checkpoints"]:
                 raise
-            logging.warning(
-                f"the critic has no whole checkpoint of actor step {actor_step}: {error}"
-            )
+            step = f"actor step {actor_step}"
+            logging.warning(f"the critic has no whole checkpoint of {step}: {error}")
             return False
         return True
 

@@ -129,11 +129,9 @@ class PythonEnvironment(RewardingEnvironment):
             spec, f"{section}.path", "class", "examples/environments/guessing.py:GuessingGame"
         )
         self._replies: queue.SimpleQueue[tuple[_Request, Any]] = queue.SimpleQueue()
-        self._requests: list[queue.SimpleQueue[Task | None]] = []
-        self._ended: list[queue.SimpleQueue[int]] = []
-        for _ in range(workers if starts_workers else 0):
-            self._requests.append(queue.SimpleQueue())
-            self._ended.append(queue.SimpleQueue())
+        count = workers if starts_workers else 0
+        self._requests = [queue.SimpleQueue[Task | None]() for _ in range(count)]
+        self._ended = [queue.SimpleQueue[int]() for _ in range(count)]
         make = functools.partial(WorkerProcess, path, "class", name, f"{section}.path={spec}")
         try:
             self._pool = Pool(make, self._requests, f"{timeout_s:g} s ({section}.timeout_s)")

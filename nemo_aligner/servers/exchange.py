@@ -3,10 +3,9 @@
 """One infer request over one connection of its own, and its outcome: the transport of all clients.
 
 A connection carries a single request. So a reply cannot belong to another request, and a broken
-connection says something about the server now, not about a connection that was idle for minutes.
-The transport is plain `http.client`, whose socket another thread can shut down to give up a
-request to a server that has fallen silent. It sends large arrays from where they lie: copies of a
-body of many megabytes take longer than sending it.
+connection says something about the server now. The transport is plain `http.client`, whose socket
+another thread can shut down to give up a request, and which sends large arrays from where they
+lie: copies of a body of many megabytes take longer than sending it.
 
 A server of this package says every HEARTBEAT_S that it still works on a request ("100 Continue",
 which HTTP allows any number of times before the reply). So a connection that is dead although
@@ -22,7 +21,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,11 +99,10 @@ class Peer:
         return f"{self.host}:{self.port}"
 
     def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        where = self.host, self.port
         if self.tls is None:
-            return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-        return http.client.HTTPSConnection(
-            self.host, self.port, timeout=timeout_s, context=self.tls
-        )
+            return http.client.HTTPConnection(*where, timeout=timeout_s)
+        return http.client.HTTPSConnection(*where, timeout=timeout_s, context=self.tls)
 
     def ask(
         self, method: str, path: str, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -265,7 +263,6 @@ class Exchange:
         self._break()
 
     def _time_out(self) -> None:
-        """Timer thread: make `run` raise NoReplyInTimeError."""
         self._timed_out = True
         self._break()
 
@@ -275,6 +272,13 @@ class Exchange:
             with contextlib.suppress(OSError):  # the exchange has just ended by itself
                 # an SSLSocket's own is not for threads
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def in_thread(name: str, call: Callable[..., object], *args: object) -> threading.Thread:
+    """Start a thread that does not keep the process from ending."""
+    thread = threading.Thread(target=call, args=args, daemon=True, name=name)
+    thread.start()
+    return thread
 
 
 def token_header(token: str | None) -> dict[str, str]:
@@ -297,9 +301,7 @@ def type_and_message(error: Exception) -> str:
 
 
 def _watch_peer(sock: socket.socket) -> None:
-    """Have the kernel probe a silent peer: a machine that vanished, or that restarted and does not
-    know the connection, then breaks it within half a minute.
-    """
+    """Have the kernel break a connection that the peer's machine no longer knows, in 30 s."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # not on every system

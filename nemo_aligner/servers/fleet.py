@@ -12,9 +12,8 @@ was given up is thrown away: every request ends with exactly one reply or one er
 
 What happens when a server dies, by moment:
 
-* Before the client connects: the client waits for it. Once another one replies, START_GRACE_S
-  more; then the job starts with those that reply, and a warning names the missing ones, which are
-  added when they come up. If none replies within `init_timeout_s`: `ServerUnreachableError`.
+* Before the client connects: the client waits, but only START_GRACE_S once another one replies;
+  then the job starts without it, with a warning, and takes it in when it comes.
 * While the connection is made, or during a request when it breaks or the reply is cut short: left
   out; the request goes back to the head of the queue and to another server. One that has been lost
   MAX_LOST times (twice per server in a large fleet) fails, for it may be what ends the servers.
@@ -26,12 +25,10 @@ What happens when a server dies, by moment:
   gives one, or after it was down. A second time-out is an error.
 * During an orderly end (SIGTERM): what it still replies counts; "is shutting down" or "not ready"
   means: left out, and that request goes elsewhere.
-* On its return: it gets requests when Triton says the model is ready, not when the port opens. If
-  it dies again before its first reply, it is left out for twice as long as the last time. Its
-  description is read again: requests have the form that it lists now (served_model.py). A server
-  whose model cannot be used ends the job at the start, and is left out later.
-* All are dead: requests wait, a line every few seconds names the servers, and after
-  `init_timeout_s` without any server the requests fail with one error that names all of them.
+* On its return: it gets requests when the model is ready, in the form that it lists now
+  (served_model.py). If it dies again before its first reply, it is left out for twice as long as
+  the last time. One whose model cannot be used ends the job at the start, and is left out later.
+* All are dead: requests wait, and fail after `init_timeout_s`.
 * An error of the model (it raised; the request does not fit), a wrong shape or NaN is raised at
   once and never sent again: another server of the same model would reply the same.
 
@@ -59,9 +56,10 @@ from nemo_aligner.servers.exchange import (
     NoReplyInTimeError,
     NotServingError,
     Peer,
+    in_thread,
     type_and_message,
 )
-from nemo_aligner.servers.http_communicator import ServerUnreachableError, unreachable
+from nemo_aligner.servers.http_communicator import unreachable
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import (
     DescriptionError,
@@ -91,8 +89,7 @@ class _Request:
 
     data: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
-    # when it joined the queue, for the last time
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.monotonic)  # when it last joined the queue
     # number of servers that ended while they had it, or refused it because they were about to end
     lost: int = 0
     timed_out: bool = False
@@ -169,13 +166,8 @@ class Fleet:
         # of progress, while waiting for servers
         self._next_line = self._born + min(2.0, PROGRESS_INTERVAL_S)
         self._monitors = [
-            threading.Thread(
-                target=self._monitor, args=(server,), daemon=True, name=f"monitor of {server}"
-            )
-            for server in self.servers
+            in_thread(f"monitor of {server}", self._monitor, server) for server in self.servers
         ]
-        for thread in self._monitors:
-            thread.start()
 
     # ---- the caller's side ----
 
@@ -206,11 +198,8 @@ class Fleet:
                         )
                 elif late:
                     states = {str(server): server.state for server in self.servers}
-                    raise ServerUnreachableError(
-                        unreachable(
-                            self.spec.endpoint, states, now - self._born, self.spec.setting
-                        )
-                    )
+                    name, setting = self.spec.endpoint, self.spec.setting
+                    raise unreachable(name, states, now - self._born, setting)
                 else:
                     if now >= self._next_line:
                         self._next_line = now + PROGRESS_INTERVAL_S
@@ -235,12 +224,9 @@ class Fleet:
     def describe(self) -> str:
         """Return servers and requests as text, for progress lines."""
         with self._lock:
-            available = [str(server) for server in self.servers if server.available]
-            flying = sum(len(server.in_flight) for server in self.servers)
-            where = ", ".join(available) if available else "no server"
-            return (
-                f"{self.title} at {where} ({flying} request(s) sent, {len(self._waiting)} queued)"
-            )
+            where = ", ".join(str(each) for each in self.servers if each.available) or "no server"
+            sent = sum(len(server.in_flight) for server in self.servers)
+            return f"{self.title} at {where} ({sent} request(s) sent, {len(self._waiting)} queued)"
 
     def close(self) -> None:
         """End all threads; requests without a reply fail."""
@@ -273,20 +259,12 @@ class Fleet:
             server = min(free, key=lambda s: (len(s.in_flight), s.turn))
             assert server.served is not None  # it is available
             request = self._waiting[0]
-            request.exchange = self._exchange(server, server.served)
-            threading.Thread(
-                target=self._send,
-                args=(request, request.exchange, server, server.served),
-                daemon=True,
-                name=f"request to {server}",
-            ).start()
+            exchange = request.exchange = _exchange(server.peer, server.served)
+            in_thread(f"request to {server}", self._send, request, exchange, server, server.served)
             self._waiting.popleft()
             server.in_flight.add(request)
             server.turn = self._turn
             self._turn += 1
-
-    def _exchange(self, server: _Server, served: ServedModel) -> Exchange:
-        return Exchange(server.peer, heartbeat=served.instance is not None)
 
     def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
         """Return the reply, or why there is none."""
@@ -332,9 +310,8 @@ class Fleet:
     def _settle_timed_out(self, request: _Request, server: _Server, error: Exception) -> None:
         if len(self.servers) > 1:
             server.hung = True
-            self._leave_out(
-                server, f"{error}, although it replies to probes; it hangs, or was stopped"
-            )
+            why = f"{error}, although it replies to probes; it hangs, or was stopped"
+            self._leave_out(server, why)
             if not request.timed_out:
                 request.timed_out = True
                 self._send_again(request)
@@ -355,10 +332,9 @@ class Fleet:
             request.future.set_exception(
                 ServerRequestError(
                     f"{self.title}: {request.lost} times a server ended while it had the same "
-                    f"request of {request.samples} sample(s) ({size} "
-                    f"bytes) or was about to end: {_list(self.servers)}. The request itself may "
-                    "be what ends them (memory?): look into the servers' logs, and send smaller "
-                    "micro-batches or shorter samples."
+                    f"request of {request.samples} sample(s) ({size} bytes) or was about to end: "
+                    f"{_list(self.servers)}. The request itself may end them (memory?): look into "
+                    "the servers' logs, and send smaller micro-batches or shorter samples."
                 )
             )
             return
@@ -366,7 +342,7 @@ class Fleet:
         self._waiting.appendleft(request)  # it is older than what waits there
 
     def _take_back(self, server: _Server) -> list[_Request]:
-        """Give up and return the requests in flight at `server`."""
+        """The requests in flight at `server`, given up there."""
         requests = list(server.in_flight)
         server.in_flight.clear()
         for request in requests:
@@ -395,9 +371,8 @@ class Fleet:
 
     def _monitor(self, server: _Server) -> None:
         """Thread of one server: probe it until the fleet is closed."""
-        probe = ModelProbe(
-            server.peer, self.spec.endpoint, self.section, f"{self.spec.setting}.name"
-        )
+        name_key = f"{self.spec.setting}.name"
+        probe = ModelProbe(server.peer, self.spec.endpoint, self.section, name_key)
         while True:
             with self._lock:
                 well = server.available and not server.missed
@@ -436,10 +411,9 @@ class Fleet:
         with self._lock:
             server.served, server.mismatch = served, mismatch
             server.state = problem or server.state
-            for warning in warnings:
-                if warning not in self._warned:
-                    self._warned.add(warning)
-                    logging.warning(warning)
+            for warning in {*warnings} - self._warned:
+                logging.warning(warning)
+            self._warned.update(warnings)
 
     def _try(self, server: _Server) -> None:
         """Ask a server that hung for the score of a sample, unless it is being asked."""
@@ -447,7 +421,7 @@ class Fleet:
             sample, served = self._sample, server.served
             if server.trial is not None or sample is None or served is None:
                 return
-            trial = server.trial = self._exchange(server, served)
+            trial = server.trial = _exchange(server.peer, served)
 
         def ask() -> None:
             reply = self._ask(trial, served, sample)
@@ -457,18 +431,14 @@ class Fleet:
                     server.hung = False
                     server.wake.set()
 
-        threading.Thread(target=ask, daemon=True, name=f"trial of {server}").start()
+        in_thread(f"trial of {server}", ask)
 
     def _note_probe(self, server: _Server, status: int | None, problem: str) -> None:
         """Change the state of `server` after a probe: HTTP status, None without a reply."""
         if status == 200:
             server.missed = 0
-            if (
-                not server.available
-                and server.served is not None
-                and not server.hung
-                and time.monotonic() >= server.out_until
-            ):
+            is_fit = server.served is not None and not server.hung
+            if not server.available and is_fit and time.monotonic() >= server.out_until:
                 logging.info(f"{'connected' if not server.seen else 'back'}: {self._name(server)}")
                 server.available = server.seen = True
                 if self._first_seen is None:
@@ -513,10 +483,12 @@ class Fleet:
         return f"{self.title} at {server}"
 
     def _log_waiting(self, servers: list[_Server], waited: float) -> None:
-        logging.info(
-            f"waiting for server {self.title} at {_list(servers)} ({waited:.0f} of "
-            f"{self.init_timeout_s:.0f} s)"
-        )
+        how_long = f"{waited:.0f} of {self.init_timeout_s:.0f} s"
+        logging.info(f"waiting for server {self.title} at {_list(servers)} ({how_long})")
+
+
+def _exchange(peer: Peer, served: ServedModel) -> Exchange:
+    return Exchange(peer, heartbeat=served.instance is not None)
 
 
 def _list(servers: list[_Server]) -> str:

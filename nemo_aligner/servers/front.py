@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door of a server behind which is Triton: passes what may enter (admission.py) on to it.
 
-Triton itself listens on a Unix socket that only this user can open (socket_triton.py). Everything
-of its HTTP interface that admission.py does not let in does not exist here: repositories of
-models, shared memory, logging, tracing, chunked bodies (one of many chunks ends this Triton).
+Triton itself listens on a Unix socket that only this user can open (socket_triton.py). What
+admission.py does not let in does not exist here: repositories of models, shared memory, logging,
+tracing, chunked bodies (one of many chunks ends this Triton).
 
 The front and the functions that reply to requests run in the same process. So a request's tensors
 stay here: Triton gets the request under a name (REQUEST_PARAMETER), with zeros in place of the
@@ -41,6 +41,7 @@ from nemo_aligner.servers.admission import (
     HEAD_SIZE_HEADER,
     MOST_CONNECTIONS,
     NEXT_REQUEST_S,
+    SHUTTING_DOWN,
     Access,
     Admission,
     Admitted,
@@ -48,17 +49,15 @@ from nemo_aligner.servers.admission import (
     Reply,
     error_reply,
     read_head,
-    shutting_down,
 )
 from nemo_aligner.servers.exchange import (
     HEARTBEAT_HEADER,
     HEARTBEAT_S,
-    INSTANCE_HEADER,
     LEASE_HEADER,
     error_text,
 )
 from nemo_aligner.servers.kserve import encode_request, rows_of
-from nemo_aligner.servers.ports import check_port_is_free, port_error
+from nemo_aligner.servers.ports import SERVER_PORT, port_error
 from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
 
 PART_BYTES = 2**20
@@ -89,16 +88,26 @@ class Passing:
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
-    """Each connection has a thread."""
+    """Each connection has a thread. `UserError`, with the `key` of the port: it cannot listen."""
 
     daemon_threads = True
     block_on_close = False
     allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, address: tuple[str, int], handler: Any, key: str = SERVER_PORT):
+        self.address, self._key = address, key
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(*arguments, **options)
+        super().__init__(address, handler, bind_and_activate=False)
+        self.take_port(self.server_bind)
+
+    def take_port(self, step: Callable[[], None]) -> None:
+        """Bind or listen."""
+        try:
+            step()
+        except (OSError, OverflowError) as error:
+            self.server_close()
+            raise port_error(*self.address, error, self._key) from error
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Close a connection at once while there are too many."""
@@ -122,9 +131,6 @@ class Front(HttpServer):
 
     Args:
         socket_path: of Triton's Unix socket.
-
-    Raises:
-        UserError: it cannot listen there.
     """
 
     def __init__(
@@ -135,8 +141,7 @@ class Front(HttpServer):
         endpoints: Sequence[tuple[Endpoint, Handler]],
         access: Access,
     ):
-        super().__init__((host, port), _Handler, bind_and_activate=False)
-        self.address = host, port
+        super().__init__((host, port), _Handler)
         self.socket_path = socket_path
         self.admission = Admission(endpoints, access)
         self._passing: dict[object, Passing] = {}
@@ -144,14 +149,9 @@ class Front(HttpServer):
         self._serving = threading.Thread(
             target=self.serve_forever, args=(0.1,), daemon=True, name="front"
         )
-        check_port_is_free(host, port)
-        self.server_bind()
 
     def open(self) -> None:
-        try:
-            self.server_activate()
-        except OSError as error:
-            raise port_error(*self.address, error) from error
+        self.take_port(self.server_activate)
         self._serving.start()
 
     def close(self) -> None:
@@ -201,14 +201,26 @@ class HttpHandler(BaseHTTPRequestHandler):
         self, code: int, message: str | None = None, explain: str | None = None
     ) -> None:
         """Refuse what the base class refuses, such as a method, in the form of all errors."""
-        self.refuse(RefusedError(code, message or self.responses[code][0]))
+        self.refuse(code, message or self.responses[code][0])
 
-    def refuse(self, refusal: RefusedError) -> None:
-        """Reply with an error and close the connection, whose body was not read."""
+    def send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_refusal(self, status: int, line: str) -> None:
         raise NotImplementedError
 
-    def drain(self) -> None:
-        """Read on after a refusal: a client that still sends would get a reset instead of it."""
+    def refuse(self, status: int, line: str) -> None:
+        """Reply with an error and close the connection, whose body was not read. A client that
+        still sends would get a reset instead of it, so what it sends is read.
+        """
+        self.close_connection = True
+        self.send_refusal(status, line)
         self.connection.shutdown(socket.SHUT_WR)
         self.connection.settimeout(1.0)
         deadline = time.monotonic() + BODY_S
@@ -235,7 +247,7 @@ class _Handler(HttpHandler):
                 with self._asking_triton(self.command, self.path) as response:
                     self._pass_on(response)
         except RefusedError as refusal:
-            self.refuse(refusal)
+            self.refuse(refusal.status, str(refusal))
             return
         self.connection.settimeout(NEXT_REQUEST_S)
 
@@ -252,7 +264,7 @@ class _Handler(HttpHandler):
     def _asking_triton(
         self, method: str, path: str, body: bytes | None = None, head_size: int | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request to Triton; gives its reply's headers. `RefusedError`: it is down."""
+        """Send a request to Triton; gives its reply. `RefusedError`: it is down."""
         connection = SocketConnection(self.server.socket_path, None)
         headers = {} if head_size is None else {HEAD_SIZE_HEADER: str(head_size)}
         with contextlib.closing(connection):
@@ -286,10 +298,9 @@ class _Handler(HttpHandler):
             if passing.reply is not None:
                 self._send(*self._wait_for(passing.reply))
             elif said is not None:
-                self._send(*error_reply(response.status, said))
+                self.send_refusal(response.status, said)
             else:
-                line = f"Triton has not handed over a request to {endpoint.name}"
-                self._send(*error_reply(500, line))
+                self.send_refusal(500, f"Triton has not handed over a request to {endpoint.name}")
 
     # ---- the reply ----
 
@@ -300,7 +311,7 @@ class _Handler(HttpHandler):
             except concurrent.futures.TimeoutError:
                 self._give_sign_of_life()
             except concurrent.futures.CancelledError:  # nobody had begun to work on it
-                return shutting_down()
+                return SHUTTING_DOWN
 
     def _give_sign_of_life(self) -> None:
         """Tell the client that its request is worked on, if it wants to know."""
@@ -311,12 +322,11 @@ class _Handler(HttpHandler):
     def _pass_on(self, response: http.client.HTTPResponse) -> None:
         """Pass on what Triton says of itself; an incomplete reply ends the connection."""
         if response.status != 200 and response.length:
-            self._send(*error_reply(response.status, self._read_error(response)))
+            self.send_refusal(response.status, self._read_error(response))
             return
         kind = response.getheader("Content-Type")
-        self._send(
-            response.status, {} if kind is None else {"Content-Type": kind}, response.read()
-        )
+        headers = {} if kind is None else {"Content-Type": kind}
+        self._send(response.status, headers, response.read())
 
     def _read_error(self, response: http.client.HTTPResponse) -> str:
         """Return an error of Triton's or PyTriton's own in one line; the log gets all of it."""
@@ -327,17 +337,7 @@ class _Handler(HttpHandler):
         return line
 
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response_only(status)
-        self.send_header(INSTANCE_HEADER, self.server.admission.instance)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+        self.send(status, self.server.admission.complete(headers, body), body)
 
-    def refuse(self, refusal: RefusedError) -> None:
-        self.close_connection = True
-        self._send(*error_reply(refusal.status, str(refusal)))
-        self.drain()
+    def send_refusal(self, status: int, line: str) -> None:
+        self._send(*error_reply(status, line))

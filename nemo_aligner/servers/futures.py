@@ -23,11 +23,9 @@ from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.servers.schema import Arrays
 
-# Ranks that wait for another rank's reply hear from it this often, so no collective times out...
-HEARTBEAT_S = 30.0
-# ...and this often when all ranks wait for replies of their own: a failure of one should end the
-# others soon.
-JOINT_HEARTBEAT_S = 10.0
+# Ranks that wait for another rank's reply hear from it this often, so no collective times out;
+# when all wait for replies of their own, a failure of one should end the others soon.
+HEARTBEAT_S, JOINT_HEARTBEAT_S = 30.0, 10.0
 
 T = TypeVar("T")
 
@@ -154,13 +152,9 @@ def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str,
             raise pending
         return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
     except Exception as error:  # of any kind: the other ranks must not wait forever
-        return "failed", _error_for_all_ranks(error)
-
-
-def _error_for_all_ranks(error: Exception) -> ServerRequestError:
-    """`error` as every rank raises it: it can be sent, and its kind is that of the request."""
-    kind = LostPeerError if isinstance(error, LostPeerError) else ServerRequestError
-    return kind(str(readable_error(error)))
+        # One that can be sent to them, of the same kind as far as a job's end depends on it.
+        kind = LostPeerError if isinstance(error, LostPeerError) else ServerRequestError
+        return "failed", kind(str(readable_error(error)))
 
 
 def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
@@ -210,15 +204,11 @@ def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[
 
 
 def try_on_source(send: Callable[[], T]) -> T | Exception | None:
-    """Return `send()`, or the exception it raises, on the model-parallel source rank; None
-    elsewhere.
-
-    The other ranks learn of an exception when all ask for the result: the source rank alone must
-    not leave them waiting.
+    """`send()`, or the exception it raises, of which the others learn when all ask for the result,
+    on the model-parallel source rank; None elsewhere.
     """
-    if parallel_state.get_rank() != parallel_state.get_model_parallel_src_rank():
-        return None
-    return outcome_or_error(send)
+    is_source = parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank()
+    return outcome_or_error(send) if is_source else None
 
 
 def outcome_or_error(send: Callable[[], T]) -> T | Exception:
@@ -231,11 +221,8 @@ def outcome_or_error(send: Callable[[], T]) -> T | Exception:
 
 def readable_error(error: Exception) -> Exception:
     """`error`, or one that names its type if its message alone says little."""
-    return (
-        error
-        if isinstance(error, (ServerRequestError, UserError))
-        else ServerRequestError(repr(error))
-    )
+    is_readable = isinstance(error, (ServerRequestError, UserError))
+    return error if is_readable else ServerRequestError(repr(error))
 
 
 class RankZeroFuture(FutureResult[T]):

@@ -30,10 +30,12 @@ class ServerUnreachableError(UserError):
     """No server replies at the configured address."""
 
 
-def unreachable(name: str, states: Mapping[str, str], waited_s: float, setting: str) -> str:
-    """The message when `setting` names servers, here with their states, none of which replies."""
+def unreachable(
+    name: str, states: Mapping[str, str], waited_s: float, setting: str
+) -> ServerUnreachableError:
+    """The error when `setting` names servers, here with their states, none of which replies."""
     where = "; ".join(f"{address}: {state}" for address, state in states.items())
-    return (
+    return ServerUnreachableError(
         f"server '{name}' is not reachable at {', '.join(states)} after {waited_s:.0f} s "
         f"({where}). Start the server job first and check that host, port and endpoint name are "
         f"those in {setting} (name={name}); raise {setting.partition('.')[0]}.init_timeout_s if "
@@ -124,12 +126,10 @@ class HTTPCommunicator:
         served = self._wait_until_ready(server_name, peer, endpoint)
         if served is not None:
             self.served[server_name] = served
-        for connection in self.connections.values():
-            if connection.peer == peer:
-                break
-        else:
-            connection = ServerConnection(peer, self.inference_timeout_s, self.setting)
-        self.connections[server_name] = connection
+        known = {connection.peer: connection for connection in self.connections.values()}
+        self.connections[server_name] = known.get(peer) or ServerConnection(
+            peer, self.inference_timeout_s, self.setting
+        )
         self._endpoints[server_name] = endpoint
 
     def _wait_until_ready(
@@ -165,9 +165,7 @@ class HTTPCommunicator:
             time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
             pause = min(pause * 1.5, 0.5)
         states = {str(peer): probe.state}
-        raise ServerUnreachableError(
-            unreachable(server_name, states, self.init_timeout_s, self.setting)
-        )
+        raise unreachable(server_name, states, self.init_timeout_s, self.setting)
 
     def print_server_dict(self) -> None:
         for name, connection in self.connections.items():

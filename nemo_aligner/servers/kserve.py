@@ -10,7 +10,7 @@ tests is Triton's client library.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,9 @@ def type_name(dtype: np.dtype) -> str:
     """Return the name of a dtype on the wire, such as INT64; texts are BYTES."""
     if dtype.kind in "OSU":
         return "BYTES"
-    try:
-        return _NAMES[dtype.str[1:]]
-    except KeyError:
-        raise RequestError(f"no tensor on the wire holds numbers of dtype {dtype}") from None
+    if dtype.str[1:] not in _NAMES:
+        raise RequestError(f"no tensor on the wire holds numbers of dtype {dtype}")
+    return _NAMES[dtype.str[1:]]
 
 
 def numpy_type(name: str) -> type:
@@ -217,16 +216,14 @@ def encode_reply(
 ) -> tuple[int | None, bytes]:
     """The body of a reply to a request, and the length of its head if tensors follow it."""
     outputs, buffers = _describe({name: arrays[name] for name in wanted if wanted[name]})
-    for name in wanted:
-        if not wanted[name]:
-            array = arrays[name]
-            kind = type_name(array.dtype)
-            data = [
-                text.decode(errors="replace") if isinstance(text, bytes) else text
-                for text in array.reshape(-1).tolist()
-            ]
-            shape = list(array.shape)
-            outputs.append({"name": name, "shape": shape, "datatype": kind, "data": data})
+    listed, _ = _describe({name: arrays[name] for name in wanted if not wanted[name]})
+    for entry in listed:
+        del entry["parameters"]
+        entry["data"] = [
+            text.decode(errors="replace") if isinstance(text, bytes) else text
+            for text in arrays[entry["name"]].reshape(-1).tolist()
+        ]
+    outputs += listed
     reply = {"model_name": endpoint.name, "model_version": "1", "outputs": outputs}
     if "id" in head:
         reply["id"] = head["id"]
@@ -255,8 +252,8 @@ def model_config(endpoint: Endpoint) -> dict[str, Any]:
     """What is said of an endpoint at /v2/models/NAME/config, in the form of Triton's."""
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
-        kind = f"TYPE_{_type_of(spec).replace('BYTES', 'STRING')}"
-        return {"name": spec.name, "data_type": kind, "dims": list(spec.shape)}
+        kind = _type_of(spec).replace("BYTES", "STRING")
+        return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape)}
 
     return {
         "name": endpoint.name,
@@ -271,16 +268,13 @@ def model_metadata(endpoint: Endpoint) -> dict[str, Any]:
     """What is said of an endpoint at /v2/models/NAME."""
     batch = [-1] if endpoint.batching else []
 
-    def entries(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-        return [
-            {"name": spec.name, "datatype": _type_of(spec), "shape": [*batch, *spec.shape]}
-            for spec in specs
-        ]
+    def entry(spec: TensorSpec) -> dict[str, Any]:
+        return {"name": spec.name, "datatype": _type_of(spec), "shape": [*batch, *spec.shape]}
 
     return {
         "name": endpoint.name,
         "versions": ["1"],
         "platform": "python",
-        "inputs": entries(endpoint.inputs),
-        "outputs": entries(endpoint.outputs),
+        "inputs": [entry(spec) for spec in endpoint.inputs],
+        "outputs": [entry(spec) for spec in endpoint.outputs],
     }

@@ -15,11 +15,8 @@ from nemo_aligner.servers.schema import Arrays, RequestError
 
 
 def request_width(longest: int, pad_to_length: int | None, max_length: int | None) -> int:
-    """Return the number of token columns of an infer request.
-
-    Args:
-        pad_to_length: least number; None: the longest sample, rounded up.
-        max_length: rounding ends here; None: nothing is rounded.
+    """The number of token columns of an infer request: `pad_to_length` at least; or without it the
+    longest sample, rounded up as far as `max_length`, if there is one.
     """
     if pad_to_length is not None:
         return max(longest, pad_to_length)
@@ -69,11 +66,7 @@ def scoring_payload(
 def used_values(rollout_batch: Rollout, columns: int) -> np.ndarray:
     """Return bool [b, columns]: True where the critic's value of a response token is needed."""
     lengths = rollout_batch["response_lengths"].cpu()
-    prompts = (
-        rollout_batch["prompt_lengths"].cpu()
-        if "prompt_lengths" in rollout_batch
-        else torch.ones_like(lengths)
-    )
+    prompts = rollout_batch.get("prompt_lengths", torch.ones_like(lengths)).cpu()
     column = torch.arange(columns)
     return ((column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)).numpy()
 

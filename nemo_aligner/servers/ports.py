@@ -9,6 +9,8 @@ from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
 
+# The keys of the port of a server job.
+SERVER_PORT = "trainer.ppo.port, or inference.port for a reward server"
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux
 
 
@@ -25,37 +27,23 @@ def find_free_port(host: str = "127.0.0.1") -> int:
     candidates = range(10000, first_ephemeral)
     # A generator of its own: jobs with the same seed must not try the same ports.
     for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
-        if _can_listen(host, port) is None:
+        if _can_listen(host, port):
             return port
     with socket.socket() as probe:  # the range of outgoing connections is all there is
         probe.bind((host, 0))
         return probe.getsockname()[1]
 
 
-def check_port_is_free(host: str, port: int) -> None:
-    """Raise `UserError` unless a server can listen on `host:port` (Triton would only time out)."""
-    if (error := _can_listen(host, port)) is not None:
-        raise port_error(host, port, error) from error
-
-
-def port_error(
-    host: str,
-    port: int,
-    error: Exception,
-    key: str = "trainer.ppo.port, or inference.port for a reward server",
-) -> UserError:
+def port_error(host: str, port: int, error: Exception, key: str = SERVER_PORT) -> UserError:
     return UserError(
         f"cannot listen on {host}:{port}: {error}. Set another port ({key}), or stop the server "
         "that uses it."
     )
 
 
-def _can_listen(host: str, port: int) -> Exception | None:
-    """None if a server can listen there, else the error."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+def _can_listen(host: str, port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            return error
-    return None
+        probe.bind((host, port))
+        return True
+    return False

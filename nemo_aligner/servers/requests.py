@@ -62,18 +62,15 @@ def pad_input(
 def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
     """Append rows of zeros up to a multiple of `multiple` rows; without need it is not copied."""
     extra = -array.shape[0] % multiple
-    if not extra:
-        return array  # not a copy: it may be large
-    return np.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
+    return np.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1)) if extra else array
 
 
 def calculate_inference_batch_padding_multiple(
     current_size: int, model_forward_micro_batch_size: int
 ) -> int:
-    """Return the multiple to which a batch of `current_size` samples is padded.
-
-    Every data-parallel rank then gets whole micro-batches: DP for a small batch (one shorter
-    micro-batch each), else `model_forward_micro_batch_size * DP`.
+    """The multiple to which a batch of `current_size` samples is padded, so that every
+    data-parallel rank gets whole micro-batches: DP for a small batch (one shorter micro-batch
+    each), else `model_forward_micro_batch_size * DP`.
     """
     dp_size = parallel_state.get_data_parallel_world_size()
     full = model_forward_micro_batch_size * dp_size
@@ -87,8 +84,7 @@ def _decode_sentences(sentences: np.ndarray) -> list[str]:
             f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1]."
         )
     texts = []
-    # One by one: an array of texts has room for the longest in each of its rows, and drops the
-    # zeros at their ends.
+    # One by one: an array of texts drops the zeros at their ends.
     for row, text in enumerate(sentences.reshape(-1)):
         try:
             texts.append(bytes(text).decode())
@@ -102,13 +98,8 @@ def _decode_sentences(sentences: np.ndarray) -> list[str]:
 def process_inputs(
     inputs: Mapping[str, np.ndarray | None], tokenize_func: Callable[[list[str]], tuple]
 ) -> dict[str, np.ndarray]:
-    """Return tokens and lengths of an infer request; `sentences` win over `tokens`.
-
-    Args:
-        tokenize_func: list of str -> (tokens [N, S], lengths [N]).
-
-    Returns:
-        {"inputs": int64 [N, S], "sequence_length": int64 [N]}.
+    """The {"inputs": int64 [N, S], "sequence_length": int64 [N]} of an infer request, of whose
+    `sentences` `tokenize_func` makes (tokens [N, S], lengths [N]); they win over `tokens`.
     """
     sentences = inputs.get("sentences")
     if sentences is not None:
@@ -139,8 +130,8 @@ def pad_batch_and_strip_sequence(
         tokens: int64 [N, S].
         sequence_lengths: int64 [N].
         pad_to_multiple: the number of rows becomes a multiple of this.
-        strip_sequence_length_to_multiple: cut S to the longest sample, rounded up to this
-            multiple; None keeps S.
+        strip_sequence_length_to_multiple: cut S to the longest sample, rounded up to this; None
+            keeps S.
 
     Returns:
         ({"inputs": [N', S'], "sequence_length": [N']}, number of rows added, S).
@@ -156,9 +147,8 @@ def pad_batch_and_strip_sequence(
 
 
 def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
-    """Return how many samples of each data-parallel rank make a slice: whole micro-batches.
-
-    `width` is S, and a forward pass has `micro_batch_size` samples per data-parallel rank.
+    """How many samples of each data-parallel rank, `width` tokens each, make a slice: whole
+    micro-batches.
     """
     count = max(SLICE_TOKENS // (micro_batch_size * width), 1)
     if pipeline_stages > 1:
@@ -168,9 +158,7 @@ def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
 
 
 def cut_rows(lengths: np.ndarray, shares: int, size: int, by_length: bool) -> list[np.ndarray]:
-    """Return the places of the samples of each slice, int64 [n].
-
-    A slice holds as many samples of each rank's share, and its own shares are those.
+    """The places of the samples of each slice, int64 [n], which has as many of each rank's share.
 
     Args:
         lengths: int64 [N], a multiple of `shares`.
@@ -264,26 +252,22 @@ class PieceStore:
 
     def _check(self, request_id: str, first: int, count: int, rows: int, arrays: Arrays) -> None:
         if request_id != self._request_id or first != self._rows:
-            came = (
-                f"{self._rows} rows of it have come"
-                if request_id == self._request_id
-                else ("its first rows have not come, or were dropped since")
-            )
+            came = "its first rows have not come, or were dropped since"
+            if request_id == self._request_id:
+                came = f"{self._rows} rows of it have come"
             raise RequestError(
                 f"a piece of request {request_id} begins with row {first}, but {came}. Send all "
                 "pieces in order, one after the other."
             )
+        piece = f"a piece of request {request_id} has"
         for name, whole in self._arrays.items():
             if arrays[name].shape[1:] != whole.shape[1:] or len(whole) != rows:
                 raise RequestError(
-                    f"a piece of request {request_id} has '{name}' {list(arrays[name].shape)} of "
-                    f"{rows} rows, but the first piece promised {list(whole.shape)} in all."
+                    f"{piece} '{name}' {list(arrays[name].shape)} of {rows} rows, but the first "
+                    f"piece promised {list(whole.shape)} in all."
                 )
         if count == 0 or first + count > rows:
-            raise RequestError(
-                f"a piece of request {request_id} has the rows {first} to {first + count} of "
-                f"{rows}."
-            )
+            raise RequestError(f"{piece} the rows {first} to {first + count} of {rows}.")
 
     def _forget(self) -> None:
         self._request_id, self._arrays, self._rows = None, {}, 0
@@ -300,7 +284,5 @@ class PieceStore:
             if (request_id, rows) != (self._request_id, self._rows):
                 return  # a piece has come at this very moment
             self._forget()
-        logging.warning(
-            f"critic_train: no further piece of request {request_id} for {self.timeout_s:.0f} s; "
-            f"the {rows} row(s) that had come are dropped"
-        )
+        silent = f"no further piece of request {request_id} for {self.timeout_s:.0f} s"
+        logging.warning(f"critic_train: {silent}; the {rows} row(s) that had come are dropped")

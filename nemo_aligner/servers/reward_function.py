@@ -142,7 +142,7 @@ class RewardFunction:
         sequence_lengths: np.ndarray | Tensor,
         prompt_lengths: np.ndarray | Tensor | None,
     ) -> np.ndarray:
-        """The rewards of samples; as `submit`, but raises their `RewardFunctionError`."""
+        """As `submit`, but waits, and raises `RewardFunctionError`."""
         return self.submit(tokens, sequence_lengths, prompt_lengths).result()
 
     def submit(
@@ -169,9 +169,7 @@ class RewardFunction:
                 "'prompt_lengths' is missing: a reward function is given prompt and response "
                 "apart; send the number of prompt tokens of each row, [N, 1]."
             )
-        tokens, ends, starts = (
-            _to_numpy(array) for array in (tokens, sequence_lengths, prompt_lengths)
-        )
+        tokens, ends, starts = map(_to_numpy, (tokens, sequence_lengths, prompt_lengths))
         ends, starts = ends.reshape(-1), starts.reshape(-1)
         prompts, responses, lengths = self.decode(tokens, ends, starts)
         places = [list(range(length)) for length in lengths]
@@ -318,13 +316,11 @@ class _Request:
         """Note the outcome of a sample: its score, or with kind "error" why there is none."""
         fallback = self.owner.fallback
         if kind == "error" and fallback is None:
-            self.fail(
-                RewardFunctionError(
-                    f"{self._describe(index, value)}. Correct it, or set "
-                    f"{self.owner.section}.reward_fn_fallback to the score that such a sample "
-                    "gets."
-                )
+            remedy = (
+                f"Correct it, or set {self.owner.section}.reward_fn_fallback to the score that "
+                "such a sample gets."
             )
+            self.fail(RewardFunctionError(f"{self._describe(index, value)}. {remedy}"))
             return
         with self._lock:
             if kind == "error":
@@ -334,19 +330,15 @@ class _Request:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._warn()
+            if self._failures:
+                logging.warning(
+                    f"{len(self._failures)} of {len(self.samples)} samples got the fallback score "
+                    f"{fallback:g} ({self.owner.section}.reward_fn_fallback). The first: "
+                    f"{self._describe(*min(self._failures))}"
+                )
             # It may have failed meanwhile: the server is shutting down.
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 self.future.set_result(self._scores)
-
-    def _warn(self) -> None:
-        """Log one warning for all samples of the request that got the fallback score."""
-        if self._failures:
-            logging.warning(
-                f"{len(self._failures)} of {len(self.samples)} samples got the fallback score "
-                f"{self.owner.fallback:g} ({self.owner.section}.reward_fn_fallback). The first: "
-                f"{self._describe(*min(self._failures))}"
-            )
 
     def _describe(self, index: int, why: str) -> str:
         """Return in one line why a sample has no score; a traceback goes to the log."""
@@ -362,11 +354,9 @@ class _Request:
 
 def shown(value: Any) -> str:
     text = repr(value)
-    return (
-        text
-        if len(text) <= SHOWN_CHARACTERS
-        else f"{text[:SHOWN_CHARACTERS]}[... {len(text)} characters]"
-    )
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    return f"{text[:SHOWN_CHARACTERS]}[... {len(text)} characters]"
 
 
 class Steps(NamedTuple):
@@ -434,17 +424,13 @@ def scores_of_places(
         RuntimeError: a score at such a token is not finite.
     """
     has_reward = torch.zeros(scores.shape, dtype=torch.bool)
-    bounds = zip(prompt_lengths.tolist(), lengths.tolist(), strict=True)
-    rows = tokens.tolist()
-    for row, (start, end) in enumerate(bounds):
-        response = rows[row][start:end]
+    bounds = zip(tokens.tolist(), prompt_lengths.tolist(), lengths.tolist(), strict=True)
+    for row, (ids, start, end) in zip(has_reward, bounds):
         if per == "token":
-            places = list(range(len(response)))
+            row[start:end] = True
         else:
             assert step_end is not None
-            places = step_ends(tokenizer, response, step_end)
-        columns = [start + place for place in places]
-        has_reward[row, columns] = True
+            row[[start + place for place in step_ends(tokenizer, ids[start:end], step_end)]] = True
     has_reward = has_reward.to(scores.device)
     bad = (has_reward & ~scores.isfinite()).any(1).nonzero().flatten().tolist()
     if bad:

@@ -64,13 +64,16 @@ class TensorSpec:
     meaning: str = ""  # what it holds, for error messages
     optional: bool = False  # a request may leave it out
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.shape) and all(
+            want in (-1, got) for got, want in zip(shape, self.shape)
+        )
+
     def describe(self, batching: bool) -> str:
         """Name, dtype and shape, for error messages."""
-        shape = (("N",) if batching else ()) + tuple(
-            "any" if size == -1 else size for size in self.shape
-        )
+        sizes = ["any" if size == -1 else size for size in self.shape]
         dtype = "bytes" if self.dtype is np.bytes_ else np.dtype(self.dtype).name
-        return f"{self.name}: {dtype} {list(shape)}"
+        return f"{self.name}: {dtype} {['N', *sizes] if batching else sizes}"
 
 
 @dataclass(frozen=True)
@@ -157,13 +160,12 @@ def critic_train_endpoint() -> Endpoint:
     """
     piece = "first row of this piece, and the rows of all pieces together"
     loss = "mean loss over the optimizer steps of this request"
+    returns = "regression target per transition [N, S-1]"
     return Endpoint(
         CRITIC_TRAIN,
         (
             TensorSpec("tokens", np.int64, (-1, -1), "token ids, right-padded [N, S]"),
-            TensorSpec(
-                "returns", np.float32, (-1, -1), "regression target per transition [N, S-1]"
-            ),
+            TensorSpec("returns", np.float32, (-1, -1), returns),
             TensorSpec("prev_values", np.float32, (-1, -1), "values at rollout time [N, S-1]"),
             TensorSpec("mask", np.float32, (-1, -1), "1 on transitions into a response [N, S-1]"),
             _optional("request_id", np.bytes_, (1,), "the sender's id of this update"),

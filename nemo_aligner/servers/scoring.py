@@ -53,22 +53,15 @@ def share_of_rank(start: int, count: int) -> slice:
 
 
 def gather_outputs(tensor: Tensor) -> np.ndarray | None:
-    """Return the outputs [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0;
-    None elsewhere.
-
-    Every rank of rank 0's data-parallel group calls it, with equal shapes; the other groups hold
-    the same samples and send nothing.
+    """The outputs [n, ...] of all data-parallel ranks, float32 [N, ...], on global rank 0; None
+    elsewhere. Every rank calls it, with equal shapes; data-parallel groups without rank 0 hold the
+    same samples and send nothing.
     """
     tensor = tensor.detach().float().contiguous()
-    if (
-        parallel_state.get_data_parallel_world_size() > 1
-        and parallel_state.get_data_parallel_src_rank() == 0
-    ):
-        shares = gather_tensor(
-            tensor.to(get_device()), 0, parallel_state.get_data_parallel_group()
-        )
-        if shares is not None:
-            tensor = torch.cat(shares)
+    several = parallel_state.get_data_parallel_world_size() > 1
+    if several and parallel_state.get_data_parallel_src_rank() == 0:
+        group = parallel_state.get_data_parallel_group()
+        tensor = torch.cat(gather_tensor(tensor.to(get_device()), 0, group) or [tensor])
     return tensor.cpu().numpy() if parallel_state.get_rank() == 0 else None
 
 
@@ -96,9 +89,8 @@ def batcher_options(
 
 def model_limits(model: Any) -> tuple[int | None, int | None]:
     """Return (vocabulary size, longest sample in tokens) of a model; None for what it lacks."""
-    cfg = getattr(model, "cfg", None)
     vocab_size = getattr(getattr(model, "tokenizer", None), "vocab_size", None)
-    return vocab_size, cfg.get("encoder_seq_length", None) if cfg is not None else None
+    return vocab_size, (getattr(model, "cfg", None) or {}).get("encoder_seq_length")
 
 
 class Scorer:
@@ -157,7 +149,7 @@ class Scorer:
         return ControlGroup()
 
     def reply_to(self, inputs: Inputs, loop: ServerLoop | None) -> Arrays:
-        """Score a request on a host's thread of rank 0: `loop` has all ranks run each slice."""
+        """Score a request on a thread of rank 0; `loop` has all ranks run each slice."""
         assert loop is not None, "the server does not run"
         arrays, finish = self._prepare(inputs)
 
@@ -292,9 +284,7 @@ class Turns:
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
-        """The model stays as it is; waits until nobody wants to change it. One client at a time
-        changes it, and waits for each change.
-        """
+        """The model stays as it is; waits until nobody wants to change it."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)
             self._scoring += 1
@@ -307,8 +297,8 @@ class Turns:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the model; waits for the end of what is scored. Several changes may wait for
-        their turns in the queue of the server.
+        """Change the model; waits for the end of what is scored. The queue of the server orders
+        changes.
         """
         with self._changed:
             self._waiting += 1

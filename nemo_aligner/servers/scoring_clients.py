@@ -93,21 +93,18 @@ class RMFutureResult(FutureScores):
         if not token_rewards:
             return Scores(total, parts=parts)
         assert self._rollout is not None  # as there are rewards of tokens
-        lengths, width = self._rollout["response_lengths"], self._width()
+        lengths = self._rollout["response_lengths"]
+        width = self._rollout["response_tokens"].shape[1]
         for name in parts.keys() - token_rewards.keys():
             token_rewards[name] = reward_at_last_token(parts[name], lengths, width)
-        return Scores(
-            total, parts=parts, token_rewards=add_token_rewards(token_rewards, self.weights)
-        )
-
-    def _width(self) -> int:
-        if self._rollout is None:
-            raise ValueError("rewards of tokens need rollout, the micro-batch that was scored")
-        return self._rollout["response_tokens"].shape[1]
+        of_all = add_token_rewards(token_rewards, self.weights)
+        return Scores(total, parts=parts, token_rewards=of_all)
 
     def _of_transitions(self, token_rewards: Array) -> Tensor:
         """[b, S-1], the reward of token t+1 in column t; NaN in columns that were not sent."""
-        width = self._width()
+        if self._rollout is None:
+            raise ValueError("rewards of tokens need rollout, the micro-batch that was scored")
+        width = self._rollout["response_tokens"].shape[1]
         rewards = _on_device(token_rewards)[:, 1:width]
         return torch.nn.functional.pad(rewards, (0, width - 1 - rewards.shape[1]), value=np.nan)
 
@@ -149,10 +146,8 @@ class RewardModels:
         self.fleets = client.connect(specs, schema.reward_model_endpoint())
 
     def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> RMFutureResult:
-        """Send `make_payload()` (see `scoring_payload`) to every reward model; returns at once.
-
-        `prompt_lengths` go along if the batch has them: a reward that is a function needs to know
-        where the response starts.
+        """Send `make_payload()` (see `scoring_payload`) to every reward model, with
+        `prompt_lengths` if the batch has them; returns at once.
         """
 
         def send() -> PendingReply:
@@ -167,9 +162,7 @@ class RewardModels:
 
 def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply:
     """Send the same arrays to every fleet; the reply holds that of each by its name."""
-    sent = {
-        name: SentRequest(fleet.submit(payload), fleet.describe) for name, fleet in fleets.items()
-    }
+    sent = {n: SentRequest(each.submit(payload), each.describe) for n, each in fleets.items()}
     return PendingReply(sent, by_name=True)
 
 
@@ -357,11 +350,8 @@ class NoCriticFuture(FutureResult[None]):
 class RewardsInPlaceOfCritic(RemoteGPTRMClient):
     """A `Critic` for advantage estimators without a critic.
 
-    Remote reward models give the rewards; nothing is trained or saved. Every rank constructs one.
-
-    Args:
-        cfg: `remote_critic_rm`, of which `critic` is not read; otherwise as for
-            `RemoteGPTRMClient`, which also lists the errors and the other arguments.
+    Remote reward models give the rewards; nothing is trained or saved. `critic` of the section is
+    not read.
     """
 
     def __init__(

@@ -53,24 +53,16 @@ class Addition:
     warns: bool = False  # the client says so when it connects
 
 
+_NO_TOKENIZER = "whether the server has the policy's tokenizer is not checked"
+_NO_STATUS = "whether actor and critic resume from the same step is not checked"
 ADDITIONS = (
-    Addition(
-        "input",
-        "tokenizer",
-        "whether the server has the policy's tokenizer is not checked",
-        warns=True,
-    ),
+    Addition("input", "tokenizer", _NO_TOKENIZER, warns=True),
     Addition("input", "prompt_lengths", "the server is not told where the responses start"),
     Addition("input", "request_id", "every update is sent once, and never again after a failure"),
     Addition("input", "piece", "an update of more than 2 GiB is refused"),
     Addition("input", "actor_step", "the checkpoint does not say which actor step it belongs to"),
     Addition("endpoint", "critic_resume", "the critic does not go back to the actor's step"),
-    Addition(
-        "endpoint",
-        "critic_status",
-        "whether actor and critic resume from the same step is not checked",
-        warns=True,
-    ),
+    Addition("endpoint", "critic_status", _NO_STATUS, warns=True),
 )
 _MAY_BE_LEFT_OUT = {addition.name for addition in ADDITIONS if addition.kind == "input"}
 # The clients send tokens. Not a requirement of a server, and no way to feed one.
@@ -248,9 +240,9 @@ def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> N
     """
     sent = {spec.name for spec in endpoint.inputs} - _NEVER_SENT
     problem = None
-    for name in [s.name for s in endpoint.inputs if s.name in sent - _MAY_BE_LEFT_OUT]:
-        if not served.lists(name):
-            problem = f"it has no input '{name}'"
+    for spec in endpoint.inputs:
+        if spec.name in sent - _MAY_BE_LEFT_OUT and not served.lists(spec.name):
+            problem = f"it has no input '{spec.name}'"
     for spec in served.inputs:
         if not spec.optional and spec.name not in sent:
             problem = f"it requires an input '{spec.name}', which is never sent"
@@ -278,15 +270,12 @@ def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> N
 
 
 def warnings_about(served: ServedModel, endpoint: Endpoint, where: str) -> list[str]:
-    """Return what a client cannot do with a server that lists fewer inputs than ours."""
-    taken = {spec.name for spec in endpoint.inputs}
+    """What a client cannot do with a server that lists fewer inputs than ours."""
+    missing = {spec.name for spec in endpoint.inputs if not served.lists(spec.name)}
     return [
-        f"'{served.name}' at {where} has no input '{addition.name}': {addition.without}"
-        for addition in ADDITIONS
-        if addition.warns
-        and addition.kind == "input"
-        and addition.name in taken
-        and not served.lists(addition.name)
+        f"'{served.name}' at {where} has no input '{each.name}': {each.without}"
+        for each in ADDITIONS
+        if each.warns and each.name in missing
     ]
 
 
@@ -294,12 +283,11 @@ def warnings_about(served: ServedModel, endpoint: Endpoint, where: str) -> list[
 
 
 def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[InferRequest]:
-    """Return `data`, which fits `endpoint`, as the requests that `served` takes.
+    """`data`, which fits `endpoint`, as the requests that `served` takes.
 
-    Arrays that it takes as they are stay as they are. A scoring request of more samples than the
-    server takes at once, or of more than `PIECE_BYTES`, becomes several. So does an update of more
-    bytes, for a server that puts the pieces together; no other request that changes the server's
-    state is ever cut.
+    A scoring request of more samples than the server takes at once, or of more than `PIECE_BYTES`,
+    becomes several. So does an update of more bytes, for a server that puts the pieces together;
+    no other request that changes the server's state is ever cut.
 
     Raises:
         RequestError: the server's dtypes, sizes or limits cannot hold the data.
@@ -321,12 +309,13 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
     rows = piece_rows(fitted, PIECE_BYTES)
     if served.max_batch_size:
         rows = min(rows, served.max_batch_size)
-    return [
-        InferRequest(
-            served.name, {name: array[first : first + rows] for name, array in fitted.items()}
-        )
-        for first in range(0, len(next(iter(fitted.values()))), rows)
-    ]
+    return [InferRequest(served.name, piece) for _, piece in _cut(fitted, rows)]
+
+
+def _cut(arrays: Arrays, rows: int) -> list[tuple[int, Arrays]]:
+    """Each piece of so many rows, behind the number of its first."""
+    firsts = range(0, len(next(iter(arrays.values()))), rows)
+    return [(at, {name: each[at : at + rows] for name, each in arrays.items()}) for at in firsts]
 
 
 def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
@@ -334,13 +323,10 @@ def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
     if size > PIECE_BYTES and served.lists("piece") and "request_id" in data:
         whole = {name: array for name, array in data.items() if name != "request_id"}
         rows, samples = piece_rows(whole, PIECE_BYTES), len(next(iter(whole.values())))
+        id_ = {"request_id": data["request_id"]}
         return [
-            InferRequest(
-                served.name,
-                {name: array[first : first + rows] for name, array in whole.items()}
-                | {"request_id": data["request_id"], "piece": np.array([first, samples])},
-            )
-            for first in range(0, samples, rows)
+            InferRequest(served.name, piece | id_ | {"piece": np.array([first, samples])})
+            for first, piece in _cut(whole, rows)
         ]
     if size > LARGEST_BODY:
         raise RequestError(
@@ -353,18 +339,13 @@ def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
 
 def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array) -> Array:
     """`array` in the form of `spec`, an input of `served`, if that holds the same numbers."""
-    shape = ((-1,) if served.max_batch_size else ()) + spec.shape
+    whole = replace(spec, shape=(-1, *spec.shape)) if served.max_batch_size else spec
     candidates = [array]
     if array.ndim > 0 and array.shape[-1] == 1:
         candidates.append(array[..., 0])  # [N, 1] for a server that takes [N]
     if not endpoint.batching:
         candidates.append(array[None])  # one sample of a server that takes batches of them
-    fitting = [
-        candidate
-        for candidate in candidates
-        if candidate.ndim == len(shape)
-        and all(want in (-1, got) for got, want in zip(candidate.shape, shape))
-    ]
+    fitting = [candidate for candidate in candidates if whole.fits(candidate.shape)]
     wanted = f"'{served.name}' takes {spec.describe(served.max_batch_size > 0)}"
     if not fitting:
         advice = " (set pad_to_length to the server's width)" if spec.name == "tokens" else ""

@@ -15,10 +15,7 @@
 An operation that raises the same type of error on every rank fails its request alone, and the
 server goes on. If only some ranks fail, the process groups cannot be trusted any more, and the job
 ends with an error. Either way the client gets the cause in one line; each rank logs its traceback.
-
-A stop request ends the job with exit code 0. A running save, also one in the background
-(`BackgroundWork`), is waited for up to SAVE_GRACE_S; if it is abandoned then, the code is another
-one. Other operations get STOP_GRACE_S: what they change is repeated from the last checkpoint.
+What a stop request does: docs/operations.md.
 """
 
 import concurrent.futures
@@ -53,10 +50,11 @@ from nemo_aligner.core.signals import caught
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
+from nemo_aligner.servers.exchange import in_thread
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
 from nemo_aligner.training.stop_requests import REPEATED_S
 
-CHECK_INTERVAL_S = 5.0  # between two looks at what hosts the endpoints
+CHECK_INTERVAL_S = 5.0  # between two looks at the host
 HEARTBEAT_S = 1.0  # between two announcements when idle
 STOP_GRACE_S = 5.0  # how long an operation that is no save may run on after a stop request
 FAILURE_GRACE_S = 30.0  # how long a failed rank waits for the others to fail too
@@ -64,19 +62,14 @@ SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
 
 
 class Host(Protocol):
-    """Hosts endpoints at `host:port`; see `TritonHost`."""
+    """Hosts endpoints at `host:port`."""
 
     name: str
     host: str
     port: int
 
-    def start(
-        self,
-        endpoints: Sequence[tuple[Endpoint, Handler]],
-        batcher: Mapping[str, Any],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Serve `endpoints`; returns once all are ready."""
+    def start(self, should_stop: Callable[[], bool]) -> None:
+        """Serve its endpoints; returns once all are ready, or if it should stop."""
 
     def failure(self) -> str | None:
         """Why it can serve no more; None while it can. To be called every few seconds."""
@@ -100,14 +93,21 @@ class Frontend:
         """Return it for these values of the configuration; `ConfigError` if they cannot work."""
         return cls(kind, read_frontend(kind, certificate, key))
 
-    def make_host(self, host: str, port: int, access: Access) -> Host:
+    def make_host(
+        self,
+        host: str,
+        port: int,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        access: Access,
+        batcher: Mapping[str, Any],
+    ) -> Host:
         if self.kind == "asgi":
             from nemo_aligner.servers.asgi_host import AsgiHost
 
-            return AsgiHost(host, port, access, self.tls)
+            return AsgiHost(host, port, endpoints, access, self.tls)
         from nemo_aligner.servers.triton_host import TritonHost
 
-        return TritonHost(host, port, access)
+        return TritonHost(host, port, endpoints, access, batcher)
 
 
 class OperationFailedError(ServerRequestError):
@@ -143,7 +143,7 @@ class BackgroundWork:
 
 
 class ServerLoop:
-    """See the module docstring. Every rank constructs one and calls `run`.
+    """Every rank constructs one and calls `run`.
 
     Args:
         host, port: address to listen on (rank 0).
@@ -153,7 +153,7 @@ class ServerLoop:
             without inputs.
         after_failure: called on every rank with the signal when an operation failed on all ranks
             alike.
-        batcher: keyword arguments of PyTriton's DynamicBatcher.
+        batcher: see `TritonHost`.
         control: the group over which operations get their inputs.
     """
 
@@ -173,10 +173,9 @@ class ServerLoop:
     ):
         self.name, self.endpoints = name, endpoints
         self.operations, self.after_failure = operations, after_failure
-        self.batcher, self.control = batcher, control
-        self.background = background
+        self.control, self.background = control, background
         self.rank = control.rank
-        self._host = frontend.make_host(host, port, access)
+        self._host = frontend.make_host(host, port, endpoints, access, batcher)
         self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()
@@ -216,9 +215,8 @@ class ServerLoop:
         if self._stop_reason is None:
             self._stopped_at = time.monotonic()
             self._stop_reason = reason
-            when = ""
-            if self._is_saving:
-                when = f" after the running save, which has {SAVE_GRACE_S:.0f} s"
+            save = f" after the running save, which has {SAVE_GRACE_S:.0f} s"
+            when = save if self._is_saving else ""
             logging.info(f"{self.name}, rank {self.rank}: {reason}; ending the job{when}")
             with contextlib.suppress(Exception):
                 self._store.put("stop", reason)
@@ -250,14 +248,14 @@ class ServerLoop:
                     raise
                 raise failure from error
             # Ranks leave one by one after a stop request: what breaks then is not a failure.
-            logging.info(
-                f"{self.name}, rank {self.rank}: interrupted by the stop request ({error})"
-            )
-        self._close(ExitCode.FINISHED, self._stop_reason or "stopped")
-        note_ending(ExitCode.FINISHED, self._stop_reason or "stopped")
+            rank = f"{self.name}, rank {self.rank}"
+            logging.info(f"{rank}: interrupted by the stop request ({error})")
+        ending = ExitCode.FINISHED, self._stop_reason or "stopped"
+        self._close(*ending)
+        note_ending(*ending)
 
     def _failure(self, error: BaseException) -> BaseException:
-        """What the end of `run` by `error` is reported as."""
+        """What `error`, which ends `run`, is reported as."""
         if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
             return LostPeerError(
                 f"{self.name}, rank {self.rank}: another rank of this job has ended; look for the "
@@ -273,9 +271,7 @@ class ServerLoop:
             where = f"{self._host.host}:{self._host.port}"
             logging.info(f"{self.name}: starting {self._host.name} on {where}")
             try:
-                self._host.start(
-                    self.endpoints, self.batcher, lambda: self._stop_reason is not None
-                )
+                self._host.start(lambda: self._stop_reason is not None)
             except BaseException as failure:
                 error = failure
         failed = self.control.gather_objects(error is not None)
@@ -346,9 +342,7 @@ class ServerLoop:
     def _handle_failure(
         self, signal_: ServerSignal, job: _Job | None, outcomes: list[tuple[str, str]]
     ) -> None:
-        """Answer a failed operation, with each rank's type of error and cause, or None; end the
-        job unless all ranks failed alike.
-        """
+        """Answer a failed operation; end the job unless all ranks failed alike."""
         causes = "; ".join(
             f"on rank {', '.join(str(rank) for rank, (_, c) in enumerate(outcomes) if c == cause)}"
             f": {cause}"
@@ -436,10 +430,7 @@ class ServerLoop:
         # SIGUSR1 asks the actor.
         signals, ignored = (signal.SIGTERM, signal.SIGINT), [signal.SIGUSR1]
         with caught(signals, ignored, restore=lambda: self._stop_reason is None) as read_end:
-            thread = threading.Thread(
-                target=self._watch, args=(read_end,), daemon=True, name=f"{self.name}-watcher"
-            )
-            thread.start()
+            thread = in_thread(f"{self.name}-watcher", self._watch, read_end)
             try:
                 yield
             finally:
@@ -460,7 +451,7 @@ class ServerLoop:
                 failure = self._store.get("failure")
                 store_errors = 0
             except StoreLostError:
-                failure = None  # the link may come back; else the watchdog ends the job
+                pass  # the link may come back; else the watchdog ends the job
             except Exception:
                 store_errors += 1  # the store lives in rank 0 or in the launcher
             now = time.monotonic()
@@ -471,15 +462,11 @@ class ServerLoop:
             self._check_stop_deadline(now)
             if store_errors >= 10:
                 is_safe = self._stop_reason and not self._is_saving
-                self._abandon(
-                    ExitCode.FINISHED if is_safe else ExitCode.LOST_PEER,
-                    "the job's store is gone: rank 0 or the launcher has ended",
-                )
+                code = ExitCode.FINISHED if is_safe else ExitCode.LOST_PEER
+                self._abandon(code, "the job's store is gone: rank 0 or the launcher has ended")
             if self._failure_deadline is not None and now > self._failure_deadline:
-                self._abandon(
-                    ExitCode.FAILED,
-                    f"a rank failed and the others cannot continue without it: {failure}",
-                )
+                why = f"a rank failed and the others cannot continue without it: {failure}"
+                self._abandon(ExitCode.FAILED, why)
 
     def _take(self, number: signal.Signals) -> None:
         at = self._stopped_at
@@ -492,14 +479,12 @@ class ServerLoop:
         """End the process if what runs since before the stop request takes too long."""
         if self._stopped_at is None:
             return
-        is_save = self._is_saving
-        grace = SAVE_GRACE_S if is_save else STOP_GRACE_S
+        code, what, grace = ExitCode.FINISHED, "operation", STOP_GRACE_S
+        if self._is_saving:
+            code, what, grace = ExitCode.PRE_EMPTED, "save", SAVE_GRACE_S
         if now > self._stopped_at + grace:
-            self._abandon(
-                ExitCode.PRE_EMPTED if is_save else ExitCode.FINISHED,
-                f"{self._stop_reason}; the running {'save' if is_save else 'operation'} did not "
-                f"end in {grace:.0f} s",
-            )
+            why = f"the running {what} did not end in {grace:.0f} s"
+            self._abandon(code, f"{self._stop_reason}; {why}")
 
     def _read_stop_request(self) -> None:
         if self._stop_reason is None and (reason := self._store.get("stop")):

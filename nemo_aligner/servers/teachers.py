@@ -41,16 +41,14 @@ class TeacherLogits(NamedTuple):
 
 
 class RemoteTeacherClient(RemoteClient):
-    """A served teacher, on one server or several. Every rank constructs it, together.
+    """A served teacher, on one server or several. Arguments and errors beside those of
+    `RemoteClient`, of which the student is the policy:
 
     Args:
         cfg: `remote_teacher`: `host`, `port`, `name`, `init_timeout_s`, `inference_timeout_s`,
-            `token_file`, `tls_ca_file`. Missing keys have the defaults of the YAML file.
-        tokenizer: of the student; a server with another one refuses its samples.
-        max_length: longest sample of the student, to which widths of requests may be rounded up.
+            `token_file`, `tls_ca_file`.
 
     Raises:
-        ConfigError: the section cannot work.
         ServerUnreachableError: no server within `init_timeout_s`.
         ServerRequestError: the teacher has another tokenizer, or gives no logits.
     """

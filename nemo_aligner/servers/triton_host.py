@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,12 +59,24 @@ class TritonStartError(RuntimeError):
 
 
 class TritonHost:
-    """Triton with its workspace, and the removal of everything it leaves on the machine."""
+    """Triton with its workspace, and the removal of everything it leaves on the machine.
+
+    Args:
+        batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
+    """
 
     name = "Triton"
 
-    def __init__(self, host: str, port: int, access: Access):
-        self.host, self.port, self._access = host, port, access
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        endpoints: Sequence[tuple[Endpoint, Handler]],
+        access: Access,
+        batcher: Mapping[str, Any],
+    ):
+        self.host, self.port, self._endpoints = host, port, endpoints
+        self._access, self._batcher = access, batcher
         self._triton: Any = None  # a `SocketTriton` while it runs
         self._front: Front | None = None
         self._directory: str | None = None
@@ -75,16 +87,8 @@ class TritonHost:
         self._last_seen: dict[str, float] = {}  # when its stub was alive, while Triton starts
         self._unanswered = 0  # probes since Triton last replied to one
 
-    def start(
-        self,
-        endpoints: Sequence[tuple[Endpoint, Handler]],
-        batcher: Mapping[str, Any],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        """Serve `endpoints`; returns once all are ready.
-
-        Args:
-            batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
+    def start(self, should_stop: Callable[[], bool]) -> None:
+        """See `Host.start`.
 
         Triton sometimes ends while it starts on a busy machine, and waits without end for a
         process of its own that was killed then: it is started again, with more patience.
@@ -96,7 +100,7 @@ class TritonHost:
         prepare_triton_environment()
         for number, patience_s in enumerate(START_S, 1):
             try:
-                self._start(endpoints, batcher, should_stop, patience_s)
+                self._start(should_stop, patience_s)
                 return
             except TritonStartError as error:
                 if number == len(START_S):
@@ -104,24 +108,19 @@ class TritonHost:
                 self.stop()
                 logging.warning(f"{error}; starting it again ({number + 1} of {len(START_S)})")
 
-    def _start(
-        self,
-        endpoints: Sequence[tuple[Endpoint, Handler]],
-        batcher: Mapping[str, Any],
-        should_stop: Callable[[], bool],
-        patience_s: float,
-    ) -> None:
+    def _start(self, should_stop: Callable[[], bool], patience_s: float) -> None:
         self._directory = str(temporary_folder("triton_", folder_of_workspaces()))  # of mode 0700
         self._memory_prefix = shared_memory_prefix()
         self._stubs, self._last_seen, self._unanswered = {}, {}, 0
         from nemo_aligner.servers.socket_triton import SocketTriton
 
         triton = SocketTriton(self._directory, self._memory_prefix)
-        self._front = Front(self.host, self.port, triton.socket_path, endpoints, self._access)
+        address = self.host, self.port
+        self._front = Front(*address, triton.socket_path, self._endpoints, self._access)
         self._triton = triton
         try:
-            for endpoint, _function in endpoints:
-                self._bind(endpoint, self._front, batcher)
+            for endpoint, _function in self._endpoints:
+                self._bind(endpoint, self._front)
             self._run(should_stop, patience_s)
         except Exception:
             with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
@@ -130,7 +129,7 @@ class TritonHost:
                 )
             raise
 
-    def _bind(self, endpoint: Endpoint, front: Front, batcher: Mapping[str, Any]) -> None:
+    def _bind(self, endpoint: Endpoint, front: Front) -> None:
         from pytriton.model_config import DynamicBatcher, ModelConfig
 
         def hand_over(requests: list[Any]) -> list[Arrays]:
@@ -140,12 +139,9 @@ class TritonHost:
                 front.hand_over(request.parameters[REQUEST_PARAMETER])
             return [endpoint.empty_reply(len(next(iter(each.values())))) for each in requests]
 
+        config = ModelConfig(batching=False, max_batch_size=0)
         if endpoint.batching:
-            config = ModelConfig(
-                batching=True, max_batch_size=MOST_ROWS, batcher=DynamicBatcher(**batcher)
-            )
-        else:
-            config = ModelConfig(batching=False, max_batch_size=0)
+            config = ModelConfig(True, MOST_ROWS, DynamicBatcher(**self._batcher))
         self._triton.bind(
             model_name=endpoint.name,
             infer_func=hand_over,
@@ -208,8 +204,8 @@ class TritonHost:
                 raise TritonStartError(f"Triton's process for {endpoint} ended while it started")
 
     def _find_stubs(self) -> dict[str, list[psutil.Process]]:
-        """By endpoint, the process that hands its requests to this one, and the one that holds
-        the tensors meanwhile, which it has started.
+        """By endpoint, the process that hands its requests to this one, and its child, which holds
+        the tensors meanwhile.
         """
         found: dict[str, list[psutil.Process]] = {}
         for process in psutil.Process().children(recursive=True):
@@ -264,19 +260,16 @@ class TritonHost:
         self._clean()
 
     def _kill_processes(self) -> None:
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if "triton" in process.name():
-                    process.kill()
+        _kill(psutil.Process().children(recursive=True), lambda each: "triton" in each.name())
 
     def _clean(self) -> None:
         directory = self._directory  # `kill` may come while `stop` does this
         if directory is not None:
             # A Triton that was killed while it started leaves processes that wait for it for ever.
-            for process in psutil.process_iter(["cmdline"]):
-                if (process.info["cmdline"] or [""])[0].startswith(directory + os.sep):
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
+            program = directory + os.sep
+            _kill(
+                psutil.process_iter(), lambda each: "".join(each.cmdline()[:1]).startswith(program)
+            )
             shutil.rmtree(directory, ignore_errors=True)
             self._directory = None
         for leftover in self._shared_memory():
@@ -286,6 +279,13 @@ class TritonHost:
     def _shared_memory(self) -> list[str]:
         prefix = self._memory_prefix
         return [] if prefix is None else glob.glob(f"{SHARED_MEMORY}/{prefix}*")
+
+
+def _kill(processes: Iterable[psutil.Process], which: Callable[[psutil.Process], bool]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if which(process):
+                process.kill()
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -33,6 +33,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.gpus import users_environment
 from nemo_aligner.servers import worker as worker_program
 from nemo_aligner.servers import worker_keeper
+from nemo_aligner.servers.exchange import in_thread
 
 # A worker that has died without closing its pipe (a process that it started may hold it, too) is
 # noticed this fast.
@@ -90,9 +91,7 @@ class WorkerProcess:
         self._buffer = b""
 
     def load(self) -> Any:
-        """Wait until it has loaded the code; returns what is told of that. `UserError`: it cannot
-        be loaded.
-        """
+        """What is told of the code, once it is loaded; `UserError`: it cannot be."""
         try:
             kind, told = self.receive(LOAD_TIMEOUT_S)
         except TimeoutError:
@@ -107,12 +106,7 @@ class WorkerProcess:
         return self.process.poll() is None
 
     def send(self, message: Sequence[Any], timeout_s: float) -> None:
-        """Send a message, of what the program takes.
-
-        Raises:
-            TimeoutError: the process does not read.
-            WorkerEndedError: it has ended.
-        """
+        """Send a message. `TimeoutError`: the process does not read it; `WorkerEndedError`."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         while data:
@@ -123,12 +117,7 @@ class WorkerProcess:
                 raise WorkerEndedError(self._how_it_ended()) from None
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Wait for the next message and return it, [kind, value].
-
-        Raises:
-            TimeoutError: there is none within `timeout_s`.
-            WorkerEndedError: the process has ended.
-        """
+        """The next message, [kind, value]. `TimeoutError`: there is none; `WorkerEndedError`."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             self._wait(self._reader, deadline)
@@ -223,8 +212,8 @@ class Task:
 
 
 class Pool:
-    """Threads, each with a worker of its own and a queue of tasks, which may be shared. Returns
-    when all workers have loaded the code; raises the error of one that has not.
+    """Threads, each with a worker of its own and a queue of tasks, which may be shared; all have
+    loaded the code, else the error of one is raised.
 
     Args:
         make: starts a worker: a `WorkerProcess`, or what takes its place (`web.py`).
@@ -247,12 +236,7 @@ class Pool:
         self._closed = False
         self._running: set[Any] = set()
         ready: list[Future[None]] = [Future() for _ in queues]
-        self.threads = [
-            threading.Thread(target=self._drive, args=each, daemon=True)
-            for each in zip(queues, ready)
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.threads = [in_thread("worker", self._drive, *each) for each in zip(queues, ready)]
         try:
             for future in ready:
                 future.result()
@@ -288,13 +272,14 @@ class Pool:
             raise
         return worker
 
-    def _end(self, worker: Any) -> None:
-        """Kill a worker; None is nothing to do."""
+    def _end(self, worker: Any) -> Any:
+        """Kill a worker, if there is one; returns None in its place."""
         if worker is not None:
             worker.kill()
             worker.release()
             with self._lock:
                 self._running.discard(worker)
+        return None
 
     def _drive(self, tasks: "queue.SimpleQueue[Task | None]", ready: "Future[None]") -> None:
         worker = None
@@ -313,8 +298,8 @@ class Pool:
             self._end(worker)
 
     def _start_ahead(self) -> Any:
-        """Start a worker before there is a task for it, so that this does not wait for its start;
-        None if it does not start: `_work_off` tries again, and its task gets the error.
+        """A worker for the next task; None if it does not start: `_work_off` tries again, and its
+        task gets the error.
         """
         with contextlib.suppress(Exception):
             return self.start()
@@ -324,20 +309,16 @@ class Pool:
         try:
             while task.left and not task.is_over():
                 if worker is None or not worker.is_alive():
-                    self._end(worker)
-                    worker = None
+                    worker = self._end(worker)
                     worker = self.start()
                 why = self._feed(worker, task)
                 if why is not None:
-                    self._end(worker)
-                    worker = None
+                    worker = self._end(worker)
                     task.note(task.left.popleft(), "error", why)
         except Exception as error:  # no new worker could start: not the fault of an item
             task.fail(error)
-        if task.left:  # the worker still has items of a request that failed
-            self._end(worker)
-            return None
-        return worker
+        # A worker may still have items of a request that failed.
+        return self._end(worker) if task.left else worker
 
     def _feed(self, worker: Any, task: Task) -> str | None:
         """Have `worker` work on the items that are left; returns None, or what the first one that

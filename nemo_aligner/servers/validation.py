@@ -32,7 +32,10 @@ _NOT_COMBINED = (
     "model has its own server."
 )
 
-
+_NOT_MERGED = (
+    "A reward model with several attributes must merge them into one number per sample "
+    "(model.regression.merge_attributes=True with model.regression.attribute_weights)."
+)
 _NAN = (
     "Training on it would destroy the model: look for NaN or infinity in the weights of the "
     "served one (a diverged training, a damaged checkpoint), or in what the function returns."
@@ -43,9 +46,7 @@ _NAN = (
 
 
 def validate_request(endpoint: Endpoint, data: Mapping[str, np.ndarray]) -> None:
-    """Check names, dtypes and shapes of a request, in batched form for a batching endpoint;
-    `RequestError` names the tensor, its fault, and the inputs of the endpoint.
-    """
+    """Check names, dtypes and shapes of a request, in batched form for a batching endpoint."""
     expected = "; ".join(
         spec.describe(endpoint.batching) + (" (optional)" if spec.optional else "")
         for spec in endpoint.inputs
@@ -70,27 +71,17 @@ def _validate_tensor(spec: TensorSpec, array: object, batching: bool, remedy: st
         raise RequestError(
             f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}"
         )
-    right_dtype = (
-        array.dtype.kind in "OS" if spec.dtype is np.bytes_ else array.dtype == spec.dtype
-    )
-    if not right_dtype:
-        raise RequestError(
-            f"input tensor '{spec.name}' has dtype {array.dtype}; send "
-            f"{spec.describe(batching)}. {remedy}"
-        )
+    is_text = spec.dtype is np.bytes_
+    if not (array.dtype.kind in "OS" if is_text else array.dtype == spec.dtype):
+        problem = f"dtype {array.dtype}; send {spec.describe(batching)}. {remedy}"
+        raise RequestError(f"input tensor '{spec.name}' has {problem}")
     shape = array.shape[1:] if batching else array.shape
-    if len(shape) != len(spec.shape) or any(
-        want not in (-1, got) for got, want in zip(shape, spec.shape)
-    ):
-        raise RequestError(
-            f"input tensor '{spec.name}' has shape {list(array.shape)}; send "
-            f"{spec.describe(batching)}. {remedy}"
-        )
+    if not spec.fits(shape):
+        problem = f"shape {list(array.shape)}; send {spec.describe(batching)}. {remedy}"
+        raise RequestError(f"input tensor '{spec.name}' has {problem}")
     if array.size == 0:
-        raise RequestError(
-            f"input tensor '{spec.name}' has shape {list(array.shape)}: send at least one row and "
-            "one column."
-        )
+        problem = f"shape {list(array.shape)}: send at least one row and one column."
+        raise RequestError(f"input tensor '{spec.name}' has {problem}")
 
 
 def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int | None) -> None:
@@ -120,16 +111,12 @@ def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
     Args:
         sent: the request's `tokenizer`, bytes [N, 1]; None if the client sent none.
         own: `tokenizer_fingerprint` of the server's tokenizer; None if it has none.
-
-    Raises:
-        RequestError: naming both fingerprints and the remedy.
     """
     if sent is None or own is None:
         return
     others = {bytes(fingerprint) for fingerprint in sent.reshape(-1)} - {own.encode()}
     if others:
-        names = sorted(other[:80].decode(errors="replace") for other in others)[:3]
-        theirs = "; ".join(names)
+        theirs = "; ".join(sorted(other[:80].decode(errors="replace") for other in others)[:3])
         raise RequestError(
             f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not "
             "mean the same to both, and training on such scores would be nonsense. Serve a reward "
@@ -258,17 +245,11 @@ def validate_reply(
         if spec.name == "values":
             _validate_values(array, samples, used, other)
             continue
-        remedy, single = other, spec.name == "rewards" and spec != ATTRIBUTES
         fits = array.ndim == 1 + len(spec.shape) and len(array) == samples and array.size
-        if fits and single and array.shape[1] != 1:
-            fits = False
-            remedy = (
-                "A reward model with several attributes must merge them into one number per "
-                "sample (model.regression.merge_attributes=True with "
-                "model.regression.attribute_weights)."
-            )
-        if not fits:
+        merged = spec.name != "rewards" or spec == ATTRIBUTES or array.shape[1:] == (1,)
+        if not fits or not merged:
             needed = spec.meaning.replace("[N", f"[{samples}")
+            remedy = _NOT_MERGED if fits else other
             raise _wrong_shape(spec.name, array, samples, needed, remedy)
         _check_numbers(spec.name, array, ~np.isfinite(array), _NAN)
     if "token_rewards" in reply and endpoint.name != CRITIC_INFER:
@@ -303,21 +284,18 @@ def _check_numbers(name: str, array: np.ndarray, bad: np.ndarray, remedy: str) -
 def _validate_values(
     values: np.ndarray, samples: int, used: np.ndarray | None, other: str
 ) -> None:
-    columns = 0
-    if used is not None and used.any():
-        columns = int(np.flatnonzero(used.any(axis=0))[-1]) + 1
+    any_used = [] if used is None else np.flatnonzero(used.any(axis=0))
+    columns = int(any_used[-1]) + 1 if len(any_used) else 0
     if values.ndim != 2 or values.shape[0] != samples or values.shape[1] < columns:
         needed = f"[{samples}, at least {columns}], one value per token,"
         raise _wrong_shape("values", values, samples, needed, other)
     if used is not None:
         bad = used[:, :columns] & ~np.isfinite(values[:, :columns])
-        _check_numbers(
-            "values",
-            values,
-            bad,
+        remedy = (
             "Look for NaN in the critic's weights (a diverged training: lower model.optim.lr) and "
-            "restart it from a good checkpoint.",
+            "restart it from a good checkpoint."
         )
+        _check_numbers("values", values, bad, remedy)
 
 
 def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:

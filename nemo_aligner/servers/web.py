@@ -126,11 +126,10 @@ def _body(reply: Any, deadline: float) -> bytes:
 
 
 def error_text(content: bytes) -> str:
-    try:
+    with contextlib.suppress(ValueError, TypeError, StopIteration):
         reply = json.loads(content)
         return one_line(str(next(reply[key] for key in ("error", "detail") if key in reply)))
-    except (ValueError, TypeError, StopIteration):
-        return one_line(content[:500].decode("utf-8", "replace"))
+    return one_line(content[:500].decode("utf-8", "replace"))
 
 
 def chat_text(content: bytes) -> str:
@@ -240,16 +239,15 @@ def _fields(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _scores_in(content: bytes) -> list[Any]:
     """The scores in a reply, a list or an object with one; `BadValueError` if there are none."""
-    try:
+    reply = None
+    with contextlib.suppress(ValueError):
         reply = json.loads(content)
-    except ValueError:
-        reply = None
     if isinstance(reply, dict):
         reply = next((reply[name] for name in SCORES if name in reply), None)
     if isinstance(reply, int | float):
         reply = [reply]
     if not isinstance(reply, list):
-        said = one_line(error_text(content)) or "nothing"
+        said = error_text(content) or "nothing"
         raise BadValueError(f"it gave no list of scores ({' or '.join(SCORES)}), but {said}")
     return reply
 

@@ -168,7 +168,7 @@ def load_function(path: str, name: str) -> tuple[Call, Any]:
             f"responses, lengths): {error}"
         ) from None
     except ValueError:
-        pass  # some functions written in C have no signature: the first sample shows
+        pass  # it has no signature: the first sample shows
 
     def score(sample: Sample) -> float | list[float]:
         prompt, response, length, count, record = sample
@@ -182,25 +182,24 @@ def columns_of(function: Callable[..., Any]) -> list[str]:
     """The columns that a function asks for: its parameters beyond the first three that have no
     default, and with `**` as the last of them all others.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        return []
-    kinds, given = inspect.Parameter, _positional(function)[:3]
+    given = _positional(function)[:3]
     return [
-        ALL_COLUMNS if p.kind == kinds.VAR_KEYWORD else p.name
-        for p in parameters
-        if p.default is p.empty and p.kind != kinds.VAR_POSITIONAL and p.name not in given
+        ALL_COLUMNS if p.kind == p.VAR_KEYWORD else p.name
+        for p in _parameters(function)
+        if p.default is p.empty and p.kind != p.VAR_POSITIONAL and p.name not in given
     ]
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that may be given by place; none without a signature."""
+    """Names of the parameters that may be given by place."""
+    return [p.name for p in _parameters(function) if p.kind <= p.POSITIONAL_OR_KEYWORD]
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some functions written in C have no signature
         return []
-    return [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
 
 
 def format_error(error: BaseException, path: str) -> str:

@@ -103,9 +103,8 @@ class Output:
         if end or time.monotonic() >= self._window_ends:
             # A server whose output is stuck gets the line later.
             if self._dropped and len(self.pending) <= PRINTED_BYTES:
-                self.pending += (
-                    f"\n[{self._dropped} bytes of a reward function's output are left out]\n"
-                ).encode()
+                line = f"[{self._dropped} bytes of a reward function's output are left out]"
+                self.pending += f"\n{line}\n".encode()
                 self._dropped = 0
             self._left = max(PRINTED_BYTES - len(self.pending), 0)
             self._window_ends = time.monotonic() + WINDOW_S
