@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of a test: many small ones as one test, and those that `make test` leaves out."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +38,14 @@ def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., Non
         return test
 
     return decorate
+
+
+@contextlib.contextmanager
+def says(kind: type[BaseException], *words: str) -> Iterator[None]:
+    """`pytest.raises` of an error whose message has all the words, which are no patterns."""
+    with pytest.raises(kind) as caught:
+        yield
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
 def some_of(

@@ -233,21 +233,6 @@ def read_head(data: bytes | bytearray) -> dict[str, Any]:
     return head
 
 
-def failure_of(name: str, error: Exception) -> tuple[int, str]:
-    """HTTP status and line of the reply to a request to endpoint `name` that failed. The log gets
-    all of the error, unless an operation that has logged it raised it.
-    """
-    line = cause_of(error)
-    if isinstance(error, UserError):
-        logging.warning(f"{name} refuses a request: {line}")
-        return 400, line
-    if isinstance(error, ServerEndingError):
-        return 503, line
-    if not isinstance(error, ServerRequestError):
-        logging.error(f"{name} failed:\n{''.join(traceback.format_exception(error))}")
-    return 500, line
-
-
 class LeaseBook:
     """Who holds the lease of a server; any thread may call it. Unless `required`, clients that
     know no lease, such as NeMo-Aligner's, may change the server while nobody holds it.
@@ -356,14 +341,20 @@ class DirectReplies:
             line.shutdown(wait=False, cancel_futures=True)
 
     def _reply(self, name: str, head: dict[str, Any], tensors: Buffer) -> Reply:
-        """Thread of a line: work on one request."""
         endpoint, handler = self._served[name]
         try:
             wanted = wanted_outputs(endpoint, head)
             arrays = handler(**decode_request(endpoint, head, tensors))
             size, body = encode_reply(endpoint, arrays, head, wanted)
+        except UserError as error:
+            logging.warning(f"{name} refuses a request: {cause_of(error)}")
+            return error_reply(400, cause_of(error))
         except Exception as error:
-            return error_reply(*failure_of(name, error))
+            # An operation that raised a `ServerRequestError` has logged it.
+            if not isinstance(error, ServerRequestError | ServerEndingError):
+                logging.error(f"{name} failed:\n{traceback.format_exc()}")
+            status = 503 if isinstance(error, ServerEndingError) else 500
+            return error_reply(status, cause_of(error))
         if size is None:
             return 200, {"Content-Type": JSON}, body
         return 200, {"Content-Type": BINARY, HEAD_SIZE_HEADER: str(size)}, body

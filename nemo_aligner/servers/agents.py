@@ -279,7 +279,6 @@ class AgentEnvironment(RewardingEnvironment):
         self._changed.notify_all()
 
     def _check_request(self, request: dict[str, Any], session: Session) -> None:
-        """Refuse what the rollout does not do as asked."""
         params, said = self.params, next(iter(session.turns.values()))
         if request.get("logprobs") and said.details.logprobs is None:
             raise _refused("this rollout computes no logprobs while it samples.")

@@ -161,7 +161,6 @@ class _Connection(H11Protocol):
         self._has_admitted = True
 
     def _close_unadmitted(self) -> None:
-        """End a connection without an admitted request: there are only so many."""
         if self._has_admitted or self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY:  # of a refused request
@@ -174,7 +173,6 @@ class _Connection(H11Protocol):
             self.transport.close()
 
     def _give_sign_of_life(self) -> None:
-        """Tell the client that its request is worked on."""
         if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self.conn.send(event))

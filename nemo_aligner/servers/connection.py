@@ -108,7 +108,8 @@ class ServerConnection:
 
     def _exchange(self, instance: str | None) -> Exchange:
         """An exchange with this start of the server; None: a server that does not name it."""
-        headers = {LEASE_HEADER: self._lease and self._lease.id, INSTANCE_HEADER: instance}
+        lease = None if self._lease is None else self._lease.id
+        headers = {LEASE_HEADER: lease, INSTANCE_HEADER: instance}
         known = {name: value for name, value in headers.items() if value is not None}
         return Exchange(self.peer, known, instance is not None)
 
@@ -260,7 +261,6 @@ class ServerConnection:
                 missed = 0
 
     def _give_up(self, missed: int) -> None:
-        """Fail all requests in flight, for the server no longer replies to probes."""
         silent = f"failed: the server no longer replies ({missed} probes in a row)."
         with self._lock:
             for request in self._in_flight:
@@ -327,7 +327,6 @@ class Lease:
         return response.status, error_text(response.status, body)
 
     def _keep(self) -> None:
-        """Thread: renew the lease. A server that is gone is noticed by the requests."""
         while not self._closed.wait(RENEWAL_S):
             status, error = self._ask("POST")
             if status == 409:

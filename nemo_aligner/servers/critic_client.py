@@ -104,13 +104,13 @@ class RMCriticFutureResult(FutureScores):
 class TrainFuture(RankZeroFuture[float]):
     def result(self) -> float:
         """Wait for the update and return the critic's mean loss over it."""
-        return float(self.reply()["loss_mean"].reshape(-1)[0])
+        return self.reply()["loss_mean"].item(0)
 
 
 class SaveFuture(RankZeroFuture[int]):
     def result(self) -> int:
         """Return 0 once the checkpoint is written."""
-        return int(self.reply()["status"].reshape(-1)[0])
+        return self.reply()["status"].item(0)
 
 
 class StatusFuture(RankZeroFuture[CriticStatus | None]):
@@ -202,10 +202,12 @@ class RemoteGPTRMCriticClient(RemoteClient):
             )
             return self.communicator.send_data_to_server(self.infer_name, payload, check=check)
 
-        models, width = self.reward_models, rollout_batch["response_tokens"].shape[1]
-        rm_future = models and models.score(rollout_batch, lambda: self.payload(rollout_batch))
-        combined = self.combine_rm_and_critic_server
-        return RMCriticFutureResult(try_on_source(send), rm_future, combined, width)
+        sent, rm_future = try_on_source(send), None
+        if self.reward_models is not None:
+            payload = lambda: self.payload(rollout_batch)
+            rm_future = self.reward_models.score(rollout_batch, payload)
+        width = rollout_batch["response_tokens"].shape[1]
+        return RMCriticFutureResult(sent, rm_future, self.combine_rm_and_critic_server, width)
 
     def train(self, rollout_batch: PPOTrainBatch) -> TrainFuture:
         """Send the samples of all data-parallel ranks for a critic update; returns at once.

@@ -251,7 +251,6 @@ class Fleet:
     # ---- sending; callers hold the lock, except for `_send` ----
 
     def _dispatch(self) -> None:
-        """Send queued requests while a server has room."""
         while self._waiting and not self._closed:
             free = [s for s in self.servers if s.available and len(s.in_flight) < MAX_IN_FLIGHT]
             if not free:
@@ -289,7 +288,6 @@ class Fleet:
                 self._dispatch()
 
     def _settle(self, request: _Request, server: _Server, outcome: Arrays | Exception) -> None:
-        """Finish the request of a sending that has ended, or queue it again."""
         if not isinstance(outcome, Exception):
             server.pause = FIRST_PAUSE_S
             if self._sample is None:
@@ -398,7 +396,6 @@ class Fleet:
                 self._lock.notify_all()
 
     def _read_description(self, server: _Server, probe: ModelProbe) -> None:
-        """Note what a server that is to be taken in says of its model."""
         served = problem = mismatch = None
         warnings: list[str] = []
         try:
@@ -459,7 +456,6 @@ class Fleet:
             server.state = problem
 
     def _expire(self) -> None:
-        """Fail the requests that have waited too long for any server; log while others wait."""
         if not self._waiting or any(server.available for server in self.servers):
             return
         now = time.monotonic()

@@ -283,7 +283,6 @@ class _Handler(HttpHandler):
             yield response
 
     def _infer(self, request: Admitted, head: dict[str, Any], tensors: memoryview) -> None:
-        """Pass a request on to Triton without its tensors, and reply to it when it is done."""
         assert request.endpoint is not None
         endpoint, name = self.server.admission.endpoints[request.endpoint], uuid.uuid4().hex
         submit = self.server.admission.replies.submit
@@ -314,7 +313,6 @@ class _Handler(HttpHandler):
                 return SHUTTING_DOWN
 
     def _give_sign_of_life(self) -> None:
-        """Tell the client that its request is worked on, if it wants to know."""
         if HEARTBEAT_HEADER in self.headers:
             self.send_response_only(100)
             self.end_headers()

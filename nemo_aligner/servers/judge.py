@@ -85,7 +85,6 @@ class JudgeWorker(UrlWorker):
         return text
 
     def _tokens(self, reply: bytes) -> int:
-        """What a reply has cost; `UserError`: it does not say, and there is a budget."""
         usage = json.loads(reply).get("usage")
         tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
         if isinstance(tokens, int) and tokens >= 0:

@@ -27,11 +27,22 @@ def find_free_port(host: str = "127.0.0.1") -> int:
     candidates = range(10000, first_ephemeral)
     # A generator of its own: jobs with the same seed must not try the same ports.
     for port in random.SystemRandom().sample(candidates, min(100, len(candidates))):
-        if _can_listen(host, port):
+        with contextlib.suppress(UserError):
+            check_port_is_free(host, port)
             return port
     with socket.socket() as probe:  # the range of outgoing connections is all there is
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """Raise `UserError` unless a server can listen on `host:port`."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise port_error(host, port, error) from error
 
 
 def port_error(host: str, port: int, error: Exception, key: str = SERVER_PORT) -> UserError:
@@ -39,11 +50,3 @@ def port_error(host: str, port: int, error: Exception, key: str = SERVER_PORT) -
         f"cannot listen on {host}:{port}: {error}. Set another port ({key}), or stop the server "
         "that uses it."
     )
-
-
-def _can_listen(host: str, port: int) -> bool:
-    with socket.socket() as probe, contextlib.suppress(OSError):
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return True
-    return False

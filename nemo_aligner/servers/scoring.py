@@ -254,7 +254,6 @@ class Scorer:
         return cut_rows(arrays["sequence_lengths"], shares, size, self.slice_rows is None)
 
     def _score(self, arrays: Arrays) -> Arrays:
-        """Score a batch or slice, each data-parallel rank its share; {} on ranks above 0."""
         arrays = dict(arrays)
         number = arrays.pop(_PASS, None)
         score_rows = self.score_rows if number is None else self.passes[int(number[0])]

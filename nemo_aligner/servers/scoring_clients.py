@@ -270,15 +270,11 @@ class RemoteClient:
             ServerUnreachableError: on every rank of the job: no server of a model replies.
         """
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
+            limits = self.cfg.init_timeout_s, self.cfg.inference_timeout_s
+            first, talk = parallel_state.get_data_parallel_rank(), self.communicator
             self._fleets = {
                 spec.name or spec.endpoint: Fleet(
-                    spec,
-                    endpoint,
-                    self.cfg.init_timeout_s,
-                    self.cfg.inference_timeout_s,
-                    first=parallel_state.get_data_parallel_rank(),
-                    token=self.communicator.token,
-                    tls=self.communicator.tls,
+                    spec, endpoint, *limits, first, talk.token, talk.tls
                 )
                 for spec in specs
             }
@@ -310,7 +306,6 @@ class RemoteGPTRMClient(RemoteClient):
         cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`,
             `init_timeout_s`, `inference_timeout_s`; `host` and `port` win over those of
             `reward_model`.
-        setting: name of the section, `remote_rm` or `remote_critic_rm`.
         score_source: gives the rewards in place of reward models; nothing is connected then.
 
     Raises:

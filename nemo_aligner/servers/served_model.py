@@ -171,17 +171,14 @@ class ModelProbe:
         # what that is. Another one may be loading its models.
         if response.status == 404 and response.getheader(INSTANCE_HEADER):
             return error_text(404, body).rpartition("; ")[2]
-        if (
-            response.status not in (400, 404)
-            or self.peer.status("/v2/health/ready", timeout_s) != 200
-        ):
+        may_lack_it = response.status in (400, 404)
+        if not may_lack_it or self.peer.status("/v2/health/ready", timeout_s) != 200:
             self._up_since = None
             return None
         self._up_since = self._up_since or time.monotonic()
         waited = time.monotonic() - self._up_since
-        if waited < UNKNOWN_MODEL_S:
-            return None
-        return f"it has been ready without one for {waited:.0f} s"
+        is_late = waited >= UNKNOWN_MODEL_S
+        return f"it has been ready without one for {waited:.0f} s" if is_late else None
 
     def read(
         self, endpoint: Endpoint | None, timeout_s: float
@@ -210,7 +207,6 @@ class ModelProbe:
 
 
 def _parse(config: dict) -> ServedModel:
-    """The model of Triton's model configuration, as JSON."""
     inputs = tuple(
         TensorSpec(
             item["name"],

@@ -124,13 +124,13 @@ class _Job:
     inputs: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 
-    def fail(self, error: Exception) -> None:
+    def end(self, outcome: Arrays | Exception) -> None:
+        """Give its caller the result or an error, unless it has one."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
-            self.future.set_exception(error)
-
-    def finish(self, result: Arrays) -> None:
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            self.future.set_result(result)
+            if isinstance(outcome, Exception):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,6 @@ class ServerLoop:
         note_ending(*ending)
 
     def _failure(self, error: BaseException) -> BaseException:
-        """What `error`, which ends `run`, is reported as."""
         if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
             return LostPeerError(
                 f"{self.name}, rank {self.rank}: another rank of this job has ended; look for the "
@@ -335,7 +334,7 @@ class ServerLoop:
         self._failure_deadline = self._operating = None
         if {kind for kind, _cause in outcomes} == {None}:
             if job:
-                job.finish(result)
+                job.end(result)
             return
         self._handle_failure(signal_, job, outcomes)
 
@@ -351,7 +350,7 @@ class ServerLoop:
         error = OperationFailedError(causes if len(outcomes) > 1 else outcomes[0][1])
         if len({kind for kind, _cause in outcomes}) > 1:
             if job:
-                job.fail(error)
+                job.end(error)
             raise ServerJobError(
                 f"{signal_.name} failed on some ranks only; the process groups cannot be trusted "
                 f"any more: {causes}"
@@ -362,25 +361,24 @@ class ServerLoop:
         self.control.gather_objects(None)
         self._failure_deadline = None
         if job:
-            job.fail(error)
+            job.end(error)
         self.after_failure(signal_)
 
     def _log_error(self, text: str) -> None:
         text = f"{self.name}, rank {self.rank}: {text}"
         if self.rank == 0:
             logging.error(text)
-        else:
-            print(text, file=sys.stderr, flush=True)  # NeMo's logger writes on rank 0 only
+        else:  # where NeMo's logger is silent
+            print(text, file=sys.stderr, flush=True)
 
     def _fail_all(self, error: Exception) -> None:
-        """Refuse new requests and fail all waiting ones with `error`."""
         with self._admission:
             self._closed = True
         if self._current is not None:
-            self._current.fail(error)
+            self._current.end(error)
         with contextlib.suppress(queue.Empty):
             while True:
-                self._queue.get_nowait().fail(error)
+                self._queue.get_nowait().end(error)
 
     def _close(self, code: ExitCode, why: str) -> None:
         """Remove what this rank holds outside the process; rank 0 first when the job failed."""
@@ -476,7 +474,6 @@ class ServerLoop:
         self.stop(f"received {number.name}")
 
     def _check_stop_deadline(self, now: float) -> None:
-        """End the process if what runs since before the stop request takes too long."""
         if self._stopped_at is None:
             return
         code, what, grace = ExitCode.FINISHED, "operation", STOP_GRACE_S
@@ -491,7 +488,6 @@ class ServerLoop:
             self.stop(f"another rank ends the job ({reason})")
 
     def _abandon(self, code: ExitCode, why: str) -> None:
-        """End this process although its main thread is still busy."""
         self._log_error(why)
         if self.rank == 0:
             error = (ServerStoppingError if self._stop_reason else OperationFailedError)(why)

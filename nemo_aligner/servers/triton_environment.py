@@ -13,16 +13,10 @@ from nemo_aligner.core.errors import UserError
 def find_libpython() -> str | None:
     """The directory of this interpreter's shared libpython, or None."""
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
-    libdir = sysconfig.get_config_var("LIBDIR") or ""
-    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
-    for directory in (
-        libdir,
-        os.path.join(libdir, multiarch),
-        os.path.join(sys.base_prefix, "lib"),
-    ):
-        if directory and os.path.exists(os.path.join(directory, name)):
-            return directory
-    return None
+    libdir, multiarch = (sysconfig.get_config_var(key) or "" for key in ("LIBDIR", "MULTIARCH"))
+    folders = libdir, os.path.join(libdir, multiarch), os.path.join(sys.base_prefix, "lib")
+    found = (each for each in folders if each and os.path.exists(os.path.join(each, name)))
+    return next(found, None)
 
 
 def prepare_triton_environment() -> None:

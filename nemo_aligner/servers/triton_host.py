@@ -152,7 +152,6 @@ class TritonHost:
         )
 
     def _run(self, should_stop: Callable[[], bool], patience_s: float) -> None:
-        """Run Triton until it is ready, within `patience_s`, then open the port."""
         self._triton.launch()
         begun = looked = time.monotonic()
         while not self._says("ready", timeout_s=10):
@@ -191,7 +190,6 @@ class TritonHost:
             self._stubs[endpoint] = [*known, *(part for part in parts if part not in known)]
 
     def _check_start(self) -> None:
-        """Raise `TritonStartError` if Triton waits for a stub or its helper, which has ended."""
         self._note_stubs()
         now = time.monotonic()
         for endpoint, (stub, *helpers) in self._stubs.items():

@@ -191,10 +191,10 @@ def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
         raise UserError(f"{key}={spec}: the file cannot be imported: {error}.") from None
     if not re.search(rf"\b({name}|import \*|__getattr__)", source):
         type_ = {"class": ast.ClassDef}.get(kind, ast.FunctionDef)
-        own = ", ".join(node.name for node in statements if isinstance(node, type_))
-        raise UserError(
-            f"{key}={spec}: the file has no {kind} '{name}'; it has {own or 'none at all'}."
+        own = (
+            ", ".join(node.name for node in statements if isinstance(node, type_)) or "none at all"
         )
+        raise UserError(f"{key}={spec}: the file has no {kind} '{name}'; it has {own}.")
     return str(absolute), name
 
 
@@ -305,7 +305,6 @@ class Pool:
             return self.start()
 
     def _work_off(self, worker: Any, task: Task) -> Any:
-        """Work off a task; return the worker, a new one if the given one ended."""
         try:
             while task.left and not task.is_over():
                 if worker is None or not worker.is_alive():

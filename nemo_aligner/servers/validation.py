@@ -155,7 +155,6 @@ def validate_scoring_inputs(
 
 
 def _one_per_row(name: str, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return `lengths` as [N]; there must be one for each row of `tokens`."""
     flat = lengths.reshape(-1)
     if flat.shape[0] != tokens.shape[0]:
         raise RequestError(
@@ -284,8 +283,8 @@ def _check_numbers(name: str, array: np.ndarray, bad: np.ndarray, remedy: str) -
 def _validate_values(
     values: np.ndarray, samples: int, used: np.ndarray | None, other: str
 ) -> None:
-    any_used = [] if used is None else np.flatnonzero(used.any(axis=0))
-    columns = int(any_used[-1]) + 1 if len(any_used) else 0
+    needed_columns = np.flatnonzero(False if used is None else used.any(axis=0))
+    columns = int(needed_columns[-1]) + 1 if len(needed_columns) else 0
     if values.ndim != 2 or values.shape[0] != samples or values.shape[1] < columns:
         needed = f"[{samples}, at least {columns}], one value per token,"
         raise _wrong_shape("values", values, samples, needed, other)

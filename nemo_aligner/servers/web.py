@@ -192,12 +192,10 @@ class UrlWorker:
         return self._outcomes.popleft()
 
     def _post(self, fields: dict[str, Any], limit_s: float) -> bytes:
-        """The reply of the server whose turn it is."""
         spec = self._servers.spec
         return post_json(spec.urls[self._place], fields, spec.token, limit_s, spec.tls)
 
     def _reply(self, fields: dict[str, Any], limit_s: float) -> bytes:
-        """The reply of the first server that gives one."""
         servers, spec, lost, pause = self._servers, self._servers.spec, 0, FIRST_PAUSE_S
         begin = time.monotonic()
         for tries in itertools.count(1):

@@ -114,7 +114,6 @@ def _end_with(parent: int) -> None:
 
 
 def _prefer_for_out_of_memory_kill() -> None:
-    """Have the kernel kill this process when memory runs out, not the server or a training job."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -142,9 +141,8 @@ def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) 
     found = getattr(module, name, None)
     if found is None:
         own = [n for n, v in vars(module).items() if is_kind(v) and v.__module__ == module_name]
-        raise LoadError(
-            f"the file has no {kind} '{name}'; it has {', '.join(own) or 'none at all'}"
-        )
+        names = ", ".join(own) or "none at all"
+        raise LoadError(f"the file has no {kind} '{name}'; it has {names}")
     return found
 
 

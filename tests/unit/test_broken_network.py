@@ -9,10 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-import socketserver
-import threading
 import time
-from http.server import BaseHTTPRequestHandler
 
 import numpy as np
 import pytest
@@ -23,19 +20,14 @@ from nemo_aligner.servers import asgi_host, exchange, front
 from nemo_aligner.servers import connection as connection_module
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.connection import RESTART_REMEDY
-from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
-from nemo_aligner.servers.ports import find_free_port
-from nemo_aligner.servers.schema import (
-    TensorSpec,
-    critic_infer_endpoint,
-    critic_train_endpoint,
-)
+from nemo_aligner.servers.schema import TensorSpec, critic_infer_endpoint, critic_train_endpoint
 from tests.asgi_front import AsgiFront
 from tests.cases import some_of
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.patience import patience
 from tests.scripted_server import triton_config
+from tests.scripted_triton import ScriptedTriton
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 COUNT = TensorSpec("count", np.int64, (1,))
@@ -45,58 +37,25 @@ ENDPOINTS = {
 }
 
 
-class Triton(socketserver.ThreadingUnixStreamServer):
-    """Describes the endpoints and replies to each request with how many it has got.
-
-    Attributes:
-        front: before it.
-        got: endpoint of each request that came whole.
-        works_s: how long it takes for one.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, path):
-        super().__init__(str(path), _Model)
-        self.front, self.got, self.works_s = None, [], 0.0
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-
-class _Model(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        name = self.path.split("/")[3] if "/models/" in self.path else ""
-        self._send(triton_config(ENDPOINTS[name]) if self.path.endswith("config") else {})
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        head = json.loads(body[: int(self.headers["Inference-Header-Content-Length"])])
-        self.server.front.hand_over(head["parameters"][REQUEST_PARAMETER])
-        self._send({})
-
-    def _send(self, content):
-        body = json.dumps(content).encode()
-        self.send_response_only(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+def says(path):
+    """The descriptions of the endpoints."""
+    if not path.endswith("config"):
+        return b"{}"
+    return json.dumps(triton_config(ENDPOINTS[path.split("/")[3]])).encode()
 
 
 def handle(triton, name, **_arrays):
-    """Work on a request: count it."""
-    triton.got.append(name)
+    """Work on a request for `triton.works_s`; the reply is how many have come."""
+    triton.handled.append(name)
     time.sleep(triton.works_s)
     outputs = {spec.name: np.zeros((1, 1), spec.dtype) for spec in ENDPOINTS[name].outputs}
-    return {**outputs, "count": np.array([len(triton.got)])}
+    return {**outputs, "count": np.array([len(triton.handled)])}
 
 
 @pytest.fixture
 def triton(tmp_path):
-    with Triton(tmp_path / "http") as server:
+    with ScriptedTriton(tmp_path / "http", says) as server:
+        server.works_s = 0.0
         yield server
         server.shutdown()
 
@@ -117,10 +76,7 @@ def handlers(triton):
 
 
 def serve_triton(triton, port=0):
-    address = "127.0.0.1", port or find_free_port()
-    server = triton.front = Front(*address, triton.server_address, handlers(triton), Access())
-    server.open()
-    return contextlib.closing(server)
+    return contextlib.closing(triton.open_front(handlers(triton), Access(), port))
 
 
 def serve_asgi(triton, port=0):
@@ -181,7 +137,7 @@ def test_one_fault_costs_a_repetition(serve, triton, fault, name):
     ):
         assert client.send(name, **UPDATE) >= 1
         assert network.happened == [(f"/v2/models/{name}/infer", fault)]
-    assert set(triton.got) == {name} and len(triton.got) <= 2
+    assert set(triton.handled) == {name} and len(triton.handled) <= 2
 
 
 def test_a_network_that_always_fails_is_one_error_after_a_few_tries(serve, triton):
@@ -193,7 +149,7 @@ def test_a_network_that_always_fails_is_one_error_after_a_few_tries(serve, trito
     ):
         client.send("critic_train", **UPDATE)
     assert RESTART_REMEDY in str(caught.value)
-    assert len(triton.got) == 1 + len(connection_module.RETRY_PAUSES_S)
+    assert len(triton.handled) == 1 + len(connection_module.RETRY_PAUSES_S)
 
 
 def test_an_update_without_an_id_is_not_sent_again(serve, triton):
@@ -205,14 +161,14 @@ def test_an_update_without_an_id_is_not_sent_again(serve, triton):
         pytest.raises(ServerRequestError, match="failed: Conn"),
     ):
         client.send("critic_train")
-    assert triton.got == ["critic_train"]
+    assert triton.handled == ["critic_train"]
 
 
 def test_a_long_request_is_not_taken_for_a_dead_connection(serve, triton):
     triton.works_s = 3 * exchange.SILENCE_S
     with serve(triton) as server, Client(server.address[1]) as client:
         assert client.send("critic_train", **UPDATE) == 1
-    assert triton.got == ["critic_train"]
+    assert triton.handled == ["critic_train"]
 
 
 @asgi_alone
@@ -236,4 +192,4 @@ def test_a_server_that_was_started_anew_refuses_the_clients_of_before(serve, tri
         ):
             client.send(name, **UPDATE)
         assert RESTART_REMEDY in str(caught.value)
-    assert triton.got == [name]
+    assert triton.handled == [name]

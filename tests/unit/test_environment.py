@@ -187,13 +187,8 @@ def test_a_response_without_a_reply_is_one_clear_error(tmp_path, response, words
             played.replies(wait=True)
     message = str(error.value)
     assert "\n" not in message and "Traceback" not in message
-    for word in [
-        *words,
-        "failed on response 2 of a conversation",
-        "prompt 'start'",
-        f"response '{response}'",
-        "model.ppo.environment.fallback",
-    ]:
+    place = "failed on response 2 of a conversation", "prompt 'start'", f"response '{response}'"
+    for word in (*words, *place, "model.ppo.environment.fallback"):
         assert word in message, message
 
 
@@ -244,7 +239,7 @@ def test_the_end_needs_no_observation(naughty):
         ("class Notes: pass", "has no method reset(self, prompt)"),
         (
             "class Notes:\n    def reset(self, prompt): pass",
-            "has no method step(self, state, response)",
+            "no method step(self, state, response)",
         ),
         (
             "class Notes:\n    def reset(self): pass\n    def step(self, a, b): pass",

@@ -70,11 +70,10 @@ def test_wrong_port_is_one_clear_error_in_time(monkeypatch):
         communicator.create_http_communicator_from_dict({"critic_infer": ("127.0.0.1", port)})
     assert time.monotonic() - start < 30  # the default is much longer
     assert isinstance(caught.value, UserError)
-    for word in ("critic_infer", f"127.0.0.1:{port}", "2 s", "remote_critic_rm.init_timeout_s"):
+    words = "critic_infer", f"127.0.0.1:{port}"
+    for word in (*words, "2 s", "remote_critic_rm.init_timeout_s"):
         assert word in str(caught.value)
-    assert len(lines) >= 2 and all(
-        f"127.0.0.1:{port}" in line and "critic_infer" in line for line in lines
-    )
+    assert len(lines) >= 2 and all(word in line for word in words for line in lines)
 
 
 # ---- the order of requests ----
@@ -171,18 +170,15 @@ def test_a_server_that_falls_silent_is_given_up(fast):
         time.sleep(1.0)
         assert not future.done()  # it answers probes
         server.ready = None
-        with pytest.raises(ServerRequestError, match="no longer replies .[0-9] probes in a row"):
-            future.result(HANG_S)
-        with pytest.raises(ServerRequestError, match="no longer replies .[0-9] probes in a row"):
-            waiting.result(HANG_S)
+        for each in (future, waiting):
+            with pytest.raises(ServerRequestError, match="replies .[0-9] probes in a row"):
+                each.result(HANG_S)
 
 
 def test_the_time_limit_ends_a_request_that_hangs():
     with ScriptedServer(lambda *_: None) as server, Client(server, 1.0) as client:
-        with pytest.raises(
-            ServerRequestError,
-            match=r"got no reply within 1 s \(remote_critic_rm.inference_timeout_s\)",
-        ):
+        words = r"got no reply within 1 s \(remote_critic_rm.inference_timeout_s\)"
+        with pytest.raises(ServerRequestError, match=words):
             client.send(1).result(HANG_S)
 
 
@@ -193,10 +189,8 @@ def test_values_of_nan_are_refused_with_the_address():
     with ScriptedServer() as server, Client(server) as client:
         assert rewards([client.send(1, check=check)]) == [1]
         server.script = lambda index, rewards: answer([[float("nan")]])
-        with pytest.raises(
-            ServerRequestError,
-            match=f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in sample 0",
-        ):
+        words = f"critic_infer at 127.0.0.1:{server.port} failed: 'rewards' is nan in sample 0"
+        with pytest.raises(ServerRequestError, match=words):
             client.send(1, check=check).result(HANG_S)
 
 

@@ -72,6 +72,11 @@ def write(folder: Path, text: str, name: str = "reward.py") -> str:
     return f"{folder}/{name}:score"
 
 
+def served(folder: Path, text: str = "", tokenizer=None, **options) -> RewardFunction:
+    options = {"workers": 1, "timeout_s": 50} | options
+    return RewardFunction(write(folder, text or NAUGHTY), tokenizer, **options)
+
+
 def score_words(function: RewardFunction, words: list[str]) -> list[float]:
     return function.score(["p"] * len(words), words, [1] * len(words)).tolist()
 
@@ -101,18 +106,14 @@ def wait_until(condition, limit_s: float = 10.0) -> bool:
 @pytest.fixture(scope="module")
 def naughty(tmp_path_factory):
     """No fallback; `SAMPLE_S` per sample."""
-    with RewardFunction(
-        write(tmp_path_factory.mktemp("n"), NAUGHTY), None, workers=2, timeout_s=SAMPLE_S
-    ) as function:
+    with served(tmp_path_factory.mktemp("n"), workers=2, timeout_s=SAMPLE_S) as function:
         yield function
 
 
 @pytest.fixture
 def forgiving(tmp_path):
     """Fallback -1."""
-    with RewardFunction(
-        write(tmp_path, NAUGHTY), None, workers=2, timeout_s=SAMPLE_S, fallback=-1.0
-    ) as function:
+    with served(tmp_path, workers=2, timeout_s=SAMPLE_S, fallback=-1.0) as function:
         yield function
 
 
@@ -135,10 +136,7 @@ def test_a_missing_file():
 @pytest.mark.parametrize(
     "text, words",
     [
-        (
-            "import no_such_module_x\ndef score(p, r, l): return [1]",
-            ["No module named 'no_such_module_x'", "line 1"],
-        ),
+        ("import no_module_x\ndef score(p, r, l): return [1]", ["'no_module_x'", "line 1"]),
         ("def score(p, r, l)\n    return [1]", ["cannot be imported", "line 1"]),
         (
             "def other(p, r, l): return [1]\nfrom os.path import join",
@@ -158,7 +156,7 @@ def test_a_missing_file():
         ("async def score(p, r, l): return [1]", ["async"]),
         (
             "score = 1\nimport os\nos._exit(3)",
-            ["loading the file ended the process (exit code 3)"],
+            ["file ended the process (exit code 3)"],
         ),
         ("score = 1\nimport sys\nsys.exit('not today')", ["SystemExit: not today"]),
     ],
@@ -175,13 +173,12 @@ def test_a_file_that_cannot_serve_is_one_error_that_names_it(tmp_path, text, wor
 
 def test_a_column_in_the_place_of_the_lengths(tmp_path):
     record = {"text": "p", "answer": "4", "query": "q", "length": 1}
-    spec = write(tmp_path, "def score(prompts, responses, answer): return [1]")
-    with RewardFunction(spec, None, workers=1) as function:
+    with served(tmp_path, "def score(prompts, responses, answer): return [1]") as function:
         check_names(function, {"text": "p"})
         with pytest.raises(UserError, match=r"write .prompts, responses, lengths, answer.\."):
             check_names(function, record)
-    spec = write(tmp_path, "def score(prompts, responses, length, answer): return [1]")
-    with RewardFunction(spec, None, workers=1, gives_columns=True) as function:
+    text = "def score(prompts, responses, length, answer): return [1]"
+    with served(tmp_path, text, gives_columns=True) as function:
         check_names(function, record)
         assert function.columns == ["answer"]
 
@@ -190,9 +187,7 @@ def test_a_file_that_never_ends_loading(tmp_path, monkeypatch):
     before = family()
     monkeypatch.setattr(user_code, "LOAD_TIMEOUT_S", 0.3)
     with pytest.raises(UserError, match="longer than 0.3 s"):
-        RewardFunction(
-            write(tmp_path, "import time\ntime.sleep(60)\ndef score(p, r, l): return [1]"), None
-        )
+        served(tmp_path, "import time\ntime.sleep(60)\ndef score(p, r, l): return [1]")
     assert family() <= before
 
 
@@ -237,13 +232,10 @@ def test_each_call_is_one_sample_with_its_own_texts(tmp_path):
             (prompt,), (response,), (length,) = prompts, responses, lengths
             return [len(prompt) + 10 * len(response.encode()) + 1000 * length]
     """
-    with RewardFunction(write(tmp_path, text), None) as function:
+    with served(tmp_path, text, workers=2) as function:
         long = "\u2192" * 300_000  # more than a pipe holds
-        prompts, responses, lengths = (
-            ["", "a\nb", "\U0001f600\ud800", "x"],
-            ["", "\x00\r\n", "é\u2028", long],
-            [0, 2, 3, 4],
-        )
+        prompts, lengths = ["", "a\nb", "\U0001f600\ud800", "x"], [0, 2, 3, 4]
+        responses = ["", "\x00\r\n", "é\u2028", long]
         assert function.score(prompts, responses, lengths).tolist() == [0, 2033, 3052, 9_004_001]
 
 
@@ -287,11 +279,8 @@ def test_a_sample_without_a_score_is_one_clear_error_and_the_next_request_is_ser
         score_words(naughty, ["1", "2", word, "3"])
     assert time.monotonic() - start < 50  # it sleeps for a minute
     message = str(caught.value)
-    assert (
-        why.replace("{}", f"{SAMPLE_S:g}") in message
-        and "failed on sample 2 of 4: " in message
-        and f"; prompt 'p', response '{word}', length 1. " in message
-    ), message
+    said = "failed on sample 2 of 4: ", f"; prompt 'p', response '{word}', length 1. "
+    assert all(each in message for each in (why.replace("{}", f"{SAMPLE_S:g}"), *said)), message
     assert "inference.reward_fn_fallback" in message and "worker.py" not in message
     assert "\n" not in message
     # The place, and in the log the traceback.
@@ -318,16 +307,8 @@ def test_what_is_left_of_a_failed_request_ends_no_worker(naughty, monkeypatch):
 
 def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     words = [str(number) for number in range(60)]
-    bad = {
-        3: "raise",
-        4: "die",
-        5: "die",
-        17: "nan",
-        30: "sleep",
-        31: "none",
-        44: "deaf",
-        59: "kill",
-    }
+    bad = {3: "raise", 4: "die", 5: "die", 17: "nan", 30: "sleep", 31: "none", 44: "deaf"}
+    bad[59] = "kill"
     for row, word in bad.items():
         words[row] = word
     warnings = []
@@ -335,10 +316,8 @@ def test_with_a_fallback_only_the_bad_samples_get_it(forgiving, monkeypatch):
     scores = score_words(forgiving, words)
     assert scores == [-1.0 if row in bad else float(row) for row in range(60)]
     (warning,) = warnings
-    assert (
-        warning.startswith("8 of 60 samples got the fallback score -1 ")
-        and "sample 3 of 60" in warning
-    )
+    assert warning.startswith("8 of 60 samples got the fallback score -1 ")
+    assert "sample 3 of 60" in warning
 
 
 @pytest.mark.full
@@ -346,9 +325,7 @@ def test_the_time_limit_is_for_each_sample_not_for_the_request(tmp_path):
     """Twelve samples in chunks behind one worker; the limit is three times what one takes."""
     sample_s = patience(0.2)
     text = "import time\ndef score(p, r, l):\n    time.sleep(float(r[0]))\n    return [1]"
-    with RewardFunction(
-        write(tmp_path, text), None, workers=1, timeout_s=3 * sample_s, fallback=0
-    ) as function:
+    with served(tmp_path, text, timeout_s=3 * sample_s, fallback=0) as function:
         assert score_words(function, [str(sample_s)] * 12) == [1] * 12
         assert score_words(function, [str(sample_s), "50", str(sample_s)]) == [1, 0, 1]
 
@@ -456,7 +433,7 @@ def test_closing_fails_what_is_in_progress_at_once_and_leaves_nothing(tmp_path):
             time.sleep(60)
     """
     before = family()
-    function = RewardFunction(write(tmp_path, text), None, workers=2, timeout_s=50, fallback=0.0)
+    function = served(tmp_path, text, workers=2, fallback=0.0)
     outcome = []
 
     def ask():
@@ -539,8 +516,7 @@ def escaped(folder: Path) -> list[psutil.Process]:
 @pytest.mark.parametrize("how", ["stay", "sleep"])
 def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
     """Stay: the server closes it later. Sleep: it is killed for its time limit."""
-    spec = write(tmp_path, ESCAPED)
-    with RewardFunction(spec, None, workers=1, timeout_s=patience(1.5), fallback=-1.0) as function:
+    with served(tmp_path, ESCAPED, timeout_s=patience(1.5), fallback=-1.0) as function:
         assert score_words(function, [how]) == [1.0 if how == "stay" else -1.0]
         started = escaped(tmp_path) if how == "stay" else []
         assert all(map(is_alive, started))
@@ -549,9 +525,7 @@ def test_processes_in_sessions_of_their_own_end_with_the_worker(tmp_path, how):
 
 
 def test_processes_in_sessions_of_their_own_end_with_a_worker_that_ends_itself(tmp_path):
-    with RewardFunction(
-        write(tmp_path, ESCAPED), None, workers=1, timeout_s=50, fallback=-1.0
-    ) as function:
+    with served(tmp_path, ESCAPED, fallback=-1.0) as function:
         assert score_words(function, ["die"]) == [-1.0]
         pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
         assert wait_until(lambda: not any(map(psutil.pid_exists, pids)))
@@ -586,43 +560,29 @@ def test_descriptors_do_not_leak(forgiving):
 
 
 def make_rows(tokenizer, pairs, end: bool):
-    rows = [
-        (tokenizer.text_to_ids(p), tokenizer.text_to_ids(r) + [tokenizer.eos_id] * end)
-        for p, r in pairs
-    ]
+    ids, eos = tokenizer.text_to_ids, [tokenizer.eos_id]
+    rows = [(ids(p), ids(r) + eos * end) for p, r in pairs]
     width = max(len(p) + len(r) for p, r in rows) + 3
-    tokens = np.array([p + r + [tokenizer.eos_id] * (width - len(p) - len(r)) for p, r in rows])
-    return (
-        tokens,
-        np.array([[len(p) + len(r)] for p, r in rows]),
-        np.array([[len(p)] for p, _ in rows]),
-    )
+    tokens = np.array([p + r + eos * (width - len(p) - len(r)) for p, r in rows])
+    starts = np.array([[len(p)] for p, _ in rows])
+    return tokens, starts + np.array([[len(r)] for _, r in rows]), starts
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tiny_tokenizer, tiny_sentencepiece_model):
     from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    return {
-        "huggingface": tiny_tokenizer,
-        "sentencepiece": SentencePieceTokenizer(tiny_sentencepiece_model),
-    }
+    sentencepiece = SentencePieceTokenizer(tiny_sentencepiece_model)
+    return {"huggingface": tiny_tokenizer, "sentencepiece": sentencepiece}
 
 
 @pytest.mark.parametrize("library", ["huggingface", "sentencepiece"])
 @pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
 def test_a_rollout_becomes_prompt_response_and_length(tmp_path, tokenizers, library, end):
     tokenizer = tokenizers[library]
-    pairs = [
-        ("12+34=", "46"),
-        ("a film", "was bad"),
-        ("\u00e9t\u00e9", "\u2192 \U0001f600"),
-        ("x", ""),
-    ]
+    pairs = [("12+34=", "46"), ("a film", "was bad"), ("été", "\u2192 \U0001f600"), ("x", "")]
     tokens, ends, starts = make_rows(tokenizer, pairs, end)
-    with RewardFunction(
-        write(tmp_path, "def score(p, r, l): return [l[0]]"), tokenizer
-    ) as function:
+    with served(tmp_path, "def score(p, r, l): return [l[0]]", tokenizer) as function:
         prompts, responses, lengths = function.decode(tokens, ends[:, 0], starts[:, 0])
         assert list(zip(prompts, responses)) == pairs
         assert lengths == [len(tokenizer.text_to_ids(r)) + end for _, r in pairs]
@@ -641,28 +601,19 @@ def test_an_end_token_that_the_tokenizer_spells_out_is_no_part_of_the_response(t
         def ids_to_text(self, ids):
             return "".join("</s>" if i == 0 else chr(96 + i) for i in ids)
 
-    tokens = np.array(
-        [[1, 2, 3, 0, 0, 0], [0, 1, 0, 2, 0, 0], [1, 2, 3, 4, 0, 0], [1, 0, 0, 0, 0, 0]]
-    )
-    with RewardFunction(
-        write(tmp_path, "def score(p, r, l): return [1]"), Spelling(), workers=1
-    ) as function:
-        prompts, responses, lengths = function.decode(
-            tokens, np.array([4, 5, 4, 2]), np.array([2, 1, 3, 1])
-        )
-    assert (
-        prompts == ["ab", "</s>", "abc", "a"]
-        and responses == ["c", "a</s>b", "d", ""]
-        and lengths == [2, 4, 1, 1]
-    )
+    rows = [1, 2, 3, 0, 0, 0], [0, 1, 0, 2, 0, 0], [1, 2, 3, 4, 0, 0], [1, 0, 0, 0, 0, 0]
+    ends, starts = np.array([4, 5, 4, 2]), np.array([2, 1, 3, 1])
+    with served(tmp_path, "def score(p, r, l): return [1]", Spelling()) as function:
+        prompts, responses, lengths = function.decode(np.array(rows), ends, starts)
+    assert prompts == ["ab", "</s>", "abc", "a"] and responses == ["c", "a</s>b", "d", ""]
+    assert lengths == [2, 4, 1, 1]
 
 
 def test_requests_without_the_start_of_the_answer_are_refused(naughty):
     with pytest.raises(RequestError, match="'prompt_lengths' is missing"):
         naughty.infer(np.ones((1, 2)), np.array([2]), None)
-    with pytest.raises(
-        RequestError, match="send 'tokens', 'sequence_lengths' and 'prompt_lengths'"
-    ):
+    words = "send 'tokens', 'sequence_lengths' and 'prompt_lengths'"
+    with pytest.raises(RequestError, match=words):
         naughty.no_sentences(["a text"])
 
 
@@ -675,22 +626,15 @@ def test_the_arithmetic_example():
         prompts = ["12+34=", "12+34=", "12+34=", "12+34=", "Compute 9-12=", "3 * 4 = ", "99+99="]
         responses = ["46", "046", " 46", "", "-3", "12", "198"]
         assert function.score(prompts, responses, [3] * 7).tolist() == [1, 0, 0, 0, 1, 1, 1]
-        with pytest.raises(
-            RewardFunctionError, match="the prompt 'Hello' does not end with a task"
-        ):
+        words = "the prompt 'Hello' does not end with a task"
+        with pytest.raises(RewardFunctionError, match=words):
             function.score(["Hello"], ["46"], [1])
 
 
 def test_the_length_and_format_example():
     spec = f"{ROOT}/examples/rewards/length_format.py:concise_sentences"
     with RewardFunction(spec, None, workers=1) as function:
-        responses = [
-            "A good film.",
-            'It ends. "Well!"',
-            "no capital, no stop",
-            "One. two three",
-            "",
-            "A good film.",
-        ]
+        good, half = ["A good film.", 'It ends. "Well!"'], "no capital, no stop"
+        responses = [*good, half, "One. two three", "", good[0]]
         scores = function.score(["p"] * 6, responses, [8, 32, 32, 32, 0, 48]).tolist()
     assert scores == pytest.approx([1.0, 1.0, 0.5, 0.5 / 3 + 0.5, 0.5, 0.5 + 0.25])

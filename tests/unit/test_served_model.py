@@ -6,6 +6,7 @@ except for sockets that follow a script.
 Real servers of others are in tests/functional/test_servers_of_others.py.
 """
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -111,12 +112,7 @@ def test_a_server_of_this_package_gets_the_same_bytes_as_ever(name):
     check_served_model(served, endpoint, "here")
     assert warnings_about(served, endpoint, "here") == []
     (request,) = fit_requests(served, endpoint, data)
-    direct = InferRequest(endpoint.name, data)
-    assert (request.body, request.headers, request.path) == (
-        direct.body,
-        direct.headers,
-        direct.path,
-    )
+    assert vars(request) == vars(InferRequest(endpoint.name, data))
 
 
 def test_large_arrays_are_sent_from_where_they_lie_and_small_ones_in_one_part():
@@ -193,10 +189,8 @@ def test_dtypes_and_shapes_are_those_that_the_server_lists():
     assert arrays["prompt_lengths"].tolist() == [[1.0], [1.0]]
 
     flags = others(TRAIN, "tokens", "returns", "prev_values", mask=(np.bool_, (-1, -1)))
-    assert sent(fit_requests(flags, TRAIN, TRAINING)[0])["mask"].tolist() == [
-        [True, False],
-        [True, True],
-    ]
+    mask = sent(fit_requests(flags, TRAIN, TRAINING)[0])["mask"]
+    assert mask.tolist() == [[True, False], [True, True]]
     # One sample of a model that takes batches of samples, PyTriton's default.
     batched = others(SAVE, "dummy_var", batched=True)
     assert sent(fit_requests(batched, SAVE, SAVING)[0])["dummy_var"].tolist() == [[0]]
@@ -235,10 +229,8 @@ def test_a_scoring_request_is_cut_into_as_many_samples_as_the_server_takes():
     data = {"tokens": np.arange(10).reshape(5, 2), "sequence_lengths": np.full((5, 1), 2)}
     parts = fit_requests(described(REWARD, max_batch_size=2), REWARD, data)
     assert [len(sent(part)["tokens"]) for part in parts] == [2, 2, 1]
-    assert (
-        np.concatenate([sent(part)["tokens"] for part in parts]).tolist()
-        == data["tokens"].tolist()
-    )
+    together = np.concatenate([sent(part)["tokens"] for part in parts])
+    assert together.tolist() == data["tokens"].tolist()
     replies = [{"rewards": sent(part)["tokens"][:, :1].astype(np.float32)} for part in parts]
     assert merge_replies(REWARD, replies)["rewards"].tolist() == [[0], [2], [4], [6], [8]]
     names = ("tokens", "returns", "prev_values", "mask")
@@ -300,13 +292,7 @@ def test_a_critic_that_gives_rewards_nobody_asked_for_is_taken():
         ({}, "cannot be read .KeyError"),
         ([1], "cannot be read"),
         ({**triton_config(SAVE), "input": [{"name": "a"}]}, "cannot be read .KeyError"),
-        (
-            {
-                **triton_config(SAVE),
-                "input": [{"name": "a", "data_type": "TYPE_ODD", "dims": [1]}],
-            },
-            "data type ODD",
-        ),
+        ({"input": [{"name": "a", "data_type": "TYPE_ODD", "dims": [1]}]}, "data type ODD"),
     ],
 )
 def test_a_description_that_cannot_be_read_is_named(config, words):
@@ -377,7 +363,7 @@ def lines(monkeypatch):
 def make_fleet(*servers):
     addresses = tuple(("127.0.0.1", server.port) for server in servers)
     spec = RewardModelSpec(None, "reward_model", addresses, 1.0, "remote_rm.reward_model")
-    return fleet.Fleet(spec, REWARD, 100.0, 100.0)
+    return contextlib.closing(fleet.Fleet(spec, REWARD, 100.0, 100.0))
 
 
 def plain_config(*extra):
@@ -388,8 +374,7 @@ def plain_config(*extra):
 def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
     with ScriptedServer() as plain, ScriptedServer() as ours:
         plain.config = plain_config()
-        served = make_fleet(plain, ours)
-        try:
+        with make_fleet(plain, ours) as served:
             assert served.wait_until_ready(100)
             for value in (5, 6, 7, 8):
                 data = {**SCORING, "tokens": np.full((1, 3), value)}
@@ -399,25 +384,19 @@ def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
             assert ours.inputs == [list(SCORING)] * 2
             about = [line for line in lines if "tokenizer" in line]
             assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
-        finally:
-            served.close()
 
 
 def test_a_fleet_with_a_server_that_cannot_be_used_does_not_start(fast):
     with ScriptedServer() as good, ScriptedServer() as bad:
         bad.config = triton_config(SAVE)
-        served = make_fleet(good, bad)
-        try:
-            with pytest.raises(ServerMismatchError, match=f":{bad.port} cannot be used"):
-                served.wait_until_ready(100)
-        finally:
-            served.close()
+        refused = pytest.raises(ServerMismatchError, match=f":{bad.port} cannot be used")
+        with make_fleet(good, bad) as served, refused:
+            served.wait_until_ready(100)
 
 
 def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(fast, lines):
     with ScriptedServer() as good, ScriptedServer() as changed:
-        served = make_fleet(good, changed)
-        try:
+        with make_fleet(good, changed) as served:
             assert served.wait_until_ready(100)
             changed.ready = 503
             wait_until(lambda: not served.servers[1].available)
@@ -433,8 +412,6 @@ def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(f
             assert changed.inputs and good.inputs[0] == list(SCORING)
             for names in changed.inputs:
                 assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
-        finally:
-            served.close()
 
 
 def test_a_reward_that_is_an_integer_is_a_reward(fast):
@@ -443,10 +420,7 @@ def test_a_reward_that_is_an_integer_is_a_reward(fast):
         return http({"outputs": [output]}, 200)
 
     with ScriptedServer(integers) as server:
-        served = make_fleet(server)
-        try:
+        with make_fleet(server) as served:
             assert served.wait_until_ready(100)
             data = {name: array[:1] for name, array in SCORING.items()}
             assert served.submit(data).result(100)["rewards"].tolist() == [[3.0]]
-        finally:
-            served.close()

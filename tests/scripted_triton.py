@@ -1,0 +1,61 @@
+# Copyright (c) 2026 the nemo_aligner authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Triton as a script behind the front of a server."""
+
+import json
+import socketserver
+import threading
+from http.server import BaseHTTPRequestHandler
+
+from nemo_aligner.servers.front import REQUEST_PARAMETER, Front
+from nemo_aligner.servers.ports import find_free_port
+
+
+class ScriptedTriton(socketserver.ThreadingUnixStreamServer):
+    """Hands each request over, as `TritonHost` does.
+
+    Attributes:
+        front: before it.
+        seen: method, path and body of each request.
+        handled: endpoints whose functions have been called; those note it.
+        says: from a path to what it describes there.
+        cut_short: path to which its reply lacks a byte.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, path, says=lambda path: b""):
+        super().__init__(str(path), _Script)
+        self.front, self.seen, self.handled, self.says, self.cut_short = None, [], [], says, None
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def hand_over(self, name):
+        self.front.hand_over(name)
+
+    def open_front(self, handlers, access, port=0):
+        address = "127.0.0.1", port or find_free_port()
+        self.front = Front(*address, self.server_address, handlers, access)
+        self.front.open()
+        return self.front
+
+
+class _Script(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        """Nothing."""
+
+    def do_GET(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.seen.append((self.command, self.path, body))
+        if self.command == "POST":
+            head = json.loads(body[: int(self.headers["Inference-Header-Content-Length"])])
+            self.server.hand_over(head["parameters"][REQUEST_PARAMETER])
+        said = self.server.says(self.path)
+        self.send_response_only(200)
+        self.send_header("Content-Length", str(len(said) + (self.path == self.server.cut_short)))
+        self.end_headers()
+        self.wfile.write(said)
+        self.close_connection = True
+
+    do_POST = do_GET
