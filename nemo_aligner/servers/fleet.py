@@ -408,7 +408,7 @@ class Fleet:
         with self._lock:
             server.served, server.mismatch = served, mismatch
             server.state = problem or server.state
-            for warning in {*warnings} - self._warned:
+            for warning in [each for each in warnings if each not in self._warned]:
                 logging.warning(warning)
             self._warned.update(warnings)
 

@@ -139,9 +139,10 @@ class TritonHost:
                 front.hand_over(request.parameters[REQUEST_PARAMETER])
             return [endpoint.empty_reply(len(next(iter(each.values())))) for each in requests]
 
+        batcher = DynamicBatcher(**self._batcher)
         config = ModelConfig(batching=False, max_batch_size=0)
         if endpoint.batching:
-            config = ModelConfig(True, MOST_ROWS, DynamicBatcher(**self._batcher))
+            config = ModelConfig(batching=True, max_batch_size=MOST_ROWS, batcher=batcher)
         self._triton.bind(
             model_name=endpoint.name,
             infer_func=hand_over,

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
@@ -203,6 +204,13 @@ def reward_server(
         "model.forward_micro_batch_size=2",
     ]
     return ScriptJob(script, folder / "reward.log", [*overrides, *extra], ranks, launcher)
+
+
+def remote_rm(port, **changes) -> DictConfig:
+    """The section of a client of the reward servers at `port`, one or several."""
+    limits = {"init_timeout_s": patience(100), "inference_timeout_s": patience(60)}
+    server = {"reward_model": {"ip": "127.0.0.1", "port": port}}
+    return OmegaConf.create({"pad_to_length": None, **limits, **server, **changes})
 
 
 def rollout_options(inputs: Path, folder: Path, kind: str, port: int) -> list[str]:

@@ -12,16 +12,13 @@ is one SGD step on 0.5 * squared error per global batch, averaged over the maske
 reward of a sample is a number per token id, that of its last token.
 """
 
-import ctypes
 import json
-import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from tests.functional.triton_process import TritonProcess
+from tests.functional.triton_process import TritonProcess, running_triton
 
 VOCAB, WIDTH, RATE = 32, 8, 0.1
 RAISE = 30  # a token id that makes training fail
@@ -72,11 +69,8 @@ def serve(port: int, combined: bool, gbs: int, record: Path) -> None:
     """Serve until SIGTERM; each request adds a line to `record`: endpoint, and dtype and shape by
     input name.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the tests
     from pytriton.decorators import batch, sample
     from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
-    from pytriton.triton import Triton, TritonConfig
 
     critic = NumpyCritic()
 
@@ -127,37 +121,13 @@ def serve(port: int, combined: bool, gbs: int, record: Path) -> None:
     one_by_one = ModelConfig(batching=False, max_batch_size=0, batcher=None)
     batcher = DynamicBatcher(max_queue_delay_microseconds=2000, preferred_batch_size=[4])
     merged = ModelConfig(batching=True, max_batch_size=9999999, batcher=batcher)
-    config = TritonConfig(
-        http_address="127.0.0.1",
-        http_port=port,
-        allow_grpc=False,
-        allow_metrics=False,
-        exit_timeout_secs=10,
-    )
-    with (
-        tempfile.TemporaryDirectory() as workspace,
-        Triton(config=config, workspace=workspace + "/w") as triton,
-    ):
+    loss = [Tensor(name="loss_mean", shape=(1,), dtype=np.float32)]
+    dummy = [Tensor(name="dummy_var", shape=(1,), dtype=np.int64)]
+    status = [Tensor(name="status", shape=(1,), dtype=np.int64)]
+    with running_triton(port) as triton:
         triton.bind("critic_infer", infer, scoring, outputs, config=merged)
-        triton.bind(
-            "critic_train",
-            train,
-            training,
-            [Tensor(name="loss_mean", shape=(1,), dtype=np.float32)],
-            config=one_by_one,
-        )
-        triton.bind(
-            "critic_save",
-            save,
-            [Tensor(name="dummy_var", shape=(1,), dtype=np.int64)],
-            [Tensor(name="status", shape=(1,), dtype=np.int64)],
-            config=one_by_one,
-        )
-        triton.run()
-        try:
-            signal.pause()
-        except KeyboardInterrupt:
-            return
+        triton.bind("critic_train", train, training, loss, config=one_by_one)
+        triton.bind("critic_save", save, dummy, status, config=one_by_one)
 
 
 class NeMoAlignerCritic(TritonProcess):

@@ -176,13 +176,8 @@ def test_training_equals_direct_steps_and_is_applied_once(job, mirror):
         json.loads(line) for line in (job.directory / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines] == [1, 2]
-    assert set(lines[0]) == {
-        "step",
-        "train/loss",
-        "train/lr",
-        "train/grad_norm",
-        "train/step_time",
-    }
+    names = {f"train/{name}" for name in ("loss", "lr", "grad_norm", "step_time")}
+    assert set(lines[0]) == {"step", *names}
     np.testing.assert_allclose(np.mean([line["train/loss"] for line in lines]), loss, rtol=1e-5)
 
 
@@ -190,26 +185,17 @@ def test_save_and_status(job):
     raw = Raw(job)
     status = raw("critic_status", dummy_var=[0])
     assert json.loads(status.pop("checkpoints")[0]) == {}
-    assert {name: int(value[0]) for name, value in status.items()} == {
-        "actor_step": 0,
-        "critic_step": 2,
-        "saved_critic_step": 0,
-    }
+    steps = "actor_step", "critic_step", "saved_critic_step"
+    assert [int(status[name][0]) for name in steps] == [0, 2, 0] and len(status) == 3
     answer = raw("critic_save", dummy_var=[0], actor_step=[3])
     assert answer["status"].tolist() == [0] and answer["status"].dtype == np.int64
-    assert json.loads((job.directory / "checkpoint.json").read_text()) == {
-        "step": 2,
-        "actor_step": 3,
-    }
+    written = json.loads((job.directory / "checkpoint.json").read_text())
+    assert written == {"step": 2, "actor_step": 3}
     status = raw("critic_status", dummy_var=[0])
     checkpoint = str(job.directory / "checkpoint.json")
     assert json.loads(status.pop("checkpoints")[0]) == {"3": checkpoint}
     assert all(value.dtype == np.int64 for value in status.values())
-    assert {name: int(value[0]) for name, value in status.items()} == {
-        "actor_step": 3,
-        "critic_step": 2,
-        "saved_critic_step": 2,
-    }
+    assert [int(status[name][0]) for name in steps] == [3, 2, 2]
 
 
 @pytest.mark.full
@@ -251,60 +237,45 @@ TRAIN = {name: tensor.nan_to_num().numpy() for name, tensor in make_training_dat
 INFER = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
 
 
-@pytest.mark.parametrize(
-    "endpoint, request_, words",
-    [
-        ("critic_infer", {**INFER, "tokns": INFER["tokens"]}, ["tokns"]),
-        (
-            "critic_infer",
-            {**INFER, "tokens": INFER["tokens"].astype(np.int32)},
-            ["tokens", "int64", "int32"],
-        ),
-        (
-            "critic_infer",
-            {**INFER, "tokens": np.ones((2, 5, 1), np.int64)},
-            ["tokens", "[2,5,1]"],
-        ),
-        ("critic_infer", {"tokens": INFER["tokens"]}, ["'sequence_lengths'ismissing"]),
-        (
-            "critic_infer",
-            {**INFER, "sequence_lengths": np.full((2, 1), 6)},
-            ["'sequence_lengths'holds6", "[1,5]"],
-        ),
-        ("critic_infer", {**INFER, "tokens": np.full((2, 5), 99)}, ["theid99", "[0,32)"]),
-        ("critic_train", {**TRAIN, "rewards": TRAIN["mask"]}, ["rewards"]),
-        ("critic_train", {k: v for k, v in TRAIN.items() if k != "mask"}, ["mask"]),
-        (
-            "critic_train",
-            {**TRAIN, "returns": TRAIN["returns"].astype(np.float64)},
-            ["returns", "fp32|float32", "fp64|float64"],
-        ),
-        ("critic_train", {**TRAIN, "tokens": np.ones(5, np.int64)}, ["tokens", "[5]"]),
-        (
-            "critic_train",
-            {**TRAIN, "mask": np.ones((2, 5), np.float32)},
-            ["'mask'hasshape[2,5]", "[2,4]"],
-        ),
-        ("critic_save", {"dummy": np.zeros(1, np.int64)}, ["dummy"]),
-        (
-            "critic_save",
-            {"dummy_var": np.zeros(1, np.float32)},
-            ["dummy_var", "int64", "fp32|float32"],
-        ),
-        ("critic_save", {"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"]),
-        (
-            "critic_status",
-            {"dummy_var": np.zeros(1, np.float32)},
-            ["dummy_var", "int64", "fp32|float32"],
-        ),
+TOKENS, SIXES, WIDE = INFER["tokens"], np.full((2, 1), 6), np.ones((2, 5), np.float32)
+FLOAT = {"dummy_var": np.zeros(1, np.float32)}
+# By endpoint: what is sent in place of a tensor, or None, and words of the error.
+WRONG = {
+    "critic_infer": [
+        ({"tokns": TOKENS}, ["tokns"]),
+        ({"tokens": TOKENS.astype(np.int32)}, ["tokens", "int64", "int32"]),
+        ({"tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[2,5,1]"]),
+        ({"sequence_lengths": None}, ["'sequence_lengths'ismissing"]),
+        ({"sequence_lengths": SIXES}, ["'sequence_lengths'holds6", "[1,5]"]),
+        ({"tokens": np.full((2, 5), 99)}, ["theid99", "[0,32)"]),
     ],
+    "critic_train": [
+        ({"rewards": TRAIN["mask"]}, ["rewards"]),
+        ({"mask": None}, ["mask"]),
+        ({"returns": TRAIN["returns"].astype(float)}, ["returns", "fp32|float32", "fp64|float64"]),
+        ({"tokens": np.ones(5, np.int64)}, ["tokens", "[5]"]),
+        ({"mask": WIDE}, ["'mask'hasshape[2,5]", "[2,4]"]),
+    ],
+    "critic_save": [
+        ({"dummy": np.zeros(1, np.int64)}, ["dummy"]),
+        (FLOAT, ["dummy_var", "int64", "fp32|float32"]),
+        ({"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"]),
+    ],
+    "critic_status": [(FLOAT, ["dummy_var", "int64", "fp32|float32"])],
+}
+GOOD = {"critic_infer": INFER, "critic_train": TRAIN}
+
+
+@pytest.mark.parametrize(
+    "endpoint, change, words", [(name, *case) for name, cases in WRONG.items() for case in cases]
 )
-def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint, request_, words):
+def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint, change, words):
     from pytriton.client.exceptions import PyTritonClientInferenceServerError
 
     raw = Raw(job)
+    changed = {**GOOD.get(endpoint, {}), **change}.items()
     with pytest.raises(PyTritonClientInferenceServerError) as caught:
-        raw(endpoint, **request_)
+        raw(endpoint, **{name: array for name, array in changed if array is not None})
     said = str(caught.value).replace(" ", "").lower()  # each front has words of its own
     for word in words:
         assert any(form in said for form in word.split("|")), caught.value
@@ -871,21 +842,17 @@ def suspend_triton(job):
     job.children_named("tritonserver")[0].suspend()  # others are forks that are to be stubs
 
 
+def end_once(job):
+    kill_starting_triton(job, 1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "start_s", "said"),
     [
         (lose_a_stub, None, r"ended while it started; starting it again \(2 of 3\)"),
-        (
-            lambda job: kill_starting_triton(job, 1),
-            None,
-            r"Triton ended while it started; starting it again \(2 of 3\)",
-        ),
-        (
-            suspend_triton,
-            [10.0, 120.0],
-            r"Triton is not ready after \d+ s; starting it again \(2 of 2\)",
-        ),
+        (end_once, None, r"Triton ended while it started; starting it again \(2 of 3\)"),
+        (suspend_triton, [10.0, 120.0], r"is not ready after \d+ s; starting it again \(2 of 2\)"),
     ],
     ids=["stub", "end", "hang"],
 )

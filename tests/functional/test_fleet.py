@@ -24,6 +24,7 @@ from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.distributed.launcher import run_ranks
 from tests.functional.critic_job import CriticJob, build_model
+from tests.functional.jobs import remote_rm
 from tests.functional.toy_reward_server import (
     NAN,
     RAISE,
@@ -70,15 +71,7 @@ def pair(two_servers):
 
 
 def section(*servers, **changes):
-    return OmegaConf.create(
-        {
-            "pad_to_length": 6,
-            "init_timeout_s": patience(100),
-            "inference_timeout_s": patience(60),
-            "reward_model": {"ip": "127.0.0.1", "port": [server.port for server in servers]},
-            **changes,
-        }
-    )
+    return remote_rm([server.port for server in servers], **{"pad_to_length": 6, **changes})
 
 
 def member(*servers, **changes):

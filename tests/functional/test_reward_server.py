@@ -13,13 +13,17 @@ import socket
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
-from tests.functional.jobs import assert_ended_well, reward_server, wait_until_serving
+from tests.functional.jobs import (
+    assert_ended_well,
+    remote_rm,
+    reward_server,
+    wait_until_serving,
+)
 from tests.patience import patience
 from tests.tiny_models import tiny_config
 
@@ -31,15 +35,8 @@ pytestmark = [
 ]
 CONTEXT, VOCAB = 48, 300  # of the tiny model
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
-TEXTS = [
-    "the film",
-    "a dull plot and a long evening",
-    "I",
-    "Review: the story is",
-    "loved the music",
-    "no",
-    "scenes",
-]
+TEXTS = ["the film", "a dull plot and a long evening", "I", "Review: the story is"]
+TEXTS += ["loved the music", "no", "scenes"]
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +100,6 @@ def ask(port: int, name: str = "reward_model", **arrays) -> dict:
         return client.infer_batch(**{key: np.asarray(array) for key, array in arrays.items()})
 
 
-def client_config(port: int, **changes):
-    return OmegaConf.create(
-        {
-            "pad_to_length": None,
-            "init_timeout_s": patience(20),
-            "inference_timeout_s": patience(60),
-            "reward_model": {"name": "reward_model", "ip": "127.0.0.1", "port": port},
-            **changes,
-        }
-    )
-
-
 def through_client(
     port: int, rows: list[torch.Tensor], pad_to_length=None, tokenizer=None
 ) -> np.ndarray:
@@ -123,15 +108,12 @@ def through_client(
     """
     from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 
-    client = RemoteGPTRMClient(client_config(port, pad_to_length=pad_to_length), tokenizer)
+    client = RemoteGPTRMClient(remote_rm(port, pad_to_length=pad_to_length), tokenizer)
     try:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=VOCAB - 1)
         lengths = torch.tensor([len(row) for row in rows])
-        return (
-            client.infer_rm({"response_tokens": tokens, "response_lengths": lengths})
-            .result()
-            .numpy()
-        )
+        rollout = {"response_tokens": tokens, "response_lengths": lengths}
+        return client.infer_rm(rollout).result().numpy()
     finally:
         client.communicator.close()
 
@@ -140,15 +122,9 @@ def assert_scores_are_direct(port: int, model) -> None:
     """Whatever the number of rows, the padding and the way in, the rewards are those of the model
     itself.
     """
-    for count, longest, width, fill in (
-        (1, 1, None, None),
-        (1, 5, 48, 3),
-        (2, 48, None, None),
-        (3, 9, 11, 4),
-        (5, 30, 48, None),
-        (9, 17, 31, 5),
-        (16, 48, 48, 6),
-    ):
+    sizes = [(1, 1, None, None), (1, 5, 48, 3), (2, 48, None, None), (3, 9, 11, 4)]
+    sizes += [(5, 30, 48, None), (9, 17, 31, 5), (16, 48, 48, 6)]
+    for count, longest, width, fill in sizes:
         rows = make_rows(count, seed=count, longest=longest)
         answer = ask(port, **request(rows, width, fill))
         assert set(answer) == {"rewards"} and answer["rewards"].dtype == np.float32
@@ -203,6 +179,11 @@ def test_requests_that_come_together_get_their_own_rewards(port, model):
 
 
 GOOD = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
+WIDE = np.ones((2, 49), np.int64)
+
+
+def with_lengths(shape, length):
+    return {**GOOD, "sequence_lengths": np.full(shape, length)}
 
 
 @pytest.mark.parametrize(
@@ -210,24 +191,12 @@ GOOD = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1),
     [
         ({"tokens": GOOD["tokens"]}, ["'sequence_lengths' is missing", "'sentences'"]),
         ({"sequence_lengths": GOOD["sequence_lengths"]}, ["'tokens' is missing"]),
-        (
-            {**GOOD, "sequence_lengths": np.full((2, 1), 6)},
-            ["'sequence_lengths' holds 6", "[1, 5]"],
-        ),
-        (
-            {**GOOD, "sequence_lengths": np.zeros((2, 1), np.int64)},
-            ["'sequence_lengths' holds 0", "[1, 5]"],
-        ),
-        (
-            {**GOOD, "sequence_lengths": np.full((2, 2), 5)},
-            ["'sequence_lengths' has shape", "[N, 1]"],
-        ),
+        (with_lengths((2, 1), 6), ["'sequence_lengths' holds 6", "[1, 5]"]),
+        (with_lengths((2, 1), 0), ["'sequence_lengths' holds 0", "[1, 5]"]),
+        (with_lengths((2, 2), 5), ["'sequence_lengths' has shape", "[N, 1]"]),
         ({**GOOD, "tokens": np.full((2, 5), 300)}, ["the id 300", "[0, 300)"]),
         ({**GOOD, "tokens": np.full((2, 5), -1)}, ["the id -1", "[0, 300)"]),
-        (
-            {**GOOD, "tokens": np.ones((2, 49), np.int64)},
-            ["49 columns", "at most 48", "encoder_seq_length"],
-        ),
+        ({**GOOD, "tokens": WIDE}, ["49 columns", "at most 48", "encoder_seq_length"]),
         ({"sentences": [[b"fine"], [b""]]}, ["sentence 1 has 0 tokens"]),
         ({"sentences": [[b"x y z " * 40]]}, ["sentence 0 has", "encoder_seq_length=48"]),
         ({"sentences": [[b"fine"], [b"\xff\xfe"]]}, ["'sentences'", "sample 1", "UTF-8"]),

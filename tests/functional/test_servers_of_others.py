@@ -11,7 +11,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.servers import critic_client, fleet, http_communicator
@@ -19,7 +18,7 @@ from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional import test_ppo_job, test_rs_job
 from tests.functional.critic_job import TinyTokenizer
-from tests.functional.jobs import assert_ended_well, read_metrics
+from tests.functional.jobs import assert_ended_well, read_metrics, remote_rm
 from tests.functional.nemo_aligner_server import (
     RAISE,
     RATE,
@@ -30,7 +29,6 @@ from tests.functional.nemo_aligner_server import (
 from tests.functional.test_critic_server import client_config, make_training_data
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 from tests.functional.triton_process import TritonProcess
-from tests.patience import patience
 
 pytestmark = pytest.mark.timeout(600)
 COUNTED = 42  # the token that the server counts
@@ -193,24 +191,12 @@ def test_requests_of_different_widths_at_once_are_not_mixed_up(critic):
         client.close()
 
 
-def section(server, **changes):
-    return OmegaConf.create(
-        {
-            "pad_to_length": None,
-            "init_timeout_s": patience(60),
-            "inference_timeout_s": patience(60),
-            "reward_model": {"ip": "127.0.0.1", "port": server.port},
-            **changes,
-        }
-    )
-
-
 @pytest.mark.full
 def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_server, warnings):
     """It takes four samples at once, PyTriton's default: ten go in three requests."""
     batch = rollout(rows=10)
     batch["response_tokens"][::2, :4] = COUNTED
-    client = RemoteGPTRMClient(section(reward_server), TinyTokenizer)
+    client = RemoteGPTRMClient(remote_rm(reward_server.port), TinyTokenizer)
     try:
         rewards = client.infer_rm(batch).scores().rewards
     finally:

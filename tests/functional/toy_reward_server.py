@@ -8,15 +8,12 @@ sample is `scale * (sum of the real tokens) + 0.001 * number of prompt tokens`. 
 with one of the ids below makes it fail on purpose.
 """
 
-import ctypes
-import signal
 import sys
-import tempfile
 import time
 
 import numpy as np
 
-from tests.functional.triton_process import TritonProcess
+from tests.functional.triton_process import TritonProcess, running_triton
 
 RAISE, NAN, WRONG_SHAPE, STOPPING, SLEEP = 901, 902, 903, 904, 905
 
@@ -34,13 +31,8 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
     """Serve until SIGTERM. Each call of the model adds a line with its number of rows to
     `count_file`.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGTERM
-    )  # PR_SET_PDEATHSIG: it ends with the tests, however they end
     from pytriton.decorators import batch, group_by_keys
     from pytriton.model_config import DynamicBatcher, ModelConfig
-    from pytriton.triton import Triton, TritonConfig
 
     from nemo_aligner.servers.schema import reward_model_endpoint, triton_tensors
 
@@ -68,17 +60,7 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
         return {"rewards": rewards.astype(np.float32)}
 
     endpoint = reward_model_endpoint()
-    config = TritonConfig(
-        http_address="127.0.0.1",
-        http_port=port,
-        allow_grpc=False,
-        allow_metrics=False,
-        exit_timeout_secs=10,
-    )
-    with (
-        tempfile.TemporaryDirectory() as workspace,
-        Triton(config=config, workspace=workspace + "/w") as triton,
-    ):
+    with running_triton(port) as triton:
         triton.bind(
             model_name=endpoint_name,
             infer_func=group_by_keys(batch(lambda **arrays: infer(**arrays))),
@@ -87,11 +69,6 @@ def serve(port: int, scale: float, delay_s: float, count_file: str, endpoint_nam
             config=ModelConfig(batching=True, max_batch_size=9999, batcher=DynamicBatcher()),
             strict=False,
         )
-        triton.run()
-        try:
-            signal.pause()
-        except KeyboardInterrupt:
-            return
 
 
 class ToyRewardServer(TritonProcess):

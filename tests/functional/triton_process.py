@@ -3,6 +3,7 @@
 """A Triton server of another project as a child process of a test, with nothing left behind."""
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -19,6 +20,23 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.patience import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def running_triton(port: int):
+    """Triton in this process: serves what is bound in the `with` block, then, until SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the tests
+    from pytriton.triton import Triton, TritonConfig
+
+    options = {"allow_grpc": False, "allow_metrics": False, "exit_timeout_secs": 10}
+    config = TritonConfig(http_address="127.0.0.1", http_port=port, **options)
+    with tempfile.TemporaryDirectory() as workspace:
+        with Triton(config=config, workspace=workspace + "/w") as triton:
+            yield triton
+            triton.run()
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.pause()
 
 
 class TritonProcess:

@@ -97,11 +97,7 @@ def test_another_server_is_refused_in_one_line(encrypted, certificates):
     with pytest.raises(ServerMismatchError, match="not one of tls_ca_file: self") as caught:
         send(encrypted, other, TOKEN)
     assert "\n" not in str(caught.value)
-    spec = RewardModelSpec(None, "reward_model", (encrypted.address,), 1.0, "remote_rm")
-    with contextlib.closing(Fleet(spec, REWARD, 60.0, 60.0, token=TOKEN, tls=other)) as fleet:
-        with pytest.raises(ServerMismatchError, match="not one of tls_ca_file"):
-            while not fleet.wait_until_ready(1.0):
-                pass
+    refused_by_fleet(encrypted.address, other, "not one of tls_ca_file", TOKEN)
 
 
 def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
@@ -109,9 +105,8 @@ def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
     with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
         refused_at_once(front.address, tls, "tls_ca_file is set, but it does not encrypt")
     address = "127.0.0.1", find_free_port()
-    front = Front(*address, "unused", [(REWARD, score)], Access())
-    front.open()
-    with contextlib.closing(front):
+    with contextlib.closing(Front(*address, "unused", [(REWARD, score)], Access())) as front:
+        front.open()
         refused_at_once(address, tls, "tls_ca_file is set, but it does not encrypt")
 
 
@@ -125,8 +120,12 @@ def refused_at_once(address, tls, words):
         with pytest.raises(ServerMismatchError, match=words) as caught:
             communicator.add_server_by_name("reward_model", *address, REWARD)
     assert "\n" not in str(caught.value)
+    refused_by_fleet(address, tls, words)
+
+
+def refused_by_fleet(address, tls, words, token=None):
     spec = RewardModelSpec(None, "reward_model", (address,), 1.0, "remote_rm")
-    with contextlib.closing(Fleet(spec, REWARD, 600.0, 60.0, tls=tls)) as fleet:
+    with contextlib.closing(Fleet(spec, REWARD, 600.0, 60.0, token=token, tls=tls)) as fleet:
         with pytest.raises(ServerMismatchError, match=words):
             while not fleet.wait_until_ready(1.0):
                 pass
@@ -158,10 +157,8 @@ def test_files_that_are_refused(certificates, tmp_path):
     with pytest.raises(ConfigError, match="mode 0644"):
         server_tls(certificate, str(readable))
     locked = tmp_path / "locked.key"
-    subprocess.run(
-        ["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:x", "-out", str(locked)],
-        check=True,
-    )
+    command = ["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:x", "-out"]
+    subprocess.run([*command, str(locked)], check=True)
     locked.chmod(0o600)
     with pytest.raises(ConfigError, match="without a password"):
         server_tls(certificate, str(locked))
@@ -263,10 +260,8 @@ def post(front, body, **headers):
 
 def test_what_is_no_http_gets_an_error_in_json():
     with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
-        assert post(front, b"{}", **{"Content-Length": "-1"}) == (
-            400,
-            "Invalid HTTP request received.",
-        )
+        status, error = post(front, b"{}", **{"Content-Length": "-1"})
+    assert (status, error) == (400, "Invalid HTTP request received.")
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):
@@ -303,9 +298,8 @@ def test_who_has_no_token_keeps_no_connection(token, is_kept, monkeypatch):
 def test_a_front_that_has_ended_is_a_failure():
     front = AsgiFront([(REWARD, score)], Access(TOKEN))
     assert front.host.failure() is None
-    assert Exchange(Peer(*front.address, TOKEN)).run(
-        InferRequest("reward_model", SCORING), patience(20)
-    )
-    front.close()
-    front.close()
+    request = InferRequest("reward_model", SCORING)
+    assert Exchange(Peer(*front.address, TOKEN)).run(request, patience(20))
+    for _ in range(2):
+        front.close()
     assert front.host.failure() == "uvicorn ended by itself"

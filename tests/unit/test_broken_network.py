@@ -124,43 +124,40 @@ class Client:
         return reply.result()["count"].item()
 
 
+@contextlib.contextmanager
+def over_network(serving, fault):
+    """A client of a server, and the network between them, with its faults."""
+    with serving as server, FaultyNetwork(server.address, fault) as network:
+        with Client(network.port) as client:
+            yield client, network
+
+
 UPDATE = {"request_id": np.array([b"an-update"])}
 
 
 @some_of("name", [*reversed(ENDPOINTS)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_fault_costs_a_repetition(serve, triton, fault, name):
-    with (
-        serve(triton) as server,
-        FaultyNetwork(server.address, lambda number, path: None if number else fault) as network,
-        Client(network.port) as client,
-    ):
+    once = lambda number, path: None if number else fault
+    with over_network(serve(triton), once) as (client, network):
         assert client.send(name, **UPDATE) >= 1
         assert network.happened == [(f"/v2/models/{name}/infer", fault)]
     assert set(triton.handled) == {name} and len(triton.handled) <= 2
 
 
 def test_a_network_that_always_fails_is_one_error_after_a_few_tries(serve, triton):
-    with (
-        serve(triton) as server,
-        FaultyNetwork(server.address, lambda number, path: "lost reply") as network,
-        Client(network.port) as client,
-        pytest.raises(ServerRequestError, match="critic_train .*failed: Conn") as caught,
-    ):
-        client.send("critic_train", **UPDATE)
+    with over_network(serve(triton), lambda number, path: "lost reply") as (client, _):
+        with pytest.raises(ServerRequestError, match="critic_train .*failed: Conn") as caught:
+            client.send("critic_train", **UPDATE)
     assert RESTART_REMEDY in str(caught.value)
     assert len(triton.handled) == 1 + len(connection_module.RETRY_PAUSES_S)
 
 
 def test_an_update_without_an_id_is_not_sent_again(serve, triton):
     """Nobody could tell whether it had been made."""
-    with (
-        serve(triton) as server,
-        FaultyNetwork(server.address, lambda number, path: "lost reply") as network,
-        Client(network.port) as client,
-        pytest.raises(ServerRequestError, match="failed: Conn"),
-    ):
-        client.send("critic_train")
+    with over_network(serve(triton), lambda number, path: "lost reply") as (client, _):
+        with pytest.raises(ServerRequestError, match="failed: Conn"):
+            client.send("critic_train")
     assert triton.handled == ["critic_train"]
 
 

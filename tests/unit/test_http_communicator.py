@@ -114,6 +114,9 @@ def test_no_more_requests_at_once_than_allowed(monkeypatch):
 # ---- failures: each is one error, and nothing is sent again ----
 
 
+UNHEALTHY = "Stub process 'critic_train_0' is not healthy"
+
+
 @pytest.mark.parametrize(
     "script, words",
     [
@@ -122,10 +125,7 @@ def test_no_more_requests_at_once_than_allowed(monkeypatch):
         (lambda index, rewards: http({"what": 1}, 500), ['failed: HTTP 500: {"what": 1}']),
         (lambda index, rewards: http({}, 200)[:-2] + b"[]", ["reply cannot be read", "b'[]'"]),
         (lambda index, rewards: b"HTTP/1.1 502 X\r\nContent-Length: 0\r\n\r\n", ["empty body"]),
-        (
-            failure("Stub process 'critic_train_0' is not healthy."),
-            ["Stub process 'critic_train_0' is not healthy", RESTART_REMEDY],
-        ),
+        (failure(f"{UNHEALTHY}."), [UNHEALTHY, RESTART_REMEDY]),
         (
             failure(
                 "Failed to process the request(s), message: Traceback (most recent call last):\n"

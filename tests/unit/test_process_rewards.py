@@ -106,12 +106,8 @@ class Chat(Pieces):
 
     def ids_to_text(self, ids, remove_special_tokens=True):
         names = {3: "<turn>", 4: "<step>", EOS: "<end>"}
-        return "".join(
-            names[i] * (not remove_special_tokens)
-            if i in names
-            else super(Chat, self).ids_to_text([i])
-            for i in ids
-        )
+        plain, kept = super().ids_to_text, not remove_special_tokens
+        return "".join(names[i] * kept if i in names else plain([i]) for i in ids)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +192,11 @@ def test_rewards_of_steps_stand_at_the_tokens_that_end_them(tmp_path):
     with function(tmp_path, "step", "\n") as served:
         rewards = served.infer(*request(texts[:3]))
         assert rewards.shape == (3, 13) and rewards.dtype == np.float32
-        seen = [
-            {column: x for column, x in enumerate(row) if not math.isnan(x)}
-            for row in rewards.tolist()
-        ]
+        rows = map(enumerate, rewards.tolist())
+        seen = [{column: x for column, x in row if not math.isnan(x)} for row in rows]
         assert seen == [{4: 2.0, 8: 3.0}, {4: 2.0, 6: 1.0}, {2: 0.0}]
-        with pytest.raises(
-            RewardFunctionError, match=r"returned 2 rewards for a response of 3 .*rewards_per"
-        ):
+        words = "returned 2 rewards for a response of 3 .*rewards_per"
+        with pytest.raises(RewardFunctionError, match=words):
             served.infer(*request(texts[3:]))
 
 
@@ -211,9 +204,8 @@ def test_rewards_of_two_steps_that_one_token_ends_add_up(tmp_path):
     count = "def score(prompts, responses, lengths):\n    return [[3.0, 4.0, 5.0]]\n"
     (tmp_path / "reward.py").write_text(count)
     tokens = np.array([ids("ppab") + [2] + ids("c") + [EOS]])
-    with RewardFunction(
-        f"{tmp_path}/reward.py:score", Pieces(), workers=1, per="step", step_end="\n"
-    ) as served:
+    spec = f"{tmp_path}/reward.py:score"
+    with RewardFunction(spec, Pieces(), workers=1, per="step", step_end="\n") as served:
         rewards = served.infer(tokens, np.array([[7]]), np.array([[2]]))
     assert rewards[0, [4, 6]].tolist() == [7.0, 5.0] and np.isnan(rewards).sum() == 5
 
@@ -266,23 +258,15 @@ def test_a_server_sends_the_rewards_of_tokens_and_their_sum():
     server = make_server(infer_fn, per_token=True, needs_prompt_lengths=True)
     server.strip_sequence_length_to_multiple = 1
     tokens = np.ones((3, 6), dtype=np.int64)
-    reply = server.infer(
-        tokens=tokens,
-        sequence_lengths=np.array([[3], [2], [4]]),
-        prompt_lengths=np.array([[1], [2], [1]]),
-    )
+    ends, starts = np.array([[3], [2], [4]]), np.array([[1], [2], [1]])
+    reply = server.infer(tokens=tokens, sequence_lengths=ends, prompt_lengths=starts)
     assert reply["rewards"].tolist() == [[1.0], [0.0], [1.5]]
-    assert np.nan_to_num(reply["token_rewards"], nan=-1).tolist() == [
-        [-1, 0.5, 0.5, -1, -1, -1],
-        [-1] * 6,
-        [-1, 0.5, 0.5, 0.5, -1, -1],
-    ]
+    expected = [[-1, 0.5, 0.5, -1, -1, -1], [-1] * 6, [-1, 0.5, 0.5, 0.5, -1, -1]]
+    assert np.nan_to_num(reply["token_rewards"], nan=-1).tolist() == expected
+    wrong = make_server(lambda *_: torch.zeros(2, 1), per_token=True, needs_prompt_lengths=True)
+    two = {"sequence_lengths": ends[:2], "prompt_lengths": starts[:2]}
     with pytest.raises(RuntimeError, match=r"shape \[2, 1\] for tokens of shape \[2, 6\]"):
-        make_server(lambda *_: torch.zeros(2, 1), per_token=True, needs_prompt_lengths=True).infer(
-            tokens=tokens[:2],
-            sequence_lengths=np.array([[3], [2]]),
-            prompt_lengths=np.array([[1], [2]]),
-        )
+        wrong.infer(tokens=tokens[:2], **two)
 
 
 @pytest.mark.parametrize(
@@ -317,16 +301,11 @@ class Ready:
 
 
 def test_an_ensemble_adds_rewards_of_tokens_and_of_responses():
-    rollout = {
-        "response_tokens": torch.zeros(2, 5, dtype=torch.long),
-        "response_lengths": torch.tensor([4, 5]),
-    }
-    steps = {
-        "rewards": np.array([[3.0], [4.0]], np.float32),
-        "token_rewards": np.array(
-            [[NAN, NAN, 1.0, 2.0, NAN, NAN], [NAN, NAN, 4.0, NAN, NAN, NAN]], np.float32
-        ),
-    }
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    rollout = {"response_tokens": tokens, "response_lengths": torch.tensor([4, 5])}
+    of_tokens = [[NAN, NAN, 1.0, 2.0, NAN, NAN], [NAN, NAN, 4.0, NAN, NAN, NAN]]
+    steps = {"rewards": [[3.0], [4.0]], "token_rewards": of_tokens}
+    steps = {name: np.array(rewards, np.float32) for name, rewards in steps.items()}
     whole = {"rewards": np.array([[10.0], [20.0]], np.float32)}
     future = RMFutureResult(Ready({"s": steps, "w": whole}), rollout, {"s": 2.0, "w": 0.5})
     scores = future.scores()
@@ -342,10 +321,8 @@ def test_an_ensemble_adds_rewards_of_tokens_and_of_responses():
 
 
 def test_servers_of_one_model_that_give_different_kinds_are_an_error():
-    batches = [
-        {"rewards": torch.zeros(1)},
-        {"rewards": torch.zeros(1), "token_rewards": torch.zeros(1, 3)},
-    ]
+    whole = {"rewards": torch.zeros(1)}
+    batches = [whole, {**whole, "token_rewards": torch.zeros(1, 3)}]
     with pytest.raises(UserError, match="must give the same kind of rewards"):
         PPORolloutBatch.from_rollout_batches(batches, 0, None)
 
@@ -487,10 +464,8 @@ def test_sums_of_steps_and_of_sources_by_hand():
     scored = torch.tensor([[True, False, True, True, False, True]])
     mask = torch.tensor([[0.0, 1, 1, 1, 1, 0]])
     assert sums_of_steps(rewards, scored, mask).tolist() == [[0, 0, 3, 3, 0, 0]]
-    total = add_token_rewards(
-        {"a": torch.tensor([[1.0, NAN, NAN]]), "b": torch.tensor([[2.0, 4.0, NAN]])},
-        {"a": 1.0, "b": 0.5},
-    )
+    parts = {"a": torch.tensor([[1.0, NAN, NAN]]), "b": torch.tensor([[2.0, 4.0, NAN]])}
+    total = add_token_rewards(parts, {"a": 1.0, "b": 0.5})
     assert total.nan_to_num(-1).tolist() == [[2.0, 2.0, -1.0]]
 
 

@@ -56,6 +56,10 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
     assert specs[1].setting == "remote_rm.reward_models.terse"
 
 
+def one(**options):
+    return {"reward_models": {"x": {"ip": "a", "port": 7, **options}}}
+
+
 @pytest.mark.parametrize(
     "section, words",
     [
@@ -76,10 +80,7 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
         ({"reward_models": ["a", "b"]}, ["remote_rm.reward_models=", "must map names to servers"]),
         ({"reward_models": {}}, ["must map names to servers"]),
         ({"reward_models": {"x": "a:7"}}, ["remote_rm.reward_models.x='a:7'", "section"]),
-        (
-            {"reward_models": {"x": {"ip": "a", "port": 7, "wieght": 0.1}}},
-            ["x has the unknown key wieght", "weight"],
-        ),
+        (one(wieght=0.1), ["x has the unknown key wieght", "weight"]),
         ({"reward_models": {"x": {"ip": "a"}}}, ["x.port is not set"]),
         ({"reward_models": {"x": {"port": 7}}}, ["x.ip is not set"]),
         ({"reward_models": {"with_kl": {"ip": "a", "port": 7}}}, ["'with_kl'", "metric"]),
@@ -87,19 +88,10 @@ def test_an_ensemble_keeps_names_order_endpoints_and_weights():
         ({"reward_model": {"ip": "a:7"}}, ["ip='a:7'", "remote_rm.reward_model.port"]),
         ({"reward_model": {"ip": "http://a"}}, ["ip='http://a'"]),
         ({"reward_model": {"ip": " a"}}, ["ip=' a'"]),
-        (
-            {"reward_models": {"x": {"ip": "a", "port": 7, "weight": "much"}}},
-            ["x.weight='much'", "finite number"],
-        ),
-        (
-            {"reward_models": {"x": {"ip": "a", "port": 7, "weight": float("nan")}}},
-            ["x.weight=nan"],
-        ),
-        ({"reward_models": {"x": {"ip": "a", "port": 7, "weight": 0}}}, ["every weight", "is 0"]),
-        (
-            {"reward_models": {"x": {"ip": "a", "port": 7}}, "host": "h"},
-            ["remote_rm.host=h", "leave host and port"],
-        ),
+        (one(weight="much"), ["x.weight='much'", "finite number"]),
+        (one(weight=float("nan")), ["x.weight=nan"]),
+        (one(weight=0), ["every weight", "is 0"]),
+        ({**one(), "host": "h"}, ["remote_rm.host=h", "leave host and port"]),
     ],
 )
 def test_addresses_that_cannot_work(section, words):

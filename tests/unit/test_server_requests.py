@@ -17,10 +17,8 @@ def test_decode_bytes_ndarray():
 
 
 def test_pad_input():
-    assert requests.pad_input(np.array([[1, 2], [3, 4], [5, 6]]), 2, pad_value=9) == (
-        [[1, 2], [3, 4], [5, 6], [9, 9]],
-        1,
-    )
+    padded = [[1, 2], [3, 4], [5, 6], [9, 9]]
+    assert requests.pad_input(np.array(padded[:3]), 2, pad_value=9) == (padded, 1)
     assert requests.pad_input([7], 3) == ([7, 0, 0], 2)
     assert requests.pad_input(["a", "b"], 2, "") == (["a", "b"], 0)
     assert requests.pad_input(None, 4) == (None, 0)
