@@ -126,10 +126,7 @@ class Admission:
 
     def admit(self, method: str, path: str, header: GetHeader) -> Admitted | None:
         """Return what the request is, before any of its body is read. None: it was about the lease
-        and is done; the reply is empty.
-
-        Raises:
-            RefusedError: it may not pass.
+        and is done; the reply is empty. `RefusedError`: it may not pass.
         """
         check_token(header, self._token)
         if header(INSTANCE_HEADER) not in (None, self.instance):

@@ -30,10 +30,8 @@ _PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")
 
 
 class AgentDoor(HttpServer):
-    """Serves `environment` from its construction to `close`.
-
-    Args:
-        token: that every request must bring, as OpenAI's API key; None: none.
+    """Serves `environment` from its construction to `close`. `token`: that every request must
+    bring, as OpenAI's API key; None: none.
     """
 
     def __init__(

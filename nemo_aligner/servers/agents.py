@@ -140,10 +140,8 @@ class AgentEnvironment(RewardingEnvironment):
         """Nothing: the agent has heard of it, and its reward is there."""
 
     def replies(self, wait: bool) -> dict[int, Reply]:
-        """See `Environment.replies`.
-
-        Raises:
-            UserError: no agent is heard of, or agents left a session and there is no fallback.
+        """See `Environment.replies`. `UserError`: no agent is heard of, or agents left a session
+        and there is no fallback.
         """
         with self._changed:
             self._look_at_clock()

@@ -83,10 +83,8 @@ class RewardingEnvironment:
         return EnvironmentScores(rollout_batch)
 
     def reply_to_failure(self, message: str, remedy: str) -> Reply:
-        """What ends a conversation that failed, as `message` says.
-
-        Raises:
-            EnvironmentFailedError: there is no `fallback`.
+        """What ends a conversation that failed, as `message` says. `EnvironmentFailedError`: there
+        is no `fallback`.
         """
         if self.fallback is None:
             raise EnvironmentFailedError(

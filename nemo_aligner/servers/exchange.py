@@ -115,10 +115,8 @@ class Peer:
             return response, response.read()
 
     def get(self, path: str, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes] | None:
-        """The reply to a GET and its body, or None when nothing replies.
-
-        Raises:
-            UntrustedServerError: what replies is not the server that the certificates stand for.
+        """The reply to a GET and its body, or None when nothing replies. `UntrustedServerError`:
+        what replies is not the server that the certificates stand for.
         """
         try:
             return self.ask("GET", path, timeout_s)
@@ -164,11 +162,8 @@ class Peer:
 
 class InferRequest:
     """The bytes of an infer request (KServe v2, tensors as binary data); they can be sent any
-    number of times.
-
-    Args:
-        data: arrays by wire name. They must not change until the last reply has come: large ones
-            are not copied.
+    number of times. `data`: arrays by wire name. They must not change until the last reply has
+    come: large ones are not copied.
     """
 
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):

@@ -127,11 +127,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
 
 class Front(HttpServer):
-    """The door of a server.
-
-    Args:
-        socket_path: of Triton's Unix socket.
-    """
+    """The door of a server. `socket_path`: of Triton's Unix socket."""
 
     def __init__(
         self,

@@ -61,10 +61,8 @@ class PendingReply:
 
     def result(self, heartbeat_s: float = 30.0) -> Any:
         """Wait for the reply and return its arrays by name, or the replies by the names of their
-        requests; a line is logged every `heartbeat_s`.
-
-        Raises:
-            ServerRequestError: with the cause, or saying why the reply cannot be used.
+        requests; a line is logged every `heartbeat_s`. `ServerRequestError`: with the cause, or
+        saying why the reply cannot be used.
         """
         while not self.done(heartbeat_s):
             pass

@@ -120,10 +120,8 @@ def _describe(arrays: Mapping[str, Array]) -> tuple[list[dict[str, Any]], list[B
 
 
 def _read_tensors(entries: list[dict[str, Any]], data: memoryview) -> Arrays:
-    """The tensors that the head lists, of which `data` holds what is binary.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, OverflowError: they are no tensors.
+    """The tensors that the head lists, of which `data` holds what is binary. `ValueError`,
+    `KeyError`, `TypeError`, `AttributeError`, `OverflowError`: they are no tensors.
     """
     arrays: Arrays = {}
     at = 0
@@ -232,10 +230,8 @@ def encode_reply(
 
 
 def decode_reply(body: bytes, head_size: int | None) -> Arrays:
-    """Return the arrays of a reply by wire name.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, OverflowError: it is no reply.
+    """Return the arrays of a reply by wire name. `ValueError`, `KeyError`, `TypeError`,
+    `AttributeError`, `OverflowError`: it is no reply.
     """
     size = len(body) if head_size is None else head_size
     return _read_tensors(json.loads(body[:size])["outputs"], memoryview(body)[size:])

@@ -76,11 +76,9 @@ def training_payload(batch: PPOTrainBatch) -> Arrays | None:
     share no memory with `batch`.
 
     Every rank calls it; ranks above 0 get None. Columns after the last response token of all
-    samples are not sent.
-
-    Args:
-        batch: `response_tokens` [b, S]; `returns`, `values` (of the rollout) and `mask`
-            [b, S-1]; optionally `sample_order` [b], each sample's place among those of all ranks.
+    samples are not sent. `batch`: `response_tokens` [b, S]; `returns`, `values` (of the rollout)
+    and `mask` [b, S-1]; optionally `sample_order` [b], each sample's place among those of all
+    ranks.
     """
     if parallel_state.get_data_parallel_src_rank() != 0:
         return None  # a model-parallel peer of a rank that sends the same samples

@@ -76,9 +76,7 @@ class RMFutureResult(FutureScores):
 
     def scores(self) -> Scores:
         """Wait for the scores, without values; every rank of the model-parallel group calls it.
-
-        Raises:
-            ServerRequestError: on every rank: of the model, of its reply, or no server is left.
+        `ServerRequestError`: on every rank: of the model, of its reply, or no server is left.
         """
         reply = await_on_model_source(self.rm_future)
         parts = {name: _on_device(arrays["rewards"]).flatten() for name, arrays in reply.items()}
@@ -264,10 +262,8 @@ class RemoteClient:
         self, specs: Sequence[RewardModelSpec], endpoint: schema.Endpoint
     ) -> dict[str, Fleet]:
         """The fleets of served models, by name, on the source rank of each model-parallel group;
-        {} elsewhere. Every rank calls it, together.
-
-        Raises:
-            ServerUnreachableError: on every rank of the job: no server of a model replies.
+        {} elsewhere. Every rank calls it, together. `ServerUnreachableError`: on every rank of the
+        job: no server of a model replies.
         """
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
             limits = self.cfg.init_timeout_s, self.cfg.inference_timeout_s

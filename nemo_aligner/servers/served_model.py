@@ -229,10 +229,8 @@ def _parse(config: dict) -> ServedModel:
 
 def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:
     """Check that requests and replies of `endpoint` can be exchanged with `served`.
-
-    Raises:
-        ServerMismatchError: it lacks an input or output that is needed, or needs an input that
-            the clients do not have.
+    `ServerMismatchError`: it lacks an input or output that is needed, or needs an input that the
+    clients do not have.
     """
     sent = {spec.name for spec in endpoint.inputs} - _NEVER_SENT
     problem = None
@@ -283,10 +281,8 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
 
     A scoring request of more samples than the server takes at once, or of more than `PIECE_BYTES`,
     becomes several. So does an update of more bytes, for a server that puts the pieces together;
-    no other request that changes the server's state is ever cut.
-
-    Raises:
-        RequestError: the server's dtypes, sizes or limits cannot hold the data.
+    no other request that changes the server's state is ever cut. `RequestError`: the server's
+    dtypes, sizes or limits cannot hold the data.
     """
     specs = {spec.name: spec for spec in served.inputs}
     for spec in served.inputs:
@@ -364,10 +360,7 @@ def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
     to the last piece of an update is the reply to the whole.
 
     Numbers of another dtype become those of the endpoint, and one number per sample, [N], becomes
-    [N, 1].
-
-    Raises:
-        ReplyError: the replies do not go together.
+    [N, 1]. `ReplyError`: the replies do not go together.
     """
     names = replies[0].keys()
     if any(reply.keys() != names for reply in replies):

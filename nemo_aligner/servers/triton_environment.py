@@ -23,10 +23,7 @@ def prepare_triton_environment() -> None:
     """Prepare this process to start Triton with a Python backend.
 
     Triton runs Python models in a stub that loads libpython. Without the library path it dies, or
-    hangs for a minute, with an error that does not name it.
-
-    Raises:
-        UserError: no shared libpython.
+    hangs for a minute, with an error that does not name it. `UserError`: no shared libpython.
     """
     directory = check_libpython()
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]

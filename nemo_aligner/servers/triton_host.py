@@ -60,9 +60,7 @@ class TritonStartError(RuntimeError):
 
 class TritonHost:
     """Triton with its workspace, and the removal of everything it leaves on the machine.
-
-    Args:
-        batcher: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
+    `batcher`: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
     """
 
     name = "Triton"

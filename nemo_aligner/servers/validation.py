@@ -299,9 +299,7 @@ def _validate_values(
 
 def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
     """Check the reply to a request that changes the server's state: an update or a checkpoint.
-
-    Raises:
-        ReplyError: a tensor is missing or empty, a loss is not finite, or a status is not 0.
+    `ReplyError`: a tensor is missing or empty, a loss is not finite, or a status is not 0.
     """
     for spec in endpoint.outputs:
         array = reply.get(spec.name)

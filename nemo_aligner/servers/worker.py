@@ -123,9 +123,7 @@ def _prefer_for_out_of_memory_kill() -> None:
 
 def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) -> Any:
     """What is called `name` in the file at `path`, which may import modules beside it.
-
-    Raises:
-        LoadError: the file cannot be run, or holds nothing of that name.
+    `LoadError`: the file cannot be run, or holds nothing of that name.
     """
     sys.path.insert(0, os.path.dirname(path))
     module_name = os.path.basename(path).removesuffix(".py")
@@ -220,10 +218,8 @@ class BadValueError(Exception):
 
 def read_score(returned: Any, count: int | None) -> float | list[float]:
     """The score in what a function returned for one sample: any sequence of one real number; with
-    a `count`, for steps or tokens, of one sequence of so many.
-
-    Raises:
-        BadValueError: it is something else, or not finite in float32.
+    a `count`, for steps or tokens, of one sequence of so many. `BadValueError`: it is something
+    else, or not finite in float32.
     """
     wanted = "one number" if count is None else f"a list of {count} numbers"
     if not _is_sequence(returned):
@@ -275,11 +271,9 @@ def brief(value: Any) -> str:
 
 
 def load_environment(path: str, name: str) -> tuple[Call, None]:
-    """What replies in conversations by the class `name` of the file at `path`.
-
-    Raises:
-        LoadError: the file cannot be run, holds no such class, or the class lacks a method or
-            cannot be constructed without arguments.
+    """What replies in conversations by the class `name` of the file at `path`. `LoadError`: the
+    file cannot be run, holds no such class, or the class lacks a method or cannot be constructed
+    without arguments.
     """
     cls = load_named(path, name, "class", inspect.isclass)
     if not inspect.isclass(cls):
@@ -335,9 +329,7 @@ class Conversations:
 
 def checked_reply(returned: Any) -> tuple[str, float, bool]:
     """What `step` returned: an observation, a reward and whether the conversation is over.
-
-    Raises:
-        BadValueError: it is something else, or the reward is not finite in float32.
+    `BadValueError`: it is something else, or the reward is not finite in float32.
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise BadValueError(
