@@ -140,9 +140,7 @@ class AgentEnvironment(RewardingEnvironment):
         """Nothing: the agent has heard of it, and its reward is there."""
 
     def replies(self, wait: bool) -> dict[int, Reply]:
-        """See `Environment.replies`. `UserError`: no agent is heard of, or agents left a session
-        and there is no fallback.
-        """
+        """See `Environment.replies`. `UserError`: no agent is heard of or left."""
         with self._changed:
             self._look_at_clock()
             while wait and not self._replies:
@@ -183,9 +181,7 @@ class AgentEnvironment(RewardingEnvironment):
     # --- the agents' side: any thread calls these -----------------------------------------------
 
     def take(self, is_there: Callable[[], bool]) -> dict[str, Any] | None:
-        """What an agent that asks is told of its session; None: there is none for a while, or the
-        agent is no longer there.
-        """
+        """What an agent is told of its session; None: there is none, or the agent has left."""
         with self._changed:
             self._heard = time.monotonic()
             session = self._changed.wait_for(lambda: self._named(None), POLL_S)

@@ -51,9 +51,7 @@ STOP_S = 2.0  # for the last replies, when the server ends
 
 
 class AsgiHost:
-    """uvicorn in a thread of rank 0. `tls`: certificate and key of a server that encrypts; None:
-    it does not.
-    """
+    """uvicorn in a thread of rank 0. `tls`: what a server that encrypts has; None: it does not."""
 
     name = "uvicorn"
 

@@ -120,9 +120,7 @@ class JudgeWorker(UrlWorker):
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[BufferedRandom]:
-        """A file in the folder of replies that no other thread or process has meanwhile;
-        `UserError`: the folder cannot be used.
-        """
+        """A file of the folder, for this thread alone; `UserError`: it cannot be used."""
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

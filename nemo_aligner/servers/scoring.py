@@ -296,9 +296,7 @@ class Turns:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the model; waits for the end of what is scored. The queue of the server orders
-        changes.
-        """
+        """Change the model; waits for what is scored. The queue of the server orders changes."""
         with self._changed:
             self._waiting += 1
             self._changed.wait_for(lambda: not self._scoring)

@@ -201,9 +201,7 @@ class TritonHost:
                 raise TritonStartError(f"Triton's process for {endpoint} ended while it started")
 
     def _find_stubs(self) -> dict[str, list[psutil.Process]]:
-        """By endpoint, the process that hands its requests to this one, and its child, which holds
-        the tensors meanwhile.
-        """
+        """By endpoint, what hands its requests to this process, and its child with the tensors."""
         found: dict[str, list[psutil.Process]] = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has ended since it was listed

@@ -298,9 +298,7 @@ class Pool:
             self._end(worker)
 
     def _start_ahead(self) -> Any:
-        """A worker for the next task; None if it does not start: `_work_off` tries again, and its
-        task gets the error.
-        """
+        """A worker for the next task; None if none starts: `_work_off` tries again, or fails."""
         with contextlib.suppress(Exception):
             return self.start()
 
@@ -320,9 +318,7 @@ class Pool:
         return self._end(worker) if task.left else worker
 
     def _feed(self, worker: Any, task: Task) -> str | None:
-        """Have `worker` work on the items that are left; returns None, or what the first one that
-        is left did to the worker.
-        """
+        """Have `worker` work on what is left; returns what the first item did to it, or None."""
         message, limit_s = task.message(worker, task.left)
         try:
             worker.send(message, limit_s)
