@@ -4,8 +4,6 @@
 them together.
 """
 
-import json
-
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from nemo_aligner.servers.requests import PieceStore
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies, piece_rows
 from tests.patience import patience, wait_until
+from tests.unit.test_served_model import sent as received
 
 TRAIN = schema.critic_train_endpoint()
 SERVED = ServedModel(TRAIN.name, TRAIN.inputs, ("loss_mean",), 0)
@@ -31,33 +30,17 @@ def request(rows: int = ROWS) -> dict:
     }
 
 
-def received(sent) -> dict:
-    """The arrays of a request, decoded from its bytes."""
-    body = b"".join(sent.body)
-    position = int(sent.headers["Inference-Header-Content-Length"])
-    arrays = {}
-    for item in json.loads(body[:position])["inputs"]:
-        size = item["parameters"]["binary_data_size"]
-        data, position = body[position : position + size], position + size
-        if item["datatype"] == "BYTES":
-            arrays[item["name"]] = data[4:]
-        else:
-            dtype = {"INT64": np.int64, "FP32": np.float32}[item["datatype"]]
-            arrays[item["name"]] = np.frombuffer(data, dtype).reshape(item["shape"])
-    return arrays
-
-
 @pytest.mark.parametrize("rows_of_a_piece", [1, 3, 5, 9])
 def test_the_pieces_of_an_update_are_the_update(monkeypatch, rows_of_a_piece):
     row_bytes = 8 * COLUMNS + 3 * 4 * (COLUMNS - 1)
     monkeypatch.setattr(served_model, "PIECE_BYTES", row_bytes * rows_of_a_piece + 1)
-    sent = fit_requests(SERVED, TRAIN, request())
-    assert len(sent) == -(-ROWS // rows_of_a_piece)
+    pieces = fit_requests(SERVED, TRAIN, request())
+    assert len(pieces) == -(-ROWS // rows_of_a_piece)
     store, whole = PieceStore(), None
-    for each in sent:
+    for each in pieces:
         assert whole is None
         arrays = received(each)
-        assert arrays.pop("request_id") == b"abc"
+        assert arrays.pop("request_id") == b"\3\0\0\0abc"
         first, rows = arrays.pop("piece").tolist()
         whole = store.add("abc", first, rows, arrays)
     assert whole is not None

@@ -78,18 +78,12 @@ def test_prompt_lengths_reach_a_function_that_needs_them_and_no_model():
         assert prompt_lengths.dtype == torch.int64 and prompt_lengths.shape == lengths.shape
         return (lengths - prompt_lengths).float()
 
-    request = {
-        "tokens": TOKENS,
-        "sequence_lengths": LENGTHS,
-        "prompt_lengths": np.array([[1], [2], [0]]),
-    }
+    samples = {"tokens": TOKENS, "sequence_lengths": LENGTHS}
+    request = {**samples, "prompt_lengths": np.array([[1], [2], [0]])}
     server = make_server(after_prompt, needs_prompt_lengths=True)
     assert server.infer(**request)["rewards"].tolist() == [[2.0], [0.0], [4.0]]
     assert make_server(last_token).infer(**request)["rewards"].tolist() == [[3.0], [5.0], [9.0]]
-    for bad in (
-        {"tokens": TOKENS, "sequence_lengths": LENGTHS},
-        {"sentences": np.array([[b"abc"]])},
-    ):
+    for bad in (samples, {"sentences": np.array([[b"abc"]])}):
         with pytest.raises(UserError, match="'prompt_lengths' is missing"):
             server.infer(**bad)
     with pytest.raises(UserError, match="'prompt_lengths' holds 4 in sample 0"):
@@ -99,9 +93,8 @@ def test_prompt_lengths_reach_a_function_that_needs_them_and_no_model():
 @pytest.mark.parametrize("width", [0, 2])
 def test_another_number_of_rewards_than_rows_is_an_error(width):
     server = make_server(lambda inputs: torch.zeros(inputs[0].shape[0], width))
-    with pytest.raises(
-        RuntimeError, match=rf"\[2, {width}\] for 2 row.*model.regression.merge_attributes"
-    ):
+    words = rf"\[2, {width}\] for 2 row.*model.regression.merge_attributes"
+    with pytest.raises(RuntimeError, match=words):
         server.infer(tokens=TOKENS[:2], sequence_lengths=LENGTHS[:2])
 
 
@@ -127,8 +120,6 @@ def test_bounds_of_the_model():
 
 
 def test_batcher_options():
-    assert batcher_options(2000.0, 4) == {
-        "max_queue_delay_microseconds": 2000,
-        "preferred_batch_size": [4],
-    }
+    expected = {"max_queue_delay_microseconds": 2000, "preferred_batch_size": [4]}
+    assert batcher_options(2000.0, 4) == expected
     assert batcher_options(0, [2, 8])["preferred_batch_size"] == [2, 8]
