@@ -403,8 +403,7 @@ class ServerLoop:
                 self._store.put("closed", "1")
             logging.info(f"{self.name}: closed port {self._host.port}")
         elif failed:
-            # A launcher kills every process when one ends with an error: give rank 0 the time to
-            # stop the host.
+            # A launcher kills all processes when one fails: rank 0 needs time to stop the host.
             deadline = time.monotonic() + 10
             with contextlib.suppress(Exception):
                 while time.monotonic() < deadline and self._store.get("closed") is None:
