@@ -17,9 +17,9 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "examples/nlp/gpt"
 
 def run_killed(path: str) -> None:
     """Run the script of the project that is called as the file `path` is."""
-    from nemo_aligner.checkpoint import checkpointing, checksums
+    from nemo_aligner.checkpoint import checksums, folders
 
-    saves, mark, write = [], checkpointing.mark, checksums._Stream.write
+    saves, mark, write = [], folders.mark, checksums._Stream.write
 
     def mark_or_die(*arguments):
         saves.append(arguments)
@@ -34,6 +34,6 @@ def run_killed(path: str) -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
         return write(stream, data)
 
-    checkpointing.mark = mark_or_die
+    folders.mark = mark_or_die
     checksums._Stream.write = write_or_fail
     runpy.run_path(str(SCRIPTS / Path(path).name), run_name="__main__")

@@ -1535,7 +1535,7 @@ MUTANTS = [
         "a former checkpoint goes before the new one is marked",
         "checkpoint/checkpointing.py",
         "folder.rename(former)  #",
-        "remove_checkpoint(folder)  #",
+        "folders.remove_checkpoint(folder)  #",
         _unit("test_checksums.py", "test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint"),
     ),
     Mutant(
@@ -1548,14 +1548,14 @@ MUTANTS = [
     Mutant(
         "checkpoints of an abandoned line push good ones out",
         "checkpoint/checkpointing.py",
-        "                        abandon_after(self.root, self.save_number)\n",
-        "                        complete_checkpoints(self.root)\n",
+        "                        folders.abandon_after(self.root, self.save_number)\n",
+        "                        folders.complete_checkpoints(self.root)\n",
         _unit("test_pair.py", "test_death_again_and_again_with_another_interval"),
     ),
     Mutant(
         "a checkpoint is begun without a look at the free space",
         "checkpoint/dist_ckpt.py",
-        "            check_space(folder, needed)\n",
+        "            checksums.check_space(folder, needed)\n",
         "            folder.stat()\n",
         _unit(
             "test_checksums.py",
@@ -1805,15 +1805,15 @@ MUTANTS = [
     Mutant(
         "the A of projections change places in adapters of PEFT",
         "checkpoint/hugging_face/peft.py",
-        "layer, index))\n            if adapter is not None:\n",
-        "layer, 1 - index))\n            if adapter is not None:\n",
+        "layer, index))\n            if adapter is not None:\n                wanted",
+        "layer, 1 - index))\n            if adapter is not None:\n                wanted",
         _unit("test_peft_folders.py", "test_adapters_of_peft_give_the_same_logits[Qwen 2]"),
     ),
     Mutant(
         "rows of B are written for PEFT in the order of query groups",
         "checkpoint/hugging_face/architecture.py",
-        "= values[first : first + run.count]",
-        "= values[run.start : run.start + run.count]",
+        "[theirs] = values[own]",
+        "[theirs] = values[theirs]",
         _unit(
             "test_peft_folders.py",
             "test_trained_adapters_give_the_same_logits_in_peft[Llama, odd sizes-canonical-all]",

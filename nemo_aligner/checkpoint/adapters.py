@@ -19,14 +19,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import DictConfig
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hugging_face.architecture import heads_of, is_gated
 from nemo_aligner.checkpoint.stored_weights import (
     ADAPTER,
     EitherName,
     Slice,
     TensorSource,
-    distinct,
     is_stacked,
     numbered,
+    pieces,
     sharded_tensors,
     unnumbered,
     whole_tensor,
@@ -34,15 +35,8 @@ from nemo_aligner.checkpoint.stored_weights import (
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
+from nemo_aligner.core import lora
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.lora import (
-    base_checksum,
-    checked_rows,
-    delta,
-    expand_blocks,
-    gated_blocks,
-    qkv_blocks,
-)
 
 BASE_SECTION = "lora_base"
 _HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
@@ -95,20 +89,16 @@ def without_adapter_keys(config: DictConfig) -> DictConfig:
 def checksum_of_source(source: TensorSource) -> str:
     """Hexadecimal checksum of some rows (`checked_rows`) of weights that can have adapters."""
     total = 0
-    shapes = source.shapes()
-    for key in distinct(shapes):
+    for key, index in pieces(source):
         if not key.endswith(_CHECKED) or is_adapter(key):
             continue
         name, number = unnumbered(key)
-        shape = shapes[key]
-        stacked = len(shape) == 3
-        for layer in range(shape[0]) if stacked else (number,):
-            assert layer is not None
-            part = (slice(0, shape[-2]), slice(0, shape[-1]))
-            # Whole, because reading a part of a stored weight may read all of it each time.
-            values = source.read(key, (layer, *part) if stacked else part)
-            for row in checked_rows(shape[-2]):
-                total += base_checksum(name, values[row], layer, row, 0)
+        layer = index[0] if number is None else number
+        rows, columns = source.shapes()[key][-2:]
+        # Whole, because reading a part of a stored weight may read all of it each time.
+        values = source.read(key, (*index, slice(0, rows), slice(0, columns)))
+        for row in lora.checked_rows(rows):
+            total += lora.base_checksum(name, values[row], layer, row, 0)
     return _digits(total)
 
 
@@ -123,7 +113,7 @@ def checksum_of_model(
         for entry in chunk.values():
             if str(getattr(entry, "key", "")).endswith(_CHECKED):
                 total += sum(_checksum_of_part(part) for part in sharded_tensors(entry))
-    result = torch.tensor([_signed(total)])
+    result = torch.tensor([total % 2**64], dtype=torch.uint64).view(torch.int64)
     add_over_ranks(result)
     return _digits(int(result))
 
@@ -138,19 +128,14 @@ def _checksum_of_part(entry: ShardedTensor) -> int:
     assert layer is not None
     rows = entry.data.shape[0]
     return sum(
-        base_checksum(name, entry.data[row - first_row], layer, row, column)
-        for row in checked_rows(entry.global_shape[-2])
+        lora.base_checksum(name, entry.data[row - first_row], layer, row, column)
+        for row in lora.checked_rows(entry.global_shape[-2])
         if first_row <= row < first_row + rows
     )
 
 
 def _digits(total: int) -> str:
     return f"{total % 2**64:016x}"
-
-
-def _signed(total: int) -> int:
-    total %= 2**64
-    return total - 2**64 if total >= 2**63 else total
 
 
 def check_base(expected: Base, found: str, what: str, where: str) -> None:
@@ -188,11 +173,7 @@ class _MergedTensors:
         config: Mapping[str, Any],
     ):
         self.base, self.adapters, self.settings = base, adapters, settings
-        heads = int(config["num_attention_heads"])
-        groups = int(config.get("num_query_groups") or heads)
-        size = int(config.get("kv_channels") or int(config["hidden_size"]) // heads)
-        self._qkv = (groups, heads // groups, size)
-        self._gated = str(config.get("activation") or "").lower().endswith("glu")
+        self._config = config
         self._own = {key: s for key, s in adapters.shapes().items() if not is_adapter(key)}
         self._adapted = _adapted_layers(adapters.shapes())
         self._check()
@@ -216,21 +197,13 @@ class _MergedTensors:
         rows, columns = part
         a_rows = slice(0, self.adapters.shapes()[adapter + "a"][0])
         a = self.adapters.read(adapter + "a", (a_rows, columns))
-        wide = self._wide(stem, whole_tensor(self.adapters, adapter + "b"))[rows]
+        b = whole_tensor(self.adapters, adapter + "b")
+        if self.settings.variant == "canonical":
+            b = expanded(b, stem, self._config)
         # In float64 a part of a weight, merged alone, is the same as in the whole, also at another
         # split or on another machine: the checksum of adapters on adapters depends on it.
-        change = delta(a, wide, self.settings.scale, torch.float64)
+        change = lora.delta(a, b[rows], self.settings.scale, torch.float64)
         return (values.double() + change).to(values.dtype)
-
-    def _wide(self, stem: str, b: Tensor) -> Tensor:
-        """B with a column for each row of A."""
-        blocks = None
-        if self.settings.variant == "canonical":
-            if stem.endswith("linear_qkv."):
-                blocks = qkv_blocks(*self._qkv)
-            elif stem.endswith("linear_fc1.") and self._gated:
-                blocks = gated_blocks(len(b))
-        return b if blocks is None else expand_blocks(b, blocks)
 
     def _check(self) -> None:
         stored, shapes = self.base.shapes(), self.adapters.shapes()
@@ -246,6 +219,20 @@ class _MergedTensors:
                         f"({b[0]}, {a[1]}), but that of the base is {tuple(weight[-2:])}: it was "
                         "trained on another architecture."
                     )
+
+
+def expanded(b: Tensor, path: str, model: Mapping[str, Any]) -> Tensor:
+    """B of a "canonical" adapter of the linear layer `path`, `[out, dim]`, with a column for each
+    row of A. `model`: its configuration.
+    """
+    if path.endswith("linear_qkv."):
+        heads = heads_of(model)
+        blocks = lora.qkv_blocks(heads.groups, heads.queries, heads.size)
+    elif path.endswith("linear_fc1.") and is_gated(model):
+        blocks = lora.gated_blocks(len(b))
+    else:
+        return b
+    return lora.expand_blocks(b, blocks)
 
 
 def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:

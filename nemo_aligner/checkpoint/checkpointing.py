@@ -26,7 +26,6 @@ part and all of them look (`check_save`) or need to know (`finish_save`).
 import contextlib
 import io
 import json
-import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -41,45 +40,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from nemo.utils import logging
 
-from nemo_aligner.checkpoint import dist_ckpt
+from nemo_aligner.checkpoint import dist_ckpt, folders, optimizer_forms
 from nemo_aligner.checkpoint.checksums import (
     Checksums,
     check_files_together,
     sync_folder,
     write_manifest,
 )
-from nemo_aligner.checkpoint.data_only import reason
+from nemo_aligner.checkpoint.data_only import load_plain
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
-from nemo_aligner.checkpoint.folders import (
-    CHECKPOINTS,
-    EXPORTED,
-    FORMER_SUFFIX,
-    STATE_FILE,
-    WRITING_SUFFIX,
-    abandon_after,
-    checkpoints_of_others,
-    complete_checkpoints,
-    damaged_checkpoints,
-    format_name,
-    is_abandoned,
-    is_leftover,
-    mark,
-    outdated,
-    read_state,
-    remove_checkpoint,
-    set_aside,
-    try_names,
-    why_unranked,
-)
 from nemo_aligner.checkpoint.forms import CHECKPOINT_WEIGHTS, REFERENCE, RNG_FOLDER, check_complete
 from nemo_aligner.checkpoint.made_from import MadeFrom, compare
-from nemo_aligner.checkpoint.optimizer_forms import (
-    FULLY_RESHARDABLE,
-    check_same_kind,
-    load_optimizer_state,
-    read_main_weights,
-    sharded_optimizer_state,
-)
 from nemo_aligner.config.rules import EVERY_CHECKPOINT, check_async_save, check_save_hf
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import DamagedFileError, SaveError, UserError
@@ -156,13 +127,13 @@ class CheckpointCallback:
         check_async_save(self.async_save, self.always_save_nemo, self.save_hf)
         if self.save_hf and self.enabled:
             self.model.check_hugging_face()
-        self.root = Path(self.log_dir) / CHECKPOINTS
+        self.root = Path(self.log_dir) / folders.CHECKPOINTS
         if self.enabled:
             others = [f"{self.name}.nemo"] * (self.save_nemo_on_train_end or self.always_save_nemo)
             others += [f"{self.name}-hf"] * bool(self.save_hf)
             with failing_together(self.root):
                 if parallel_state.get_rank() == 0:
-                    try_names(self.root, self.filename, others)
+                    folders.try_names(self.root, self.filename, others)
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -189,11 +160,11 @@ class CheckpointCallback:
             return None
         self.finish_save()
         metrics = {key: float(value) for key, value in monitor_candidates.items()}
-        unranked = why_unranked(metrics, self.monitor, self.save_top_k)
+        unranked = folders.why_unranked(metrics, self.monitor, self.save_top_k)
         if unranked is not None:
             logging.warning(unranked)
         counters = trainer_state or {}
-        folder = self.root / format_name(self.filename, {**counters, **metrics})
+        folder = self.root / folders.format_name(self.filename, {**counters, **metrics})
         state = {"trainer": counters, "metrics": metrics}
         if self.made_from is not None:
             state["made_from"] = self.made_from
@@ -230,14 +201,14 @@ class CheckpointCallback:
 
     def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
         """Begin to write `folder`, with `state` in its `state.json`."""
-        writing = folder.with_name(folder.name + WRITING_SUFFIX)
+        writing = folder.with_name(folder.name + folders.WRITING_SUFFIX)
         with self._removed_if_failed(writing):
             with failing_together(writing):
                 if parallel_state.get_rank() == 0:
                     if self.save_number is not None:
-                        abandon_after(self.root, self.save_number)
+                        folders.abandon_after(self.root, self.save_number)
                     for path in self.root.iterdir() if self.root.is_dir() else ():
-                        if is_leftover(path):
+                        if folders.is_leftover(path):
                             shutil.rmtree(path)
                     for name in (CHECKPOINT_WEIGHTS, RNG_FOLDER):
                         (writing / name).mkdir(parents=True)
@@ -258,7 +229,7 @@ class CheckpointCallback:
                 hf_folder = self.root / f"{self.name}-hf"
                 self.model.save_hugging_face(hf_folder, folder / CHECKPOINT_WEIGHTS)
             if is_train_end and parallel_state.get_rank() == 0:
-                (folder / EXPORTED).touch()
+                (folder / folders.EXPORTED).touch()
 
     def finish_export(self) -> None:
         """Write what a job writes at the end of its training, if it died between its last
@@ -267,7 +238,7 @@ class CheckpointCallback:
         folder = self.folder
         if not self.enabled or folder is None:
             return
-        if not gathered((folder / EXPORTED).exists())[0]:
+        if not gathered((folder / folders.EXPORTED).exists())[0]:
             logging.info(f"the job died after {folder}: writing what comes at the end of training")
             self._export(folder, is_train_end=True)
 
@@ -284,33 +255,33 @@ class CheckpointCallback:
         self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
     ) -> None:
         """Complete `writing`, make it the checkpoint `folder`, and remove outdated ones."""
-        previous = complete_checkpoints(self.root)
+        previous = folders.complete_checkpoints(self.root)
         number = previous[-1][1]["save_number"] + 1 if previous else 0
         text = json.dumps({"save_number": number, **state}, indent=1)
-        (writing / STATE_FILE).write_text(text)
+        (writing / folders.STATE_FILE).write_text(text)
         self.model.save_config_to(writing)
         known = {f"{CHECKPOINT_WEIGHTS}/{name}": found for name, found in checksums.items()}
         manifest_checksum = write_manifest(writing, known)
-        former = folder.with_name(folder.name + FORMER_SUFFIX)
+        former = folder.with_name(folder.name + folders.FORMER_SUFFIX)
         if folder.exists():
             if former.exists():
-                remove_checkpoint(former)
+                folders.remove_checkpoint(former)
             folder.rename(former)  # a whole one until the new one is whole
         writing.rename(folder)
         sync_folder(self.root)
-        mark(folder, manifest_checksum)
+        folders.mark(folder, manifest_checksum)
         self.save_number = number
         if former.exists():
-            remove_checkpoint(former)
+            folders.remove_checkpoint(former)
         kept = (self.monitor, self.mode, self.save_top_k)
-        for path in outdated(complete_checkpoints(self.root), *kept):
-            remove_checkpoint(path)
+        for path in folders.outdated(folders.complete_checkpoints(self.root), *kept):
+            folders.remove_checkpoint(path)
         logging.info(f"saved checkpoint {folder}")
 
     def _sharded_state(self, is_loading: bool, with_reference: bool) -> dict[str, Any]:
         """Of model, optimizer and schedule, and a reference policy if there is one and wanted."""
         metadata = {
-            "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+            "distrib_optim_sharding_type": optimizer_forms.FULLY_RESHARDABLE,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "chained_optim_avoid_prefix": True,
         }
@@ -318,7 +289,9 @@ class CheckpointCallback:
         state = {
             "weights": weights,
             "scheduler": self.scheduler.state_dict(),
-            "optimizer": sharded_optimizer_state(self.optimizer, weights, is_loading, metadata),
+            "optimizer": optimizer_forms.sharded_optimizer_state(
+                self.optimizer, weights, is_loading, metadata
+            ),
         }
         reference = self.model.sharded_reference(weights, is_loading) if with_reference else {}
         return {**state, REFERENCE: reference} if reference else state
@@ -331,8 +304,8 @@ class CheckpointCallback:
         """
         return {
             int(state["trainer"][counter]): str(path.resolve())
-            for path, state in complete_checkpoints(self.root)
-            if counter in state["trainer"] and not is_abandoned(path)
+            for path, state in folders.complete_checkpoints(self.root)
+            if counter in state["trainer"] and not folders.is_abandoned(path)
         }
 
     def newest_sound(
@@ -346,10 +319,10 @@ class CheckpointCallback:
             chosen: Path | None = None
             with failing_together(self.root):
                 if parallel_state.get_rank() == 0:
-                    for path, error in damaged_checkpoints(self.root):  # cannot be listed
+                    for path, error in folders.damaged_checkpoints(self.root):  # cannot be listed
                         _set_aside(path, error)
-                    for path, state in complete_checkpoints(self.root):
-                        if accept(state) and not is_abandoned(path):
+                    for path, state in folders.complete_checkpoints(self.root):
+                        if accept(state) and not folders.is_abandoned(path):
                             chosen = path
             folder: Path | None = gathered(chosen)[0]
             if folder is None or self.is_sound(folder):
@@ -380,7 +353,7 @@ class CheckpointCallback:
         barrier()
         folder = self.newest_sound() if resume_from is None else Path(resume_from)
         if folder is None:
-            others = checkpoints_of_others(self.root)
+            others = folders.checkpoints_of_others(self.root)
             if others:
                 raise UserError(
                     f"{self.root} holds training checkpoints that are not of this package, such "
@@ -415,7 +388,7 @@ class CheckpointCallback:
         """Load a checkpoint that is complete, and whose files were compared with their checksums
         (`is_sound`); all ranks call it. Returns the trainer's counters.
         """
-        stored = read_state(folder)
+        stored = folders.read_state(folder)
         assert stored is not None, f"{folder} is not complete"
         if self.made_from is not None:
             compare(self.made_from, stored, folder)
@@ -435,20 +408,20 @@ class CheckpointCallback:
         state = self._sharded_state(is_loading=True, with_reference=with_reference)
         # By itself: it may read weights that the model reads too.
         own = {"optimizer": state.pop("optimizer")}
-        check_same_kind(own["optimizer"], stored)
-        read_main_weights(own["optimizer"], stored)
+        optimizer_forms.check_same_kind(own["optimizer"], stored)
+        optimizer_forms.read_main_weights(own["optimizer"], stored)
         optimizer = dist_ckpt.load(own, weights_folder)
         loaded = dist_ckpt.load(state, weights_folder)
         self.model.load_sharded_weights(loaded["weights"])
         if REFERENCE in loaded:
             self.model.load_sharded_reference(loaded[REFERENCE])
-        load_optimizer_state(self.optimizer, optimizer["optimizer"])
+        optimizer_forms.load_optimizer_state(self.optimizer, optimizer["optimizer"])
         self.scheduler.num_steps = 0  # Megatron Core adds the stored number to it
         self.scheduler.load_state_dict(loaded["scheduler"])
 
 
 def _set_aside(folder: Path, error: DamagedFileError) -> None:
-    aside = set_aside(folder, str(error))
+    aside = folders.set_aside(folder, str(error))
     logging.error(f"{error} It now lies in {aside}, and the checkpoint before it is taken.")
 
 
@@ -473,14 +446,8 @@ def _read_rng(file: Path) -> dict[str, Any]:
     """The states in a file of `_rng_bytes`, read as data alone; `UserError`: it holds others."""
     array = np.zeros(1, np.uint32)  # that of NumPy's generator
     classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
-    try:
-        with torch.serialization.safe_globals(classes):
-            return torch.load(file, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(
-            f"{file} cannot be read as states of random-number generators alone, and nothing else "
-            f"is read: it is damaged, or not of this package ({reason(error)})."
-        ) from error
+    fault = f"{file} cannot be read as states of random-number generators"
+    return load_plain(file, fault, "of this package", classes)
 
 
 def _restore_rng(folder: Path) -> None:

@@ -134,6 +134,21 @@ def reason(error: BaseException) -> str:
     return str(error).splitlines()[0]
 
 
+def load_plain(file: Path, fault: str, owner: str, classes: list[Any], mmap: bool = False) -> Any:
+    """What `torch.save` wrote into `file`: tensors, plain values and objects of `classes`. With
+    others `UserError`, which says `fault`, such as "... cannot be read as tensors", and that the
+    file may be no `owner`'s.
+    """
+    try:
+        with torch.serialization.safe_globals(classes):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise UserError(
+            f"{fault} alone, and nothing else is read: it is damaged, or not {owner} "
+            f"({reason(error)})."
+        ) from error
+
+
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
     """The table of contents of the distributed checkpoint in `folder` (among `files`, or those of
     this machine), whose other small files are there and whole. Errors as of `read_metadata`.
@@ -206,11 +221,13 @@ def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any
     `mmap`), plain values and the arguments of a command line; `UserError`: the file is damaged, or
     names what is no data.
     """
-    stream = file if isinstance(file, io.BytesIO) else None
+    content = file.getvalue() if isinstance(file, io.BytesIO) else None
+
+    def opened() -> Any:
+        return file if content is None else io.BytesIO(content)
+
     try:
-        if stream is not None:
-            stream.seek(0)
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(opened())
         unknown = [n for n in names if n not in _OBJECTS and not n.startswith(_INERT)]
         if unknown:
             raise UserError(
@@ -219,10 +236,8 @@ def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any
             )
         # Only what is not allowed yet: leaving the context takes away what entering it added.
         allowed: list[Any] = [(_OBJECTS.get(name, _Inert), name) for name in names]
-        if stream is not None:
-            stream.seek(0)
         with torch.serialization.safe_globals(allowed):
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            found = torch.load(opened(), map_location="cpu", weights_only=True, mmap=mmap)
     except UserError:
         raise
     except Exception as error:  # a damaged pickle can raise nearly everything

@@ -38,20 +38,7 @@ from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_st
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nemo_aligner.checkpoint.checksums import (
-    ChecksummedFiles,
-    Checksums,
-    check_space,
-    save_error,
-    write_durably,
-)
-from nemo_aligner.checkpoint.data_only import (
-    COMMON_FILE,
-    COMMON_OBJECT,
-    objects_as_data,
-    read_table,
-    reason,
-)
+from nemo_aligner.checkpoint import checksums, data_only
 from nemo_aligner.core.errors import SaveError, UserError
 from nemo_aligner.parallel.collectives import gathered
 
@@ -77,7 +64,9 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
     except UserError as error:
         failure = error
     except OSError as error:
-        failure = UserError(str(error)) if written is None else save_error(written, error)
+        failure = UserError(str(error))
+        if written is not None:
+            failure = checksums.save_error(written, error)
     for found in gathered(failure):
         if found is not None:
             raise found
@@ -105,7 +94,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, folder: str | Path, from_copies: bool):
         super().__init__(folder, single_file_per_rank=True)
-        self.fs = self.files = ChecksummedFiles()
+        self.fs = self.files = checksums.ChecksummedFiles()
         self.from_copies = from_copies
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
@@ -140,7 +129,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_strategy: str
     ) -> AsyncRequest:
         """Plan, and write what is beside the tensors; all ranks call it."""
-        common = sharded_state_dict.get(COMMON_OBJECT)
+        common = sharded_state_dict.get(data_only.COMMON_OBJECT)
         if common is not None:
             _write_common(common.data, checkpoint_dir)
         by_key, _flat_mapping, _rename_mapping = (
@@ -172,7 +161,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
                 save_config(CheckpointingConfig(self.backend, self.version), str(folder))
 
 
-def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> Checksums:
+def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> checksums.Checksums:
     """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
     ranks call it. Returns the checksums of its large files, by name, computed while they were
     written. `SaveError`, on all ranks: there is no space, or the system cannot write.
@@ -186,7 +175,7 @@ def _write_common(common: Any, folder: str | Path) -> None:
         if torch.distributed.get_rank() == 0:
             content = io.BytesIO()  # torch.save does not say why it cannot write a file
             torch.save(common, content)
-            (Path(folder) / COMMON_FILE).write_bytes(content.getbuffer())
+            (Path(folder) / data_only.COMMON_FILE).write_bytes(content.getbuffer())
 
 
 @contextlib.contextmanager
@@ -246,7 +235,7 @@ class Save:
         try:
             self._request.async_fn(*self._request.async_fn_args)
             for path, content in self._files.items():
-                write_durably(path, content)
+                checksums.write_durably(path, content)
         except Exception as error:
             self._error = error
 
@@ -254,7 +243,7 @@ class Save:
         """Whether this rank has written its part, or could not."""
         return self._thread is None or not self._thread.is_alive()
 
-    def finish(self) -> Checksums:
+    def finish(self) -> checksums.Checksums:
         """Wait for all ranks, and complete it; all ranks call it. Returns as `save`. `SaveError`,
         on all ranks: one of them could not write.
         """
@@ -270,7 +259,7 @@ class Save:
 
     def _failure(self, error: BaseException) -> SaveError:
         if isinstance(error, OSError):
-            return save_error(self._folder, error, self._needed)
+            return checksums.save_error(self._folder, error, self._needed)
         return SaveError(f"{self._folder} cannot be written: {error!r}")
 
 
@@ -286,7 +275,7 @@ def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
     needed = sum(gathered(own)) + _MARGIN_BYTES
     with failing_together(folder):
         if torch.distributed.get_rank() == 0:
-            check_space(folder, needed)
+            checksums.check_space(folder, needed)
     return needed
 
 
@@ -299,7 +288,7 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
     Raises:
         UserError: a file could run code, or is damaged.
     """
-    read_table(Path(folder))
+    data_only.read_table(Path(folder))
 
     def own_extra_state(item: Any) -> Any:
         is_extra = isinstance(item, ShardedObject) and item.key.endswith("_extra_state")
@@ -307,12 +296,12 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
 
     dict_list_map_inplace(own_extra_state, sharded_state_dict)
     try:
-        with objects_as_data(folder):
+        with data_only.objects_as_data(folder):
             return dist_checkpointing.load(sharded_state_dict, str(folder))
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{folder}/{COMMON_FILE} is more than data and may run code ({reason(error)}); do not "
-            "use this file."
+            f"{folder}/{data_only.COMMON_FILE} is more than data and may run code "
+            f"({data_only.reason(error)}); do not use this file."
         ) from error
     except CheckpointException as error:  # what went wrong on each rank
         for failure, _trace in error.failures.values():
@@ -320,14 +309,14 @@ def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, An
                 raise failure from error
         failure, _trace = next(iter(error.failures.values()))
         raise UserError(
-            f"{folder} is damaged or incomplete ({reason(failure)}); copy it again, or use "
-            "another checkpoint."
+            f"{folder} is damaged or incomplete ({data_only.reason(failure)}); copy it again, or "
+            "use another checkpoint."
         ) from error
 
 
 def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:
     """The global tensors of a distributed checkpoint, by name; errors as of `load`."""
-    read_table(Path(folder))
+    data_only.read_table(Path(folder))
     return dist_checkpointing.load_tensors_metadata(str(folder))
 
 

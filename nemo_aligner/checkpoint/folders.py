@@ -170,29 +170,26 @@ def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
 
 def complete_checkpoints(root: Path) -> list[Checkpoint]:
     """Complete checkpoints under `root`, oldest first; a warning names damaged ones."""
-    complete = []
-    for path in _folders(root):
-        try:
-            state = read_state(path)
-        except DamagedFileError as error:
-            _warn_once(str(error))
-        else:
-            if state is not None:
-                complete.append((path, state))
-    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"])
+    complete, damaged = _checkpoints(root)
+    for _path, error in damaged:
+        _warn_once(str(error))
+    return complete
 
 
-def damaged_checkpoints(root: Path) -> Iterator[tuple[Path, DamagedFileError]]:
+def damaged_checkpoints(root: Path) -> list[tuple[Path, DamagedFileError]]:
     """Checkpoints under `root` that are marked as complete, but that cannot even be listed."""
-    for path in _folders(root):
+    return _checkpoints(root)[1]
+
+
+def _checkpoints(root: Path) -> tuple[list[Checkpoint], list[tuple[Path, DamagedFileError]]]:
+    complete, damaged = [], []
+    for path in sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ():
         try:
-            read_state(path)
+            if (state := read_state(path)) is not None:
+                complete.append((path, state))
         except DamagedFileError as error:
-            yield path, error
-
-
-def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+            damaged.append((path, error))
+    return sorted(complete, key=lambda checkpoint: checkpoint[1]["save_number"]), damaged
 
 
 @functools.cache

@@ -28,8 +28,8 @@ RNG_FOLDER = "rng"
 REFERENCE = "reference_policy"  # prefix of the keys of a reference policy among the weights
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
-# Folder of one rank: with one pipeline stage, and with several.
-RANK_FOLDER = re.compile(r"mp_rank_(?P<mp>\d+)|tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)")
+# Folder of one rank: with one pipeline stage, and with several; NeMo's and Megatron-LM's.
+RANK_FOLDER = re.compile(r"(mp|tp)_rank_(?P<rank>\d+)(_(pp_rank_)?(?P<stage>\d+))?")
 
 CONVERTERS = "scripts/checkpoint_converters of NeMo 2.0 to 2.4"
 
@@ -232,7 +232,7 @@ def form_of_path(path: Path) -> str:
         return "nemo2"
     if is_hugging_face(path):
         return "hugging_face"
-    return "megatron" if is_megatron(path) else "nemo"
+    return "megatron" if (path / TRACKER).is_file() or is_iteration(path) else "nemo"
 
 
 def is_nemo2(path: Path) -> bool:
@@ -247,10 +247,6 @@ def is_hugging_face(path: Path) -> bool:
 def is_peft(path: Path) -> bool:
     """Whether `path` is a folder of PEFT: adapters, not a model with all weights."""
     return (path / PEFT_CONFIG).is_file() and not any((path / n).is_file() for n in HF_WEIGHTS)
-
-
-def is_megatron(path: Path) -> bool:
-    return (path / TRACKER).is_file() or is_iteration(path)
 
 
 def is_iteration(path: Path) -> bool:

@@ -25,7 +25,6 @@ argument.
 """
 
 import argparse
-import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -37,19 +36,9 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.checkpoint import forms, megatron_keys
 from nemo_aligner.checkpoint.data_only import COMMON_FILE, COMMON_OBJECT, read_objects
 from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
-from nemo_aligner.checkpoint.forms import (
-    BRIDGE_FILE,
-    NEMO2_CONTEXT,
-    NEMO2_MODEL,
-    NEMO2_WEIGHTS,
-    RANK_FILE,
-    TRACKER,
-    is_iteration,
-    rank_folders,
-)
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
 from nemo_aligner.checkpoint.megatron_keys import last_name
-from nemo_aligner.checkpoint.old_weights import RankTensors
+from nemo_aligner.checkpoint.old_weights import RankTensors, files_of_ranks
 from nemo_aligner.checkpoint.stored_weights import EitherName, TensorSource, unnumbered
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.parallel_rules import pad_vocab_size
@@ -83,18 +72,18 @@ def locate(path: Path) -> Path:
     """The checkpoint at `path`: of a root the newest; `UserError`: the root does not say which
     that is, or it is not there.
     """
-    if not (path / TRACKER).is_file():
+    if not (path / forms.TRACKER).is_file():
         return path
-    newest = (path / TRACKER).read_text(errors="replace").strip()
+    newest = (path / forms.TRACKER).read_text(errors="replace").strip()
     if newest != RELEASE and not newest.isdecimal():
         raise UserError(
-            f"{path / TRACKER} says {newest[:80]!r}, neither a number nor {RELEASE}; name one of "
-            "the folders beside it."
+            f"{path / forms.TRACKER} says {newest[:80]!r}, neither a number nor {RELEASE}; "
+            "name one of the folders beside it."
         )
     folder = path / (RELEASE if newest == RELEASE else f"iter_{int(newest):07d}")
-    if not is_iteration(folder):
+    if not forms.is_iteration(folder):
         raise UserError(
-            f"{path / TRACKER} names {folder.name}, which is not there or no checkpoint of "
+            f"{path / forms.TRACKER} names {folder.name}, which is not there or no checkpoint of "
             "Megatron-LM or Megatron-Bridge; copy it, or name another folder beside it."
         )
     return folder
@@ -108,7 +97,7 @@ def read_config(path: Path) -> DictConfig:
     has a value without a counterpart here, which the message names.
     """
     folder = locate(path)
-    if (folder / BRIDGE_FILE).is_file():
+    if (folder / forms.BRIDGE_FILE).is_file():
         return OmegaConf.create(_bridge_keys(folder))
     args = _args(folder)
     keys = megatron_keys.argument_keys(args, _refusal(f"{folder}: args"))
@@ -127,9 +116,9 @@ def _refusal(where: str, remedy: str = "use another checkpoint") -> megatron_key
 
 
 def _args(folder: Path) -> dict[str, Any]:
-    ranks = rank_folders(folder)
+    ranks = forms.rank_folders(folder)
     if ranks:
-        found = read_objects(ranks[0] / RANK_FILE, ranks[0] / RANK_FILE, mmap=True)
+        found = read_objects(ranks[0] / forms.RANK_FILE, ranks[0] / forms.RANK_FILE, mmap=True)
     elif (folder / COMMON_FILE).is_file():
         found = read_objects(folder / COMMON_FILE, folder / COMMON_FILE)
     else:
@@ -142,7 +131,7 @@ def _args(folder: Path) -> dict[str, Any]:
 
 
 def _bridge_keys(folder: Path) -> dict[str, Any]:
-    file = folder / BRIDGE_FILE
+    file = folder / forms.BRIDGE_FILE
     config: Any = OmegaConf.to_container(read_yaml(file, folder), resolve=False)
     model = config.get("model")
     if not isinstance(model, Mapping):
@@ -202,9 +191,8 @@ def weights(path: Path) -> TensorSource:
     in a GPT.
     """
     folder = locate(path)
-    ranks = rank_folders(folder)
-    if ranks:
-        source = EitherName(_rank_tensors(folder, ranks))
+    if forms.rank_folders(folder):
+        source = EitherName(_rank_tensors(folder))
     else:
         tensors = TorchDistTensors(folder, prefix="")
         for key in [key for key in tensors.stored if _OPTIMIZER.match(key)]:
@@ -240,35 +228,21 @@ def check_place(key: str, path: Path) -> None:
         )
 
 
-def _rank_tensors(folder: Path, found: list[Path]) -> RankTensors:
+def _rank_tensors(folder: Path) -> RankTensors:
     args = _args(folder)
     if args.get("num_experts"):
         raise UserError(
             f"{folder} has experts in files of each rank, which are not read; save it with "
             "--ckpt-format torch_dist."
         )
-    tp, pp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
-    names = {path.name: path for path in found}
-    stages = []
-    for stage, rank in itertools.product(range(pp), range(tp)):
-        name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
-        if name not in names:
-            raise UserError(
-                f"{folder} lacks {name}/{RANK_FILE} of a job of {tp} x {pp} ranks; copy it again."
-            )
-        file = names[name] / RANK_FILE
-        stages.append(read_objects(file, file, mmap=True))  # tensors stay there until used
+    pp, tp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("pipeline", "tensor"))
+    files = files_of_ranks(folder, forms.RANK_FILE, folder, (pp, tp))
+    # Tensors stay in the files until they are used.
+    stages = [[read_objects(file, file, mmap=True) for file in ranks] for ranks in files]
     # Virtual stages: each pipeline stage has the first, then each the second, ...
-    chunks = [key for key in stages[0] if re.fullmatch(r"model\d*", key)]
-    tensors = RankTensors(
-        [
-            [files[chunk] for files in stages[stage * tp : (stage + 1) * tp]]
-            for chunk in chunks
-            for stage in range(pp)
-        ],
-        folder,
-        gated=bool(args.get("swiglu")),
-    )
+    chunks = [key for key in stages[0][0] if re.fullmatch(r"model\d*", key)]
+    shards = [[rank[chunk] for rank in ranks] for chunk in chunks for ranks in stages]
+    tensors = RankTensors(shards, folder, gated=bool(args.get("swiglu")))
     if not args.get("untie_embeddings_and_output_weights"):
         tensors.tensors.pop("model.output_layer.weight", None)  # the last stage's copy
     return tensors
@@ -301,20 +275,20 @@ TOKEN_KINDS = ("mask", "bos", "eos", "pad", "sep", "cls", "unk")
 
 def nemo2_weights(path: Path) -> TorchDistTensors:
     """The weights in a folder of NeMo 2.0; `UserError` if there are none."""
-    folder = path / NEMO2_WEIGHTS
+    folder = path / forms.NEMO2_WEIGHTS
     if not folder.is_dir():
-        raise UserError(f"{path} has no folder {NEMO2_WEIGHTS}; copy it again.")
+        raise UserError(f"{path} has no folder {forms.NEMO2_WEIGHTS}; copy it again.")
     return TorchDistTensors(folder, prefix=_NEMO2_PREFIX)
 
 
 def read_nemo2_config(path: Path) -> DictConfig:
     """The section `model` for the model in a folder of NeMo 2.0; errors as of `read_config`."""
-    file = path / NEMO2_CONTEXT / NEMO2_MODEL
+    file = path / forms.NEMO2_CONTEXT / forms.NEMO2_MODEL
     if not file.is_file():
         raise UserError(
-            f"{path}/{NEMO2_CONTEXT} has no {NEMO2_MODEL}: an early NeMo 2.0 wrote it, without "
-            "the values of the model's defaults, or it is incomplete. Copy it again, or load and "
-            "save it with NeMo 2.1 or later."
+            f"{path}/{forms.NEMO2_CONTEXT} has no {forms.NEMO2_MODEL}: an early NeMo 2.0 wrote "
+            "it, without the values of the model's defaults, or it is incomplete. Copy it again, "
+            "or load and save it with NeMo 2.1 or later."
         )
     arguments: Any = OmegaConf.to_container(read_yaml(file, path), resolve=False)
     for section in ("config", "tokenizer"):
@@ -350,12 +324,10 @@ def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str,
     context = file.parent
     kind = last_name(arguments.get("_target_"))
     if kind == "AutoTokenizer":
+        names = (*(f"{name}_token" for name in TOKEN_KINDS), "additional_special_tokens")
         special = {
-            f"{name}_token": arguments[f"{name}_token"]
-            for name in TOKEN_KINDS
-            if arguments.get(f"{name}_token") is not None
+            name: arguments[name] for name in names if arguments.get(name) not in (None, [])
         }
-        more = arguments.get("additional_special_tokens")
         # NeMo writes names such as megatron-gpt-345m_vocab where it was given none.
         files = {
             key: path
@@ -370,7 +342,7 @@ def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str,
             **given,
             **files,
             "use_fast": bool(arguments.get("use_fast", True)),
-            "special_tokens": special | ({"additional_special_tokens": more} if more else {}),
+            "special_tokens": special,
             "chat_template": arguments.get("chat_template"),
         }
     if kind == "SentencePieceTokenizer":

@@ -173,24 +173,20 @@ def last_name(target: Any) -> str:
     return str(target).rsplit(".", 1)[-1]
 
 
+# Read from arguments of other names; Megatron-LM does not look at these fields.
+_NOT_READ = frozenset(
+    """num_query_groups normalization activation_func gated_linear_unit bias_activation_fusion
+    num_moe_experts seq_len_interpolation_factor share_embeddings_and_output_weights
+    yarn_rotary_scaling_factor yarn_mscale yarn_mscale_all_dim""".split()
+)
 # Argument -> key of `model` with the same value. Of two names for one key the second is the newer.
 ARGUMENTS = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    **{
-        name: name
-        for name in """num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels
-        max_position_embeddings position_embedding_type rotary_base rotary_interleaved
-        add_qkv_bias qk_layernorm window_size window_attn_skip_freq no_rope_freq hidden_dropout
-        attention_dropout init_method_std make_vocab_size_divisible_by layernorm_epsilon
-        layernorm_zero_centered_gamma yarn_original_max_position_embeddings yarn_beta_fast
-        yarn_beta_slow yarn_correction_range_round_to_int""".split()
-    },
-    **{name: name for name in EXPERTS - {"num_moe_experts"}},
+    **{name: name for name in sorted((SAME | EXPERTS) - _NOT_READ)},
+    "max_position_embeddings": "max_position_embeddings",
+    **RENAMED,
     "num_experts": "num_moe_experts",
-    "seq_length": "encoder_seq_length",
-    "add_bias_linear": "bias",
-    "rotary_percent": "rotary_percentage",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
     "use_rope_scaling": "scale_positional_embedding",
     "rope_scaling_factor": "scale_factor",
@@ -198,11 +194,6 @@ ARGUMENTS = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-# Read from arguments of other names; Megatron-LM does not look at these fields.
-_NOT_READ = frozenset(
-    """num_query_groups normalization activation_func gated_linear_unit bias_activation_fusion
-    num_moe_experts""".split()
-)
 # Other arguments that make another model -> the value that does not.
 NEUTRAL: dict[str, Any] = {
     "quick_geglu": False,

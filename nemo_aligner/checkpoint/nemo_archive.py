@@ -46,12 +46,7 @@ from nemo_aligner.checkpoint.file_references import (
     read_yaml,
     refuse_resolvers,
 )
-from nemo_aligner.checkpoint.forms import (
-    CHECKPOINT_WEIGHTS,
-    CONFIG_FILE,
-    MARKER,
-    WEIGHTS_FOLDER,
-)
+from nemo_aligner.checkpoint.hugging_face.architecture import is_gated
 from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
@@ -115,8 +110,8 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
         members = [m for m in tar.getmembers() if not forms.is_weight(_member_name(m))]
         safe_extract(tar, str(folder), members=members)
         check_members(tar, path, select=lambda name: not forms.is_weight(name))
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{path} holds no {CONFIG_FILE}; it is not a .nemo file.")
+    if not (folder / forms.CONFIG_FILE).is_file():
+        raise UserError(f"{path} holds no {forms.CONFIG_FILE}; it is not a .nemo file.")
     return folder
 
 
@@ -125,9 +120,8 @@ def _set_nemo_gelu(config: DictConfig) -> None:
     default is True, with which GELU has its tanh form. This package always writes the key.
     """
     if "bias_activation_fusion" not in config:
-        gated = str(config.get("activation", "gelu")).lower().endswith("glu")
         plain = bool(config.get("bias", True)) and not config.get("openai_gelu", False)
-        config.bias_activation_fusion = gated or plain
+        config.bias_activation_fusion = is_gated(config) or plain
 
 
 def read_archive(path: Path) -> DictConfig:
@@ -135,7 +129,7 @@ def read_archive(path: Path) -> DictConfig:
     `sources.Source.stored_config`.
     """
     folder = _unpack_small_members(path)
-    config = read_yaml(folder / CONFIG_FILE, path)
+    config = read_yaml(folder / forms.CONFIG_FILE, path)
     refuse_resolvers(config, path)
     _set_nemo_gelu(config)
     for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE, TOKENIZER_FOLDER):
@@ -178,7 +172,7 @@ def archive_tensors(path: Path) -> Iterator[TensorSource]:
     if path.is_file():
         with _opened(path) as tar:
             if _is_readable_in_place(tar, path):
-                yield TorchDistTensors(path / WEIGHTS_FOLDER, files=TarFiles(tar, path))
+                yield TorchDistTensors(path / forms.WEIGHTS_FOLDER, files=TarFiles(tar, path))
                 return
     with _unpacked_weights(path) as folder:
         yield _tensors_in(folder, path)
@@ -196,7 +190,7 @@ def _is_readable_in_place(tar: tarfile.TarFile, path: Path) -> bool:
     with failing_together():
         if _is_first_on_node():
             check_members(tar, path, select=forms.is_weight)
-    backend = members.get(f"{WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
+    backend = members.get(f"{forms.WEIGHTS_FOLDER}/{forms.BACKEND_FILE}")
     stream = None if backend is None else tar.extractfile(backend)
     if stream is None:
         return False
@@ -209,9 +203,9 @@ def _is_first_on_node() -> bool:
 
 
 def _tensors_in(folder: Path, path: Path) -> TensorSource:
-    if (folder / MARKER).is_file():  # a checkpoint of a job
-        return TorchDistTensors(folder / CHECKPOINT_WEIGHTS)
-    weights = folder / WEIGHTS_FOLDER
+    if (folder / forms.MARKER).is_file():  # a checkpoint of a job
+        return TorchDistTensors(folder / forms.CHECKPOINT_WEIGHTS)
+    weights = folder / forms.WEIGHTS_FOLDER
     backend = weights / forms.BACKEND_FILE
     form = forms.form_of_weights(
         (child.name for child in folder.iterdir()),
@@ -226,8 +220,7 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
         raise UserError(
             f"{path} holds no weights in a form that loads; these do: {forms.loadable_forms()}."
         )
-    gated = str(read_archive(path).get("activation", "")).lower().endswith("glu")
-    return rank_files(folder, path, gated)
+    return rank_files(folder, path, is_gated(read_archive(path)))
 
 
 @contextlib.contextmanager
@@ -237,9 +230,11 @@ def weights_folder(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path).resolve()
     with _unpacked_weights(path) as folder:
-        if not (folder / WEIGHTS_FOLDER).is_dir():
-            raise UserError(f"{path} has no {WEIGHTS_FOLDER} folder (a distributed checkpoint).")
-        yield folder / WEIGHTS_FOLDER
+        if not (folder / forms.WEIGHTS_FOLDER).is_dir():
+            raise UserError(
+                f"{path} has no {forms.WEIGHTS_FOLDER} folder (a distributed checkpoint)."
+            )
+        yield folder / forms.WEIGHTS_FOLDER
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replace_folder
 from nemo_aligner.checkpoint.forms import CONFIG_FILE, WEIGHTS_FOLDER
 from nemo_aligner.checkpoint.nemo_archive import ARTIFACT_PREFIX, TOKENIZER_FOLDER
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
-from nemo_aligner.core.errors import SaveError
 from nemo_aligner.parallel import parallel_state
 
 _WEIGHT_SUFFIXES = tuple(
@@ -148,24 +147,34 @@ def write_nemo(
         SaveError: on all ranks; there is no space, or the system cannot write. Nothing is left.
     """
     path = Path(path).expanduser().absolute()
-    folder = path.with_name(path.name + WRITING_SUFFIX)
-    rank_zero = parallel_state.get_rank() == 0
     weights = _with_attention_states(sharded_weights)
-    try:
-        with failing_together(folder):
-            if rank_zero:
-                shutil.rmtree(folder, ignore_errors=True)
-                (folder / WEIGHTS_FOLDER).mkdir(parents=True)
+    with _begun(path) as folder:
         checksums = dist_ckpt.save(weights, folder / WEIGHTS_FOLDER)
         with failing_together(path):
-            if rank_zero:
+            if parallel_state.get_rank() == 0:
                 if not as_directory:
                     files = (file for file in folder.rglob("*") if file.is_file())
                     check_space(folder, sum(file.stat().st_size for file in files))
                 _finish(folder, path, config, as_directory, checksums)
-    except SaveError:
-        if rank_zero:
-            _remove_half(folder, path)
+
+
+@contextlib.contextmanager
+def _begun(path: Path) -> Iterator[Path]:
+    """Inside, a folder beside `path` with one for weights; all ranks enter it together. After an
+    error nothing is left.
+    """
+    folder = path.with_name(path.name + WRITING_SUFFIX)
+    is_writer = parallel_state.get_rank() == 0
+    try:
+        with failing_together(folder):
+            if is_writer:
+                shutil.rmtree(folder, ignore_errors=True)
+                (folder / WEIGHTS_FOLDER).mkdir(parents=True)
+        yield folder
+    except BaseException:
+        if is_writer:
+            shutil.rmtree(folder, ignore_errors=True)
+            _packed(path).unlink(missing_ok=True)
         raise
 
 
@@ -179,27 +188,14 @@ def write_streamed(
 ) -> None:
     """Write a `.nemo` by `torch_dist_stream.write` in one process; a failure leaves nothing."""
     path = Path(path).expanduser().absolute()
-    folder = path.with_name(path.name + WRITING_SUFFIX)
-    shutil.rmtree(folder, ignore_errors=True)
-    weights = folder / WEIGHTS_FOLDER
-    try:
-        weights.mkdir(parents=True)
-        with contextlib.ExitStack() as stack:
-            tar, elsewhere = None, None
-            if not as_directory:
-                # The weights go straight into the tar file: they would be written twice otherwise.
-                tar = stack.enter_context(tarfile.open(_packed(path), "w:"))
-                elsewhere = functools.partial(_growing_member, tar)
-            checksums = torch_dist_stream.write(chunks, read, weights, elsewhere)
-            _finish(folder, path, config, as_directory, checksums, tar)
-    except BaseException:
-        _remove_half(folder, path)
-        raise
-
-
-def _remove_half(folder: Path, path: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    _packed(path).unlink(missing_ok=True)
+    with _begun(path) as folder, contextlib.ExitStack() as stack:
+        tar, elsewhere = None, None
+        if not as_directory:
+            # The weights go straight into the tar file: they would be written twice otherwise.
+            tar = stack.enter_context(tarfile.open(_packed(path), "w:"))
+            elsewhere = functools.partial(_growing_member, tar)
+        checksums = torch_dist_stream.write(chunks, read, folder / WEIGHTS_FOLDER, elsewhere)
+        _finish(folder, path, config, as_directory, checksums, tar)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ text (version 2 of zarr), and one file of plain numbers per chunk, never compres
 import io
 import itertools
 import json
-import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.data_only import reason
+from nemo_aligner.checkpoint.data_only import load_plain
 from nemo_aligner.checkpoint.forms import RANK_FOLDER, WEIGHTS_FILE, refusal
 from nemo_aligner.checkpoint.stored_weights import (
     EitherName,
@@ -123,47 +122,41 @@ def rank_files(folder: Path, path: Path, gated: bool) -> TensorSource:
     """NeMo's files in `folder`, of the `.nemo` at `path`; `UserError`: the file of a rank is
     missing, holds other objects than tensors, or has layers of another kind.
     """
-    stages = [[_read_file(file, path) for file in files] for files in _stages(folder, path)]
+    single = folder / WEIGHTS_FILE
+    files = [[single]] if single.is_file() else files_of_ranks(folder, WEIGHTS_FILE, path)
+    stages = [[_read_file(file, path) for file in ranks] for ranks in files]
     return EitherName(RankTensors(stages, path, gated))
 
 
-def _stages(folder: Path, path: Path) -> list[list[Path]]:
-    single = folder / WEIGHTS_FILE
-    if single.is_file():
-        return [[single]]
+def files_of_ranks(
+    folder: Path, name: str, path: Path, sizes: tuple[int, int] | None = None
+) -> list[list[Path]]:
+    """The files `name` in `folder`, of the checkpoint at `path`, of each tensor-parallel rank of
+    each stage; `UserError`: one is missing of as many as `sizes` says, stages first (None: as the
+    numbers of those that are there).
+    """
     files = {}
     for child in folder.iterdir():
         match = RANK_FOLDER.fullmatch(child.name)
         if match is not None:
-            tensor, stage = match["mp"] or match["tp"], match["pp"] or 0
-            files[int(stage), int(tensor)] = child / WEIGHTS_FILE
-    ranks = [max(rank[axis] for rank in files) + 1 for axis in (0, 1)]
-    for stage in range(ranks[0]):
-        for tensor in range(ranks[1]):
-            if (stage, tensor) not in files or not files[stage, tensor].is_file():
-                raise UserError(
-                    f"{path} lacks {WEIGHTS_FILE} of tensor-parallel rank {tensor} of stage "
-                    f"{stage}, in a job of {ranks[1]} x {ranks[0]} ranks; copy it again."
-                )
-    return [[files[stage, tensor] for tensor in range(ranks[1])] for stage in range(ranks[0])]
+            files[int(match["stage"] or 0), int(match["rank"])] = child / name
+    stages, ranks = sizes or (max(place[axis] for place in files) + 1 for axis in (0, 1))
+    for stage, rank in itertools.product(range(stages), range(ranks)):
+        if (stage, rank) not in files or not files[stage, rank].is_file():
+            raise UserError(
+                f"{path} lacks {name} of tensor-parallel rank {rank} of stage {stage}, in a job "
+                f"of {ranks} x {stages} ranks; copy it again."
+            )
+    return [[files[stage, rank] for rank in range(ranks)] for stage in range(stages)]
 
 
 def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
     """The state dict in `file`. Tensors stay in it until they are used."""
-    try:
-        # Only tensors: a file from elsewhere must not run code. `BytesIO` are the extra states of
-        # Transformer Engine.
-        with torch.serialization.safe_globals([io.BytesIO]):
-            loaded = torch.load(
-                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-            )
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(
-            f"{file.name} in {path} cannot be read as tensors alone, and nothing else is read: "
-            f"it is damaged, or not NeMo's ({reason(error)})."
-        ) from error
+    # `BytesIO` are the extra states of Transformer Engine.
+    of, mmap = f"{file.name} in {path}", zipfile.is_zipfile(file)
+    loaded = load_plain(file, f"{of} cannot be read as tensors", "NeMo's", [io.BytesIO], mmap)
     if not isinstance(loaded, dict):
-        raise UserError(f"{file.name} in {path} is not a state dict; it is not NeMo's.")
+        raise UserError(f"{of} is not a state dict; it is not NeMo's.")
     return loaded
 
 
@@ -204,23 +197,24 @@ class ZarrArrays:
     def read(self, key: str, part: Slice) -> Tensor:
         array = self.arrays[key]
         spans = [range(p, p + 1) if isinstance(p, int) else range(p.start, p.stop) for p in part]
-        bfloat16 = array["dtype"] in BFLOAT16
-        result = np.empty([len(span) for span in spans], self._number(array["dtype"]))
-        chunk_shape = array["chunks"]
-        touched = [
-            range(span.start // size, -(-span.stop // size))
-            for span, size in zip(spans, chunk_shape, strict=True)
+        starts = [span.start // size for span, size in zip(spans, array["chunks"], strict=True)]
+        ends = [-(-span.stop // size) for span, size in zip(spans, array["chunks"], strict=True)]
+
+        def joined(index: tuple[int, ...] = ()) -> np.ndarray:
+            """The chunks that have some of the part, whose numbers begin with `index`."""
+            axis = len(index)
+            if axis == len(starts):
+                return self._chunk(key, index)
+            numbers = range(starts[axis], ends[axis])
+            return np.concatenate([joined((*index, number)) for number in numbers], axis)
+
+        begins = [start * size for start, size in zip(starts, array["chunks"], strict=True)]
+        own = [
+            slice(span.start - begin, span.stop - begin)
+            for span, begin in zip(spans, begins, strict=True)
         ]
-        for index in itertools.product(*touched):
-            target, source = [], []
-            for span, number, size in zip(spans, index, chunk_shape, strict=True):
-                begin = number * size
-                low, high = max(span.start, begin), min(span.stop, begin + size)
-                target.append(slice(low - span.start, high - span.start))
-                source.append(slice(low - begin, high - begin))
-            result[tuple(target)] = self._chunk(key, index)[tuple(source)]
-        tensor = torch.from_numpy(result)
-        if bfloat16:
+        tensor = torch.from_numpy(joined()[tuple(own)])
+        if array["dtype"] in BFLOAT16:
             tensor = tensor.view(torch.bfloat16)
         checked(tensor, key, self.path)
         return tensor[tuple(0 if isinstance(p, int) else slice(None) for p in part)]

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -158,16 +157,11 @@ class ForeignFolder(Source):
         yield self._weights(self.path)
 
 
-_SOURCES: dict[str, Callable[[Path], Source]] = {
-    "nemo": Archive,
-    "peft": PeftFolder,
-    "nemo2": partial(
-        ForeignFolder, read_config=megatron.read_nemo2_config, weights=megatron.nemo2_weights
-    ),
-    "hugging_face": partial(
-        ForeignFolder, read_config=reading.model_section, weights=reading.weights
-    ),
-    "megatron": partial(ForeignFolder, read_config=megatron.read_config, weights=megatron.weights),
+# Form of others -> what reads its configuration and its weights
+_FOREIGN: dict[str, tuple[Callable[[Path], DictConfig], Callable[[Path], TensorSource]]] = {
+    "nemo2": (megatron.read_nemo2_config, megatron.nemo2_weights),
+    "hugging_face": (reading.model_section, reading.weights),
+    "megatron": (megatron.read_config, megatron.weights),
 }
 
 
@@ -182,7 +176,10 @@ def open_source(
     if isinstance(path, Source):
         return path
     found = forms.check_restore_path(path, key)
-    return _SOURCES[forms.form_of_path(found)](found)
+    form = forms.form_of_path(found)
+    if form in _FOREIGN:
+        return ForeignFolder(found, *_FOREIGN[form])
+    return PeftFolder(found) if form == "peft" else Archive(found)
 
 
 def read_config(path: str | PathLike[str]) -> DictConfig:

@@ -18,33 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import save as save_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -83,13 +64,13 @@ def write(
         states: write the empty extra states of linear layers and attention too, without which
             Megatron Core does not load its own models.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True)
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
     files = writer.fs = ChecksummedFiles(open_weights)
     try:
-        save_checkpoint(
+        dcp.save(
             {}, storage_writer=writer, planner=_WritePlanner(chunks, read, states), no_dist=True
         )
-    except CheckpointException as error:
+    except dcp.api.CheckpointException as error:
         if files.error is not None:
             raise save_error(folder, files.error) from error
         raise error.failures[0][0] from error  # what went wrong: a damaged source
@@ -120,28 +101,33 @@ class TarFiles(FileSystem):
             yield _create_file_view(stream, member.offset_data, member.size)
 
 
-class _WritePlanner(SavePlanner):
+class _WritePlanner(dcp.SavePlanner):
     """Reads each part when it is written."""
 
     def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor], states: bool):
         self.chunks = {(chunk.key, chunk.offset): chunk for chunk in chunks}
         self.read = read
         names = [name for chunk in chunks for name in _extra_states(chunk)] if states else []
-        self.states = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in names]
+        self.states = [
+            dcp.WriteItem(dcp.metadata.MetadataIndex(name), dcp.planner.WriteItemType.BYTE_IO)
+            for name in names
+        ]
 
     def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
         """Nothing to do: the parts are known."""
 
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([*map(_write_item, self.chunks.values()), *self.states])
+    def create_local_plan(self) -> dcp.SavePlan:
+        return dcp.SavePlan([*map(_write_item, self.chunks.values()), *self.states])
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[dcp.SavePlan]
+    ) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         return create_default_global_save_plan(all_plans)
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
         return new_plan
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def resolve_data(self, write_item: dcp.WriteItem) -> Tensor | io.BytesIO:
         offset = write_item.index.offset
         if offset is None:
             content = io.BytesIO()
@@ -164,14 +150,14 @@ def _extra_states(chunk: Chunk) -> list[str]:
     return [f"{name}._extra_state/shard_{shard}" for name in modules]
 
 
-def _write_item(chunk: Chunk) -> WriteItem:
+def _write_item(chunk: Chunk) -> dcp.WriteItem:
     offset = torch.Size(chunk.offset)
-    return WriteItem(
-        index=MetadataIndex(chunk.key, offset),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offset, torch.Size(chunk.size)),
-            properties=TensorProperties(dtype=chunk.dtype),
+    return dcp.WriteItem(
+        index=dcp.metadata.MetadataIndex(chunk.key, offset),
+        type=dcp.planner.WriteItemType.SHARD,
+        tensor_data=dcp.planner.TensorWriteData(
+            chunk=dcp.ChunkStorageMetadata(offset, torch.Size(chunk.size)),
+            properties=dcp.metadata.TensorProperties(dtype=chunk.dtype),
             size=torch.Size(chunk.shape),
         ),
     )
@@ -200,16 +186,16 @@ class TorchDistTensors:
 
     def __init__(self, folder: Path, prefix: str = "model.", files: FileSystem | None = None):
         self.folder = folder
-        self.reader = FileSystemReader(folder)
+        self.reader = dcp.FileSystemReader(folder)
         if files is not None:
             self.reader.fs = files
         table = read_table(folder, self.reader.fs)
         self.reader.set_up_storage_reader(table, is_coordinator=True)
         entries = table.state_dict_metadata
-        self.stored: dict[str, tuple[str, TensorStorageMetadata]] = {
+        self.stored: dict[str, tuple[str, dcp.TensorStorageMetadata]] = {
             "model." + _present_name(key, entries).removeprefix(prefix): (key, entry)
             for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
+            if isinstance(entry, dcp.TensorStorageMetadata) and key.startswith(prefix)
         }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -223,17 +209,21 @@ class TorchDistTensors:
         ]
         starts, sizes = [span.start for span in spans], [len(span) for span in spans]
         result = torch.empty(sizes, dtype=entry.properties.dtype)
-        wanted = ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
+        wanted = dcp.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes))
         for item in create_read_items_for_chunk_list(name, entry, [wanted]):
             self._read_item(item, result, starts)
         return result[tuple(0 if isinstance(axis, int) else slice(None) for axis in part)]
 
     def object(self, key: str) -> io.BytesIO:
-        index, nothing = MetadataIndex(key), torch.Size()
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        index, nothing = dcp.metadata.MetadataIndex(key), torch.Size()
+        item = dcp.ReadItem(
+            dcp.planner.LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing
+        )
         return self._read_item(item, torch.empty(0), ()).content
 
-    def _read_item(self, item: ReadItem, result: Tensor, offset: Sequence[int]) -> "_ReadPlanner":
+    def _read_item(
+        self, item: dcp.ReadItem, result: Tensor, offset: Sequence[int]
+    ) -> "_ReadPlanner":
         file = self.folder
         try:
             stored_in = self.reader.storage_data[item.storage_index].relative_path
@@ -241,7 +231,7 @@ class TorchDistTensors:
             if file.parent != self.folder:
                 raise UserError(f"{self.folder} names the file {stored_in}, outside of it.")
             planner = _ReadPlanner(result, offset, file)
-            self.reader.read_data(LoadPlan([item]), planner).wait()
+            self.reader.read_data(dcp.LoadPlan([item]), planner).wait()
         except UserError:
             raise
         except Exception as error:  # a damaged file can raise nearly everything
@@ -255,15 +245,15 @@ class _ReadPlanner(DefaultLoadPlanner):
     def __init__(self, result: Tensor, offset: Sequence[int], file: Path):
         self.result, self.offset, self.file = result, offset, file
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         self.content = value
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> Tensor:
         where = tuple(
             slice(start, start + length)
             for start, length in zip(read_item.dest_offsets, read_item.lengths, strict=True)
         )
         return self.result[where]
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+    def commit_tensor(self, read_item: dcp.ReadItem, tensor: Tensor) -> None:
         checked(tensor, read_item.storage_index.fqn, self.file)

@@ -22,6 +22,36 @@ def _size(text: str) -> float:
     return size
 
 
+_TO_NEMO = ("OUT", "file that ends in .nemo, or a folder")
+_ANY_FORM = "checkpoint of any form that jobs take"
+# Command -> what it does, name and meaning of its source, and of its target
+_CONVERSIONS: dict[str, tuple[str, tuple[str, str | None], tuple[str, str | None]]] = {
+    "hf-to-nemo": (
+        "write a .nemo from a Hugging Face folder; of adapters from one of PEFT",
+        ("HF_FOLDER", None),
+        _TO_NEMO,
+    ),
+    "nemo-to-hf": (
+        "write a Hugging Face folder; of adapters one of PEFT",
+        ("NEMO", _ANY_FORM),
+        ("HF_FOLDER", None),
+    ),
+    "merge-lora": (
+        "write adapters merged with their base as a .nemo",
+        (
+            "ADAPTERS",
+            ".nemo of adapters, checkpoint folder of a job, or folder of Hugging Face's PEFT",
+        ),
+        _TO_NEMO,
+    ),
+    "to-megatron": (
+        "write a checkpoint of Megatron-LM, with which its training goes on",
+        ("SOURCE", _ANY_FORM),
+        ("FOLDER", "--load of Megatron-LM"),
+    ),
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nemo-aligner convert",
@@ -30,87 +60,60 @@ def _parser() -> argparse.ArgumentParser:
         "(pretrained_checkpoint.restore_from_path=FOLDER).",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
-    to_nemo = commands.add_parser(
-        "hf-to-nemo", help="write a .nemo from a Hugging Face folder; of adapters from one of PEFT"
-    )
-    to_nemo.add_argument("source", type=Path, metavar="HF_FOLDER")
-    to_nemo.add_argument(
-        "target", type=Path, metavar="OUT", help="file that ends in .nemo, or a folder"
-    )
-
-    to_hf = commands.add_parser(
-        "nemo-to-hf", help="write a Hugging Face folder; of adapters one of PEFT"
-    )
-    to_hf.add_argument(
-        "source", type=Path, metavar="NEMO", help="checkpoint of any form that jobs take"
-    )
-    to_hf.add_argument("target", type=Path, metavar="HF_FOLDER")
-    to_hf.add_argument(
-        "--architecture",
-        metavar="MODEL_TYPE",
-        help="model_type to write (llama, qwen2, ...); default: that of the folder that the model "
-        "came from, else the first one that can express it",
-    )
-    to_hf.add_argument(
-        "--shard-size", type=_size, default=5.0, metavar="GB", help="largest file (default 5)"
-    )
-    to_hf.add_argument(
-        "--merged",
-        action="store_true",
-        help="write adapters merged with their base as a folder with all weights",
-    )
-    to_hf.add_argument(
-        "--drop-head-bias",
-        action="store_true",
-        help="leave out the bias of a reward model's head, for which Hugging Face has no place; "
-        "all rewards shift by it",
-    )
-    merge = commands.add_parser(
-        "merge-lora", help="write adapters merged with their base as a .nemo"
-    )
-    merge.add_argument(
-        "source",
-        type=Path,
-        metavar="ADAPTERS",
-        help=".nemo of adapters, checkpoint folder of a job, or folder of Hugging Face's PEFT",
-    )
-    merge.add_argument(
-        "target", type=Path, metavar="OUT", help="file that ends in .nemo, or a folder"
-    )
-    to_megatron = commands.add_parser(
-        "to-megatron", help="write a checkpoint of Megatron-LM, with which its training goes on"
-    )
-    to_megatron.add_argument(
-        "source", type=Path, metavar="SOURCE", help="checkpoint of any form that jobs take"
-    )
-    to_megatron.add_argument("target", type=Path, metavar="FOLDER", help="--load of Megatron-LM")
-    for command in (to_hf, to_megatron):
-        command.add_argument(
-            "--tokenizer",
-            type=Path,
-            metavar="PATH",
-            help="folder of Hugging Face, or SentencePiece model, where the source has none",
-        )
-    for command in (to_nemo, to_hf, merge, to_megatron):
-        command.add_argument(
+    for command, (what, *places) in _CONVERSIONS.items():
+        own = commands.add_parser(command, help=what)
+        for name, (metavar, meaning) in zip(("source", "target"), places, strict=True):
+            own.add_argument(name, type=Path, metavar=metavar, help=meaning)
+        if command == "nemo-to-hf":
+            _add_options_of_folders(own)
+        if command in ("nemo-to-hf", "to-megatron"):
+            own.add_argument(
+                "--tokenizer",
+                type=Path,
+                metavar="PATH",
+                help="folder of Hugging Face, or SentencePiece model, where the source has none",
+            )
+        own.add_argument(
             "--base",
             type=Path,
             metavar="PATH",
             help="base of the adapters, where it lies in another place than they say",
         )
-        command.add_argument(
+        own.add_argument(
             "--dtype", choices=DTYPES, default="as-stored", help="of the weights that are written"
         )
-        command.add_argument(
+        own.add_argument(
             "--overwrite", action="store_true", help="replace what stands at the target"
         )
-        command.add_argument("--quiet", action="store_true", help="no progress bar")
+        own.add_argument("--quiet", action="store_true", help="no progress bar")
 
     info = commands.add_parser("nemo-info", help="say what a checkpoint holds")
     info.add_argument("source", type=Path, metavar="PATH")
     info.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
+
+
+def _add_options_of_folders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--architecture",
+        metavar="MODEL_TYPE",
+        help="model_type to write (llama, qwen2, ...); default: that of the folder that the model "
+        "came from, else the first one that can express it",
+    )
+    parser.add_argument(
+        "--shard-size", type=_size, default=5.0, metavar="GB", help="largest file (default 5)"
+    )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="write adapters merged with their base as a folder with all weights",
+    )
+    parser.add_argument(
+        "--drop-head-bias",
+        action="store_true",
+        help="leave out the bias of a reward model's head, for which Hugging Face has no place; "
+        "all rewards shift by it",
+    )
 
 
 @interruptible()
@@ -120,15 +123,14 @@ def main(argv: list[str] | None = None) -> int:
     warn_of_unsupported_versions()
     try:
         _run(args)
+        return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
         print(f"error: {error}; nothing was written", file=sys.stderr)
-        return 2
-    return 0
+    return 2
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -160,11 +162,11 @@ def _run(args: argparse.Namespace) -> None:
             _refuse_options(args, "base")
         print(conversions.to_megatron(args.source, args.target, options))
         return
-    elif conversions.are_adapters(args.source, key="NEMO") and not args.merged:
+    elif (adapters := conversions.are_adapters(args.source, key="NEMO")) and not args.merged:
         _refuse_options(args, "architecture")
         conversions.to_peft(args.source, args.target, options)
     else:
-        if not conversions.are_adapters(args.source, key="NEMO"):
+        if not adapters:
             _refuse_options(args, "merged", "base")
         size = int(args.shard_size * 1e9)
         conversions.from_nemo(

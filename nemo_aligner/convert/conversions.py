@@ -44,7 +44,7 @@ from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-_CONFIG_FILES = (HF_CONFIG, forms.CONFIG_FILE, forms.PEFT_CONFIG, megatron.TRACKER)
+_CONFIG_FILES = (HF_CONFIG, forms.CONFIG_FILE, forms.PEFT_CONFIG, forms.TRACKER)
 _TABLES = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,6 +71,11 @@ class Options:
         """None: as stored."""
         return DTYPES.get(self.dtype)
 
+    def bar(self, total: int = 0) -> tqdm:
+        return tqdm(
+            total=total, unit="B", unit_scale=True, disable=not self.progress, desc="weights"
+        )
+
 
 def check_target(source: Path, target: Path, options: Options) -> Path:
     """The absolute path of what is written; `UserError` if something stands there."""
@@ -85,12 +90,6 @@ def check_target(source: Path, target: Path, options: Options) -> Path:
     if not target.parent.is_dir():
         raise UserError(f"{target.parent} is not a folder; make it first.")
     return target
-
-
-def _progress_bar(total: int, options: Options) -> tqdm:
-    return tqdm(
-        total=total, unit="B", unit_scale=True, disable=not options.progress, desc="weights"
-    )
 
 
 # --- to .nemo: a file that ends in `.nemo`, or a folder, which appears when it is complete ---
@@ -124,8 +123,7 @@ def merge(source: Path, target: Path, options: Options) -> None:
     target = check_target(source, target, options)
     if not are_adapters(source, key="ADAPTERS"):
         raise UserError(f"{source} holds a model with all its weights; there is nothing to merge.")
-    checkpoint, base, section = _read_section(source, options)
-    with checkpoint.tensors(base) as weights:
+    with _model_in(source, options) as (section, weights):
         _write_nemo(target, section, weights, options)
 
 
@@ -147,7 +145,7 @@ def _write_nemo(
     target: Path, section: DictConfig, weights: TensorSource, options: Options
 ) -> None:
     parts = _parts_of(weights, options)
-    with _progress_bar(sum(map(_nbytes, parts)), options) as bar:
+    with options.bar(sum(map(_nbytes, parts))) as bar:
 
         def read(chunk: Chunk) -> Tensor:
             bar.update(_nbytes(chunk))
@@ -185,9 +183,10 @@ def are_adapters(source: Path, key: str = "SOURCE") -> bool:
     return isinstance(found, PeftFolder) or adapters.base_in(found.stored_config()) is not None
 
 
-def _read_section(source: Path, options: Options) -> tuple[Source, Source | None, DictConfig]:
-    """A checkpoint of any form, the base of its adapters if one is given, and the configuration of
-    its model; `UserError`: the checkpoint is not there, or its form does not load.
+@contextlib.contextmanager
+def _model_in(source: Path, options: Options) -> Iterator[tuple[DictConfig, TensorSource]]:
+    """Configuration and weights of a checkpoint of any form, those of adapters merged with their
+    base; `UserError`: the checkpoint is not there, or its form does not load.
     """
     checkpoint, base = open_source(source, "SOURCE"), options.base_source()
     section = checkpoint.config(base)
@@ -197,7 +196,8 @@ def _read_section(source: Path, options: Options) -> tuple[Source, Source | None
             raise UserError(f"--tokenizer={own} does not exist; give a folder or a file.")
         kind = ("huggingface", "type") if own.is_dir() else ("sentencepiece", "model")
         section.tokenizer = {"library": kind[0], kind[1]: str(own.expanduser().absolute())}
-    return checkpoint, base, section
+    with checkpoint.tensors(base) as weights:
+        yield section, weights
 
 
 @contextlib.contextmanager
@@ -237,11 +237,7 @@ def from_nemo(
     exists.
     """
     target = check_target(source, target, options)
-    checkpoint, base, section = _read_section(source, options)
-    with (
-        checkpoint.tensors(base) as weights,
-        _progress_bar(0, options) as bar,
-    ):
+    with _model_in(source, options) as (section, weights), options.bar() as bar:
 
         def show(written: int, total: int) -> None:
             bar.total = total
@@ -290,12 +286,11 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
     target exists.
     """
     target = check_target(source, target, options)
-    checkpoint, base, section = _read_section(source, options)
-    args = megatron_keys.arguments(section)
-    with checkpoint.tensors(base) as weights:
+    with _model_in(source, options) as (section, weights):
+        args = megatron_keys.arguments(section)
         parts = _parts_of(weights, options)
         for chunk in parts:
-            megatron.check_place(chunk.key, checkpoint.path)
+            megatron.check_place(chunk.key, source)
         rows = weights.shapes()[_TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}
@@ -306,10 +301,8 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
             shape = size if chunk.key in _TABLES else chunk.shape
             name = chunk.key.removeprefix("model.")
             read_as[dataclasses.replace(chunk, key=name, shape=shape, size=size)] = chunk
-        with (
-            _progress_bar(sum(map(_nbytes, read_as)), options) as bar,
-            replaced_folder(target) as folder,
-        ):
+        total = sum(map(_nbytes, read_as))
+        with options.bar(total) as bar, replaced_folder(target) as folder:
 
             def read(chunk: Chunk) -> Tensor:
                 own = read_as[chunk]
@@ -327,6 +320,6 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
             torch_dist_stream.write(
                 list(read_as), read, release, common={**common, "iteration": 0}, states=True
             )
-            (folder / megatron.TRACKER).write_text(megatron.RELEASE)
+            (folder / forms.TRACKER).write_text(megatron.RELEASE)
     more = megatron_keys.command_line(args)
     return f"--load {target} --finetune --use-checkpoint-args {more}".strip()

@@ -4,6 +4,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from nemo_aligner.checkpoint import adapters
 from nemo_aligner.checkpoint.hugging_face import peft, peft_config
 from nemo_aligner.checkpoint.sources import PeftFolder, open_source
 from nemo_aligner.checkpoint.stored_weights import TensorSource, distinct, stored_dtype
-from nemo_aligner.config.peft_rules import LoRASettings
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
 
@@ -26,7 +26,9 @@ def collect(path: Path) -> dict[str, Any]:
     base = adapters.base_in(config)
     found: dict[str, Any] = {"path": str(source)}
     if base is not None:
-        found["adapters"] = _described(adapters.settings_in(config), base)
+        found["adapters"] = _described(
+            adapters.settings_in(config).to_config(), base.path, base.checksum
+        )
     with source.own_tensors() as weights:
         found |= _tensors(weights)
     return found | {
@@ -50,33 +52,27 @@ def _tensors(weights: TensorSource) -> dict[str, Any]:
     }
 
 
-def _described(settings: LoRASettings, base: adapters.Base) -> dict[str, Any]:
-    return {
-        "target_modules": list(settings.targets),
-        "adapter_dim": settings.dim,
-        "alpha": settings.alpha,
-        "variant": settings.variant,
-        "layer_selection": None if settings.layers is None else list(settings.layers),
-        "base": base.path,
-        "base_checksum": base.checksum,
-    }
+def _described(
+    tuning: Mapping[str, Any], base: str | None, checksum: str | None
+) -> dict[str, Any]:
+    names = "target_modules adapter_dim alpha variant layer_selection".split()
+    known = {name: tuning[name] for name in names if name in tuning}
+    return known | {"base": base, "base_checksum": checksum}
 
 
 def _collect_peft(source: Path) -> dict[str, Any]:
     """Of a folder of PEFT, which does not hold the keys of its model; its base is not read."""
     config, tensors = peft_config.read(source), peft.file_tensors(source)
+    layers = config.layers
+    tuning = {
+        "target_modules": list(config.targets),
+        "adapter_dim": config.rank,
+        "alpha": config.alpha,
+        "layer_selection": None if layers is None else [layer + 1 for layer in layers],
+    }
     return {
         "path": str(source),
-        "adapters": {
-            "target_modules": list(config.targets),
-            "adapter_dim": config.rank,
-            "alpha": config.alpha,
-            "layer_selection": None
-            if config.layers is None
-            else [layer + 1 for layer in config.layers],
-            "base": config.base,
-            "base_checksum": peft.base_checksum(source),
-        },
+        "adapters": _described(tuning, config.base, peft.base_checksum(source)),
         **_tensors(tensors),
         "keys": {},
         "tokenizer": None,

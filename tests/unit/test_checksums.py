@@ -273,14 +273,14 @@ def die_at(monkeypatch, target, count):
     "target",
     [
         "nemo_aligner.checkpoint.dist_ckpt.Save",
-        "nemo_aligner.checkpoint.dist_ckpt.write_durably",
+        "nemo_aligner.checkpoint.checksums.write_durably",
         "nemo_aligner.checkpoint.checkpointing.write_manifest",
         "nemo_aligner.checkpoint.checkpointing.sync_folder",
-        "nemo_aligner.checkpoint.checkpointing.mark",
-        "nemo_aligner.checkpoint.checkpointing.remove_checkpoint",
+        "nemo_aligner.checkpoint.folders.mark",
+        "nemo_aligner.checkpoint.folders.remove_checkpoint",
         "shutil.rmtree",
     ],
-    keep=["nemo_aligner.checkpoint.checkpointing.mark", "shutil.rmtree"],
+    keep=["nemo_aligner.checkpoint.folders.mark", "shutil.rmtree"],
 )
 @pytest.mark.parametrize("step", [2, 3], ids=["same name", "new name"])
 def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(

@@ -94,7 +94,7 @@ def test_files_of_each_rank(kind, source, tiny_tokenizer_dir, tmp_path, sizes):
     assert ("model.output_layer.weight" in keys) == (kind == "llama")
     last = max(folder.iterdir())
     shutil.rmtree(last)
-    with pytest.raises(UserError, match=f"lacks {last.name}/model_optim_rng.pt" if sizes else ""):
+    with pytest.raises(UserError, match="lacks .*_rng.pt of .*stage 1" if sizes else ""):
         restored(tmp_path, tiny_tokenizer_dir)
 
 

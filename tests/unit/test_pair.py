@@ -111,7 +111,7 @@ def test_death_in_any_save_is_healed_by_the_same_command(
 ):
     """Mark 1 is that of the critic's first weights; then critic and actor take turns."""
     with monkeypatch.context() as patch:
-        die_at(patch, "nemo_aligner.checkpoint.checkpointing.mark", mark)
+        die_at(patch, "nemo_aligner.checkpoint.folders.mark", mark)
         with pytest.raises(Death):
             Pair(tmp_path, tiny_tokenizer_dir).run(6)
     saved_by_both = 2 * ((mark - 2) // 2)
@@ -132,7 +132,7 @@ def test_death_again_and_again_with_another_interval(
     pair = Pair(tmp_path, tiny_tokenizer_dir).run(2)
     for interval, step in ((2, 4), (3, 3), (3, 3)):
         with monkeypatch.context() as patch:
-            die_at(patch, "nemo_aligner.checkpoint.checkpointing.mark", 2)
+            die_at(patch, "nemo_aligner.checkpoint.folders.mark", 2)
             with pytest.raises(Death):
                 pair.run(6, interval)
         pair = Pair(tmp_path, tiny_tokenizer_dir)
@@ -161,7 +161,7 @@ def test_damage_that_the_critic_finds_when_it_is_asked(
     """The actor dies in its save of step 6 and asks for 4, which is damaged."""
     monkeypatch.setattr(Side, "keep", -1)
     with monkeypatch.context() as patch:
-        die_at(patch, "nemo_aligner.checkpoint.checkpointing.mark", 7)
+        die_at(patch, "nemo_aligner.checkpoint.folders.mark", 7)
         with pytest.raises(Death):
             Pair(tmp_path, tiny_tokenizer_dir).run(6)
     flip(tmp_path / "critic/checkpoints/checkpoint-step=4/weights/__0_0.distcp", 20000)

@@ -14,6 +14,7 @@ Names are templates with `{layer}` and, for the weights of an expert, `{expert}`
 or in the name's last word, to which `weight` or `bias` is added.
 """
 
+import collections
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Rule:
-    """How tensors of Hugging Face make one of Megatron Core; the base class takes one as it is."""
+    """How tensors of Hugging Face make one of Megatron Core; by the base class they are of equal
+    size and follow each other.
+    """
 
     names: Sequence[str]  # of the tensors of Hugging Face
     transposed: bool = False  # whether Hugging Face stores the matrices transposed (GPT-2 does)
@@ -58,14 +61,6 @@ class Rule:
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
         """The runs of a tensor of Megatron Core with `rows` rows, in its order."""
-        (name,) = self.names
-        return [Run(name, 0, rows)]
-
-
-class _Joined(Rule):
-    """Tensors of equal size, one after the other."""
-
-    def runs(self, rows: int, heads: Heads) -> list[Run]:
         share = rows // len(self.names)
         return [Run(name, 0, share) for name in self.names]
 
@@ -93,19 +88,27 @@ class _Attention(Rule):
 
 def spread(runs: Sequence[Run], values: Tensor, into: Mapping[str, Tensor]) -> None:
     """Write the rows of a tensor of Megatron Core into those of Hugging Face, by their names."""
+    for run, theirs, own in within(runs, slice(0, len(values))):
+        into[run.name][theirs] = values[own]
+
+
+def within(runs: Sequence[Run], rows: slice) -> Iterator[tuple[Run, slice, slice]]:
+    """The runs of a tensor of Megatron Core that have some of its `rows`, with their place in the
+    tensor of Hugging Face and among `rows`.
+    """
     first = 0
     for run in runs:
-        into[run.name][run.start : run.start + run.count] = values[first : first + run.count]
+        start, stop = max(rows.start, first), min(rows.stop, first + run.count)
+        if start < stop:
+            shift = run.start - first
+            own = slice(start - rows.start, stop - rows.start)
+            yield run, slice(start + shift, stop + shift), own
         first += run.count
 
 
-def whole(name: str, transposed: bool = False, beside: str | None = None) -> Rule:
-    return Rule((name,), transposed, beside)
-
-
-def joined(*names: str) -> Rule:
-    """The tensors `names`, of equal size, one after the other: an MLP's gate and its partner."""
-    return _Joined(names)
+def made_of(*names: str, transposed: bool = False, beside: str | None = None) -> Rule:
+    """One tensor, or several of equal size, such as an MLP's gate and its partner."""
+    return Rule(names, transposed, beside)
 
 
 def attention(*names: str, transposed: bool = False) -> Rule:
@@ -363,6 +366,18 @@ class Place:
     expert: int | None = None
 
 
+def heads_of(keys: Mapping[str, Any]) -> Heads:
+    heads = int(keys["num_attention_heads"])
+    groups = int(keys.get("num_query_groups") or heads)
+    size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
+    return Heads(groups, heads // groups, int(size))
+
+
+def is_gated(keys: Mapping[str, Any]) -> bool:
+    """Whether the first matrix of an MLP holds two, such as those of SwiGLU."""
+    return str(keys.get("activation") or "").lower().endswith("glu")
+
+
 class Layout:
     """The names of the weights of one model, with the section `model` in `keys`, in both forms."""
 
@@ -370,13 +385,30 @@ class Layout:
         self.names = architecture.names
         self.outside = dict(self.names.outside)
         if keys.get("output_sequence"):
-            self.outside[HEAD] = whole(self.names.token_head)
-        heads = int(keys["num_attention_heads"])
-        groups = int(keys.get("num_query_groups") or heads)
-        size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
-        self.heads = Heads(groups, heads // groups, int(size))
+            self.outside[HEAD] = made_of(self.names.token_head)
+        self.heads = heads_of(keys)
         self.layers = int(keys["num_layers"])
         self.experts = int(keys.get("num_moe_experts") or 0)
+        self.keys = keys
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of the matrices whose sizes the complete keys say, of each expert."""
+        keys, heads = self.keys, self.heads
+        hidden, vocab = int(keys["hidden_size"]), int(keys.get("override_vocab_size") or 0)
+        queries = heads.groups * heads.queries * heads.size
+        ffn = int(keys["ffn_hidden_size"] or 4 * hidden)
+        expert = int(keys.get("moe_ffn_hidden_size") or 0)
+        parts = 2 if is_gated(keys) else 1
+        return {
+            "embedding.word_embeddings.": (vocab, hidden),
+            "output_layer.": (vocab, hidden),
+            "self_attention.linear_qkv.": (queries + 2 * heads.groups * heads.size, hidden),
+            "self_attention.linear_proj.": (hidden, queries),
+            "mlp.linear_fc1.": (parts * ffn, hidden),
+            "mlp.linear_fc2.": (hidden, ffn),
+            "mlp.experts.experts.linear_fc1.": (parts * expert, hidden),
+            "mlp.experts.experts.linear_fc2.": (hidden, expert),
+        }
 
     def rules(self) -> Iterator[tuple[str, Rule, bool]]:
         """Names but for `weight` or `bias`, with their rules, and whether they are a layer's."""
@@ -411,3 +443,11 @@ class Layout:
             Run(self.name(run.name, place), run.start, run.count)
             for run in place.rule.runs(rows, self.heads)
         ]
+
+    def shapes(self, place: Place, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of Hugging Face, by name, that make one of `shape`."""
+        rows: collections.Counter[str] = collections.Counter()
+        for run in self.runs(place, shape[0]):
+            rows[run.name] += run.count
+        step = -1 if place.rule.transposed else 1
+        return {name: (count, *shape[1:])[::step] for name, count in rows.items()}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures of Hugging Face that are known here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_aligner.checkpoint.hugging_face import parts
@@ -12,15 +12,16 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Names,
     Part,
     Rule,
+    Unsupported,
     attention,
-    joined,
-    whole,
+    hugging_face_config,
+    made_of,
 )
 
 _WITHOUT_GATE = {
-    "mlp.linear_fc1.": whole("mlp.up_proj."),
-    "mlp.linear_fc2.": whole("mlp.down_proj."),
-    "mlp.linear_fc1.layer_norm_": whole("post_attention_layernorm."),
+    "mlp.linear_fc1.": made_of("mlp.up_proj."),
+    "mlp.linear_fc2.": made_of("mlp.down_proj."),
+    "mlp.linear_fc1.layer_norm_": made_of("post_attention_layernorm."),
 }
 _NO_BIAS: dict[str, Any] = {"attention_bias": {False: {}}}
 
@@ -113,19 +114,19 @@ GPT2 = Architecture(
     names=Names(
         base="transformer.",
         outside={
-            "embedding.word_embeddings.": whole("wte."),
-            "embedding.position_embeddings.": whole("wpe."),
-            "decoder.final_layernorm.": whole("ln_f."),
-            "output_layer.": whole("/lm_head."),
-            "rm_head.": whole("/score."),
+            "embedding.word_embeddings.": made_of("wte."),
+            "embedding.position_embeddings.": made_of("wpe."),
+            "decoder.final_layernorm.": made_of("ln_f."),
+            "output_layer.": made_of("/lm_head."),
+            "rm_head.": made_of("/score."),
         },
         layer={
             "self_attention.linear_qkv.": attention("attn.c_attn.", transposed=True),
-            "self_attention.linear_qkv.layer_norm_": whole("ln_1."),
-            "self_attention.linear_proj.": whole("attn.c_proj.", transposed=True),
-            "mlp.linear_fc1.": whole("mlp.c_fc.", transposed=True),
-            "mlp.linear_fc1.layer_norm_": whole("ln_2."),
-            "mlp.linear_fc2.": whole("mlp.c_proj.", transposed=True),
+            "self_attention.linear_qkv.layer_norm_": made_of("ln_1."),
+            "self_attention.linear_proj.": made_of("attn.c_proj.", transposed=True),
+            "mlp.linear_fc1.": made_of("mlp.c_fc.", transposed=True),
+            "mlp.linear_fc1.layer_norm_": made_of("ln_2."),
+            "mlp.linear_fc2.": made_of("mlp.c_proj.", transposed=True),
         },
         layers="h.{layer}.",
         token_head="/classifier.",
@@ -155,7 +156,7 @@ PHI3 = _like_llama(
     layer=parts.MLP
     | {
         "self_attention.linear_qkv.": attention("self_attn.qkv_proj."),
-        "mlp.linear_fc1.": whole("mlp.gate_up_proj."),
+        "mlp.linear_fc1.": made_of("mlp.gate_up_proj."),
     },
     rope=parts.PARTIAL_ROPE,
     windows=parts.WINDOW,
@@ -182,7 +183,7 @@ STARCODER2 = _like_llama(
     norm_eps="norm_epsilon",
     always={"normalization": "layernorm", "bias": True},
     layer=_WITHOUT_GATE
-    | {"mlp.linear_fc1.": whole("mlp.c_fc."), "mlp.linear_fc2.": whole("mlp.c_proj.")},
+    | {"mlp.linear_fc1.": made_of("mlp.c_fc."), "mlp.linear_fc2.": made_of("mlp.c_proj.")},
     choices={
         "hidden_act": {
             "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
@@ -207,10 +208,10 @@ MIXTRAL = _like_llama(
     # Its weights of the chosen experts add up to 1.
     always={"moe_router_pre_softmax": False},
     layer={
-        "mlp.router.": whole("block_sparse_moe.gate."),
-        "mlp.experts.experts.linear_fc1.": joined(_EXPERT + "w1.", _EXPERT + "w3."),
-        "mlp.experts.experts.linear_fc2.": whole(_EXPERT + "w2."),
-        "pre_mlp_layernorm.": whole("post_attention_layernorm."),
+        "mlp.router.": made_of("block_sparse_moe.gate."),
+        "mlp.experts.experts.linear_fc1.": made_of(_EXPERT + "w1.", _EXPERT + "w3."),
+        "mlp.experts.experts.linear_fc2.": made_of(_EXPERT + "w2."),
+        "pre_mlp_layernorm.": made_of("post_attention_layernorm."),
     },
     windows=parts.WINDOW,
 )
@@ -225,11 +226,11 @@ QWEN2_MOE = _like_llama(
     layer=parts.MLP
     | parts.EXPERTS
     | {
-        "mlp.shared_experts.linear_fc1.": joined(
+        "mlp.shared_experts.linear_fc1.": made_of(
             "mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj."
         ),
-        "mlp.shared_experts.linear_fc2.": whole("mlp.shared_expert.down_proj."),
-        "mlp.shared_experts.gate_": whole("mlp.shared_expert_gate."),
+        "mlp.shared_experts.linear_fc2.": made_of("mlp.shared_expert.down_proj."),
+        "mlp.shared_experts.gate_": made_of("mlp.shared_expert_gate."),
     },
     choices={
         "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
@@ -270,3 +271,20 @@ ARCHITECTURES = {
         QWEN3_MOE,
     )
 }
+
+
+def expressing(keys: Mapping[str, Any]) -> Iterator[tuple[Architecture, dict[str, Any]]]:
+    """The architectures that can express a model, in order, each with the keys of its
+    `config.json`; `Unsupported`: none can, with the reasons.
+    """
+    reasons = []
+    for architecture in ARCHITECTURES.values():
+        try:
+            config = hugging_face_config(architecture, keys)
+        except Unsupported as error:
+            reasons.append(str(error))
+        else:
+            yield architecture, config
+    if len(reasons) == len(ARCHITECTURES):
+        listed = "\n  ".join(reasons)
+        raise Unsupported(f"no architecture of Hugging Face can express the model:\n  {listed}")

@@ -14,8 +14,7 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Unsupported,
     attention,
     expert_layers,
-    joined,
-    whole,
+    made_of,
     windowed_layers,
 )
 
@@ -294,35 +293,35 @@ NORMALIZED_WEIGHTS: dict[Any, dict[str, Any]] = {
 # --- names of weights ---
 
 OUTSIDE: dict[str, Rule] = {
-    "embedding.word_embeddings.": whole("embed_tokens."),
-    "decoder.final_layernorm.": whole("norm."),
-    "output_layer.": whole("/lm_head."),
-    "rm_head.": whole("/score."),
+    "embedding.word_embeddings.": made_of("embed_tokens."),
+    "decoder.final_layernorm.": made_of("norm."),
+    "output_layer.": made_of("/lm_head."),
+    "rm_head.": made_of("/score."),
 }
 ATTENTION: dict[str, Rule] = {
     "self_attention.linear_qkv.": attention(
         "self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."
     ),
-    "self_attention.linear_proj.": whole("self_attn.o_proj."),
-    "self_attention.linear_qkv.layer_norm_": whole("input_layernorm."),
+    "self_attention.linear_proj.": made_of("self_attn.o_proj."),
+    "self_attention.linear_qkv.layer_norm_": made_of("input_layernorm."),
 }
 MLP: dict[str, Rule] = {
-    "mlp.linear_fc1.": joined("mlp.gate_proj.", "mlp.up_proj."),
-    "mlp.linear_fc2.": whole("mlp.down_proj."),
-    "mlp.linear_fc1.layer_norm_": whole("post_attention_layernorm."),
+    "mlp.linear_fc1.": made_of("mlp.gate_proj.", "mlp.up_proj."),
+    "mlp.linear_fc2.": made_of("mlp.down_proj."),
+    "mlp.linear_fc1.layer_norm_": made_of("post_attention_layernorm."),
 }
 QUERY_KEY_NORM: dict[str, Rule] = {
-    "self_attention.q_layernorm.": whole("self_attn.q_norm."),
-    "self_attention.k_layernorm.": whole("self_attn.k_norm."),
+    "self_attention.q_layernorm.": made_of("self_attn.q_norm."),
+    "self_attention.k_layernorm.": made_of("self_attn.k_norm."),
 }
 _EXPERT = "mlp.experts.{expert}."
 # Beside layers with one MLP
 EXPERTS: dict[str, Rule] = {
-    "mlp.router.": whole("mlp.gate."),
-    "mlp.experts.experts.linear_fc1.": joined(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
-    "mlp.experts.experts.linear_fc2.": whole(_EXPERT + "down_proj."),
-    "pre_mlp_layernorm.": whole("post_attention_layernorm.", beside="mlp.gate.weight"),
-    "mlp.linear_fc1.layer_norm_": whole(
+    "mlp.router.": made_of("mlp.gate."),
+    "mlp.experts.experts.linear_fc1.": made_of(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),
+    "mlp.experts.experts.linear_fc2.": made_of(_EXPERT + "down_proj."),
+    "pre_mlp_layernorm.": made_of("post_attention_layernorm.", beside="mlp.gate.weight"),
+    "mlp.linear_fc1.layer_norm_": made_of(
         "post_attention_layernorm.", beside="mlp.down_proj.weight"
     ),
 }

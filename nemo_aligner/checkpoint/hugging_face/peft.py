@@ -24,10 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, is_adapter
+from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, expanded, is_adapter
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import PEFT_CONFIG
-from nemo_aligner.checkpoint.hugging_face import peft_config
+from nemo_aligner.checkpoint.hugging_face import peft_config, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     HEAD,
@@ -40,23 +40,16 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     Rule,
     Unsupported,
     expert_layers,
-    hugging_face_config,
     spread,
+    within,
 )
-from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors
-from nemo_aligner.checkpoint.hugging_face.writing import (
-    copy_tokenizer,
-    left_out,
-    role_of,
-    write_json,
-)
 from nemo_aligner.checkpoint.stored_weights import LAYERS, Slice, TensorSource, whole_tensor
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.peft_rules import LORA, TARGET_GROUPS, TARGETS, LoRASettings
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.lora import expand_blocks, gated_blocks, qkv_blocks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CHECKSUM = "nemo_aligner.base_checksum"  # in the metadata of that file
@@ -97,19 +90,10 @@ class Modules:
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
         self.architecture, self.keys = architecture, keys
         self.layout = Layout(architecture, keys)
-        heads, hidden = self.layout.heads, int(keys["hidden_size"])
-        queries = heads.groups * heads.queries * heads.size
-        ffn = int(keys["ffn_hidden_size"] or 4 * hidden)
-        self.gated = str(keys["activation"]).lower().endswith("glu")
-        shapes = {
-            "attention_qkv": (queries + 2 * heads.groups * heads.size, hidden),
-            "attention_dense": (hidden, queries),
-            "mlp_fc1": (ffn * (2 if self.gated else 1), hidden),
-            "mlp_fc2": (hidden, ffn),
-        }
+        sizes = self.layout.sizes()
         experts = bool(keys.get("num_moe_experts"))
         self.weights = {
-            target: Weight(target, architecture.names.layer[path + "."], *shapes[target])
+            target: Weight(target, architecture.names.layer[path + "."], *sizes[path + "."])
             for target, path in TARGETS.items()
             if not (experts and target in TARGET_GROUPS["mlp"])
         }
@@ -160,18 +144,10 @@ def _modules_of(section: str, names: tuple[str, ...]) -> Modules:
     if kind in ARCHITECTURES:
         return Modules(ARCHITECTURES[kind], keys)
     found = []
-    for architecture in ARCHITECTURES.values():
-        try:
-            hugging_face_config(architecture, keys)
-        except Unsupported:
-            continue
+    for architecture, _config in expressing(keys):
         found.append(Modules(architecture, keys))
         if set(names) <= found[-1].places.keys():
             return found[-1]
-    if not found:
-        raise Unsupported(
-            "no architecture of Hugging Face can express the model, so it has no adapters of PEFT."
-        )
     return found[0]
 
 
@@ -411,19 +387,15 @@ class PeftTensors:
     def _b(self, weight: Weight, layer: int, rows: slice) -> Tensor:
         """`rows` of B, `[rows, dim]`, in the order of Megatron Core."""
         result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
-        first = 0
-        for run in weight.rule.runs(weight.rows, self.modules.layout.heads):
-            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
+        runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
+        for run, theirs, own in within(runs, rows):
             index = list(weight.rule.names).index(run.name)
             adapter = self._found.get((weight.target, layer, index))
-            if start < stop and adapter is not None:
-                shift = run.start - first
-                wanted = (slice(start + shift, stop + shift), slice(0, adapter.rank))
-                values = self.file.read(adapter.stem + B, wanted)
+            if adapter is not None:
+                values = self.file.read(adapter.stem + B, (theirs, slice(0, adapter.rank)))
                 if adapter.factor != 1:
                     values = values.float() * adapter.factor
-                result[start - rows.start : stop - rows.start, : adapter.rank] = values
-            first += run.count
+                result[own, : adapter.rank] = values
         return result
 
 
@@ -452,8 +424,8 @@ def write_folder(
         UserError: Hugging Face cannot express the model, or the source is damaged.
     """
     modules = modules_of(section)
-    role = role_of(modules.keys, source)
-    skipped = left_out(role, modules.keys, source, drop_head_bias)
+    role = writing.role_of(modules.keys, source)
+    skipped = writing.left_out(role, modules.keys, source, drop_head_bias)
     tensors, targets, wide = _adapters(modules, source, settings)
     heads = [] if role == CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
     for kind in KINDS if heads else ():
@@ -490,8 +462,8 @@ def write_folder(
     metadata = {"format": "pt"} | ({CHECKSUM: base.checksum} if base.checksum else {})
     with replaced_folder(target) as folder:
         save_file(copies, folder / WEIGHTS_FILE, metadata)
-        copy_tokenizer(section, folder)
-        write_json(folder / PEFT_CONFIG, config)
+        writing.copy_tokenizer(section, folder)
+        writing.write_json(folder / PEFT_CONFIG, config)
 
 
 def _adapters(
@@ -533,16 +505,12 @@ def _pairs(
         b: `[out, dim]`.
     """
     canonical, count = settings.variant == "canonical", len(weight.rule.names)
-    heads = modules.layout.heads
     if canonical and count == 1:  # several projections may be one module
-        if weight.target == "attention_qkv":
-            b = expand_blocks(b, qkv_blocks(heads.groups, heads.queries, heads.size))
-        elif weight.target == "mlp_fc1" and modules.gated:
-            b = expand_blocks(b, gated_blocks(len(b)))
+        b = expanded(b, TARGETS[weight.target] + ".", modules.keys)
     blocks_of_a = a.chunk(count) if canonical else [a] * count
     rows = {
         name: b.new_empty(modules.rows(weight, index), b.shape[1])
         for index, name in enumerate(weight.rule.names)
     }
-    spread(weight.rule.runs(weight.rows, heads), b, rows)
+    spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
     return list(zip(blocks_of_a, rows.values(), strict=True))

@@ -7,7 +7,7 @@ names of Megatron Core. No code and no pickle of a folder is run.
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     as_class_reads,
     expert_layers,
     model_keys,
+    within,
 )
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.stored_weights import (
+    LAYERS,
     EitherName,
     Slice,
     TensorSource,
@@ -169,72 +171,26 @@ class FolderWeights:
             self._full_name(name): name for name in self.tensors.shapes()
         }  # full name -> name in the files
         self._used: set[str] = set()
-        self._shapes = self._megatron_shapes()
+        self._sizes = self.layout.sizes()
         tied = bool(keys.get("share_embeddings_and_output_weights"))
-        unused = [name for name in self._with_base if name not in self._used]
-        tied_layer = ("lm_head.weight",) * tied
-        left = [name for name in unused if not name.endswith(_BUFFERS) and name not in tied_layer]
+        absent = ("output_layer.",) * (has_head or tied) + (HEAD,) * (not has_head)
+        self._shapes, lacking = self._megatron_shapes(absent)
+        unused = self._with_base.keys() - self._used - {*("lm_head.weight",) * tied}
+        left = sorted(name for name in unused if not name.endswith(_BUFFERS))
         if left:
             raise UserError(
                 f"{path} holds {len(left)} weight(s) that have no place in a model of "
                 f"{architecture.class_name}, such as {left[0]!r}; the model would compute "
                 "something else."
             )
-        self._check_complete(has_head, tied)
-        self._check_shapes()
+        if lacking:
+            raise UserError(
+                f"{path} lacks {lacking[0]!r} of a model with the keys of its config.json; copy "
+                "it again."
+            )
         if tied:
             self._check_tied()
             self._shapes.pop(PREFIX + "output_layer.weight", None)
-
-    def _check_complete(self, has_head: bool, tied: bool) -> None:
-        """Raise `UserError` if a weight is missing that every model of these keys has."""
-        absent = {HEAD} if not has_head else set()
-        if has_head or tied:
-            absent.add("output_layer.")
-        outside = self.layout.outside
-        places = [Place(outside[name], "weight") for name in outside if name not in absent]
-        experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
-        for layer in range(self.layout.layers):
-            left_out = WITH_MLP if experts[layer] else WITH_EXPERTS
-            for name, rule in self.layout.names.layer.items():
-                place = Place(rule, "weight", layer, 0 if "{expert}" in rule.names[0] else None)
-                applies = rule.beside is None or self._shape(place) is not None
-                if not name.startswith(left_out) and applies:
-                    places.append(place)
-        for place in places:
-            if self._shape(place) is None:
-                raise self._lacks(place)
-
-    def _lacks(self, place: Place) -> UserError:
-        return UserError(
-            f"{self.path} lacks {self.layout.name(place.rule.names[0], place)!r}, or has it in "
-            "another shape than a model with the keys of its config.json; copy it again."
-        )
-
-    def _check_shapes(self) -> None:
-        """Raise `UserError` if a matrix has other sizes than `config.json` says."""
-        keys, heads = self.keys, self.layout.heads
-        hidden = int(keys["hidden_size"])
-        attention = heads.groups * heads.queries * heads.size
-        experts = int(keys.get("moe_ffn_hidden_size") or 0)
-        expected = {
-            "embedding.word_embeddings.weight": (int(keys["override_vocab_size"]), hidden),
-            "output_layer.weight": (int(keys["override_vocab_size"]), hidden),
-            "self_attention.linear_qkv.weight": (None, hidden),
-            "self_attention.linear_proj.weight": (hidden, attention),
-            "mlp.linear_fc1.weight": (None, hidden),
-            "mlp.linear_fc2.weight": (hidden, int(keys["ffn_hidden_size"])),
-            "mlp.experts.experts.linear_fc2.weight": (hidden, experts),
-        }
-        for key, shape in self._shapes.items():
-            for name, sizes in expected.items():
-                differs = any(size not in (None, have) for size, have in zip(sizes, shape[-2:]))
-                if key.endswith(f".{name}") and differs:
-                    raise UserError(
-                        f"{self.path}: {key} would have the shape {shape[-2:]}, but config.json "
-                        f"asks for {tuple('any' if size is None else size for size in sizes)}; "
-                        "they belong to different models."
-                    )
 
     def _check_tied(self) -> None:
         """Raise `UserError` if an output layer is stored that is not the table it is tied to."""
@@ -261,25 +217,38 @@ class FolderWeights:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def _megatron_shapes(self) -> dict[str, tuple[int, ...]]:
+    def _megatron_shapes(
+        self, absent: Container[str]
+    ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
         """Global shapes by Megatron Core's names, each layer's by its number; those of experts
-        have the expert's number in front.
+        have the expert's number in front. And what the folder lacks of them, but for the weights
+        `absent` outside the layers.
         """
         shapes: dict[str, tuple[int, ...]] = {}
+        lacking = []
+        has_experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
         for stem, rule, in_layer in self.layout.rules():
-            experts = self.layout.experts if any("{expert}" in name for name in rule.names) else 0
+            name = stem.removeprefix(LAYERS if in_layer else PREFIX)
+            experts = self.layout.experts if "{expert}" in rule.names[0] else 0
             kinds = [kind for kind in KINDS if kind == "weight" or self._has_bias(stem)]
             layers = range(self.layout.layers) if in_layer else (None,)
             for kind, layer in itertools.product(kinds, layers):
-                shape = self._shape(Place(rule, kind, layer, 0 if experts else None))
-                for expert in range(1, experts):
-                    place = Place(rule, kind, layer, expert)
-                    if self._shape(place) != shape:
-                        raise self._lacks(place)
-                if shape is not None:
-                    name = stem if layer is None else numbered(stem, layer)
-                    shapes[name + kind] = ((experts,) if experts else ()) + shape
-        return shapes
+                places = [Place(rule, kind, layer, n) for n in range(experts) or (None,)]
+                found = [self._shape(name, place) for place in places]
+                if layer is None:
+                    is_needed = name not in absent
+                else:
+                    is_needed = not name.startswith(
+                        WITH_MLP if has_experts[layer] else WITH_EXPERTS
+                    )
+                is_needed &= kind == "weight" and rule.beside is None
+                if is_needed or any(found):
+                    wanting = [p for p, shape in zip(places, found, strict=True) if shape is None]
+                    lacking += [self.layout.name(rule.names[0], place) for place in wanting]
+                if found[0] is not None:
+                    key = stem if layer is None else numbered(stem, layer)
+                    shapes[key + kind] = ((experts,) if experts else ()) + found[0]
+        return shapes, lacking
 
     def _has_bias(self, stem: str) -> bool:
         if stem.endswith(HEAD):
@@ -289,38 +258,38 @@ class FolderWeights:
         qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
         return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
-    def _shape(self, place: Place) -> tuple[int, ...] | None:
-        """Shape of the tensor at `place`; None: the folder has none of its parts."""
+    def _shape(self, name: str, place: Place) -> tuple[int, ...] | None:
+        """Shape of the weight `name` at `place`; None: the folder has none of its parts."""
         if place.rule.beside is not None:
             beside = self.layout.name(place.rule.beside, dataclasses.replace(place, kind=""))
             if beside not in self._with_base:
                 return None
         names = [self.layout.name(template, place) for template in place.rule.names]
-        there = [name for name in names if name in self._with_base]
-        if not there:
+        stored = {
+            name: self.tensors.shapes()[self._with_base[name]]
+            for name in names
+            if name in self._with_base
+        }
+        if not stored:
             return None
-        if len(there) < len(names):
+        absent = [name for name in names if name not in stored]
+        if absent:
             raise UserError(
-                f"{self.path} has {there[0]!r} but not "
-                f"{next(name for name in names if name not in there)!r}; copy it again."
+                f"{self.path} has {next(iter(stored))!r} but not {absent[0]!r}; copy it again."
             )
         self._used |= set(names)
-        stored = [self.tensors.shapes()[self._with_base[name]] for name in names]
-        shapes = [shape[::-1] if place.rule.transposed else shape for shape in stored]
-        if any(shape[1:] != shapes[0][1:] for shape in shapes):
-            raise UserError(
-                f"{self.path}: {', '.join(names)} have the shapes {shapes}, which do not fit "
-                "together; copy it again."
-            )
-        rows = sum(shape[0] for shape in shapes)
-        for name, shape in zip(names, shapes, strict=True):
-            runs = [run for run in self.layout.runs(place, rows) if run.name == name]
-            if sum(run.count for run in runs) != shape[0]:
+        sizes: tuple[int, ...] = self._sizes.get(name, ())
+        shape = sizes[: 2 if place.kind == "weight" else 1] or (
+            sum(each[0] for each in stored.values() if each),
+            *stored[names[0]][1:],
+        )
+        for part, wanted in self.layout.shapes(place, shape).items():
+            if stored[part] != wanted:
                 raise UserError(
-                    f"{self.path}: {name} of shape {shape} does not fit the sizes in its "
-                    f"config.json, which ask for {sum(run.count for run in runs)} rows."
+                    f"{self.path}: {part} has the shape {stored[part]}, but the sizes in its "
+                    f"config.json ask for {wanted}; they belong to different models."
                 )
-        return (rows, *shapes[0][1:])
+        return shape
 
     def read(self, key: str, part: Slice) -> Tensor:
         index = tuple(axis for axis in part if isinstance(axis, int))
@@ -328,16 +297,12 @@ class FolderWeights:
         place = self.layout.place(key, index)
         assert place is not None, key
         total = self._shapes[key][len(index)]
-        pieces, first = [], 0
-        for run in self.layout.runs(place, total):
-            start, stop = max(rows.start, first), min(rows.stop, first + run.count)
-            if start < stop:
-                shift = run.start - first
-                wanted = (slice(start + shift, stop + shift), *columns)
-                index_in_file = wanted[::-1] if place.rule.transposed else wanted
-                piece = self.tensors.read(self._with_base[run.name], index_in_file)
-                pieces.append(piece.T if place.rule.transposed and columns else piece)
-            first += run.count
+        pieces = []
+        for run, theirs, _own in within(self.layout.runs(place, total), rows):
+            wanted = (theirs, *columns)
+            index_in_file = wanted[::-1] if place.rule.transposed else wanted
+            piece = self.tensors.read(self._with_base[run.name], index_in_file)
+            pieces.append(piece.T if place.rule.transposed and columns else piece)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

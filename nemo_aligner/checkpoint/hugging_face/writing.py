@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG, PEFT_CONFIG
+from nemo_aligner.checkpoint.hugging_face import reading
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     HEAD,
@@ -37,17 +38,7 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
     model_keys,
     spread,
 )
-from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
-from nemo_aligner.checkpoint.hugging_face.reading import (
-    FILES_OF_TOKENIZERS,
-    GENERATION,
-    GENERATION_FILE,
-    INDEX_FILE,
-    ORIGIN,
-    WEIGHTS_FILE,
-    end_token_ids,
-    read_json,
-)
+from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.stored_weights import (
     Slice,
     TensorSource,
@@ -117,19 +108,8 @@ def plan(
         if name in _VOCABULARY:
             rest = (vocab_rows, *rest[1:])
         part: Slice = (*index, *map(functools.partial(slice, 0), map(min, rest, shape)))
-        result.append(Written(key, part, place, _shapes(layout, place, rest), dtype_of(key)))
+        result.append(Written(key, part, place, layout.shapes(place, rest), dtype_of(key)))
     return sorted(result, key=_order)
-
-
-def _shapes(layout: Layout, place: Place, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    rows: dict[str, int] = {}
-    for run in layout.runs(place, shape[0]):
-        rows[run.name] = rows.get(run.name, 0) + run.count
-    transposed = place.rule.transposed
-    return {
-        name: ((count, *shape[1:])[::-1] if transposed else (count, *shape[1:]))
-        for name, count in rows.items()
-    }
 
 
 def _order(item: Written) -> tuple[int, int, int, str]:
@@ -166,7 +146,7 @@ def write_tensors(
     its own) and their index; `progress` is called with the number of bytes that were written.
     """
     shards = _shards(items, shard_bytes)
-    names = [WEIGHTS_FILE]
+    names = [reading.WEIGHTS_FILE]
     if len(shards) > 1:
         names = [
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -184,7 +164,7 @@ def write_tensors(
                 for tensor in item.shapes
             },
         }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / reading.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _shards(items: Sequence[Written], shard_bytes: int) -> list[list[Written]]:
@@ -245,14 +225,14 @@ def describe(
     and the complete keys of the model; `UserError`: it is not known, or cannot express the model.
     """
     keys = plain_dict(complete_model(section), resolve=True)
-    origin = keys.get(ORIGIN) or {}
+    origin = keys.get(reading.ORIGIN) or {}
     model_type = model_type or origin.get("model_type")
     if keys["position_embedding_type"] != "learned_absolute":
         # That of a job is its `encoder_seq_length`, and no weight depends on it.
         positions = origin.get("max_position_embeddings")
         keys["max_position_embeddings"] = positions or keys["max_position_embeddings"]
     if model_type is None:
-        return *_first_that_can(keys), keys
+        return *next(expressing(keys)), keys
     if model_type not in ARCHITECTURES:
         raise UserError(
             f"the architecture {model_type!r} is not known; what is: "
@@ -260,17 +240,6 @@ def describe(
         )
     architecture = ARCHITECTURES[model_type]
     return architecture, hugging_face_config(architecture, keys), keys
-
-
-def _first_that_can(keys: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
-    reasons = []
-    for architecture in ARCHITECTURES.values():
-        try:
-            return architecture, hugging_face_config(architecture, keys)
-        except Unsupported as error:
-            reasons.append(str(error))
-    listed = "\n  ".join(reasons)
-    raise Unsupported(f"no architecture of Hugging Face can express the model:\n  {listed}")
 
 
 def check(section: DictConfig) -> None:
@@ -308,7 +277,7 @@ def write_folder(
     skipped = left_out(role, keys, source, drop_head_bias)
     config = _as_it_came(architecture, config, keys) | _head_config(role, keys)
     config["architectures"] = [architecture.class_for(role)]
-    generation = config.pop(GENERATION, None)
+    generation = config.pop(reading.GENERATION, None)
     with replaced_folder(target) as folder:
         copy_tokenizer(section, folder)
         write_json(folder / HF_CONFIG, config)  # the class of a tokenizer may stand there
@@ -329,7 +298,7 @@ def write_folder(
         config |= {"vocab_size": vocab_rows, **dict.fromkeys(_DTYPE_KEYS, main_dtype)}
         write_json(folder / HF_CONFIG, config)
         if generation is not None:
-            write_json(folder / GENERATION_FILE, generation)
+            write_json(folder / reading.GENERATION_FILE, generation)
         if role == CAUSAL_LM:
             _write_end_tokens(folder, config, keys["tokenizer"].get("end_token_ids"))
 
@@ -387,7 +356,7 @@ def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     if role == CAUSAL_LM:
         return {}
     count = keys["regression"]["num_attributes"]
-    if len((keys.get(ORIGIN) or {}).get("id2label") or ()) == count:
+    if len((keys.get(reading.ORIGIN) or {}).get("id2label") or ()) == count:
         return {}  # the names that the model came with
     names = [f"LABEL_{label}" for label in range(count)]
     return {
@@ -400,7 +369,7 @@ def _as_it_came(
     architecture: Architecture, config: dict[str, Any], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`config`, with what the folder that the model came from says of all that is the same."""
-    origin: dict[str, Any] = dict(keys.get(ORIGIN) or {})
+    origin: dict[str, Any] = dict(keys.get(reading.ORIGIN) or {})
     came_as = ARCHITECTURES.get(origin.get("model_type", ""), architecture)
     read = keys_read(came_as)
     whole = "model_type" in origin and read & origin.keys()
@@ -444,7 +413,7 @@ def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any
     if wanted is None or (wanted != tokenizer.pad_token_id and 0 <= wanted < len(tokenizer)):
         token = PADDING if wanted is None else tokenizer.convert_ids_to_tokens(wanted)
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            settings = read_json(folder / name) if (folder / name).is_file() else {}
+            settings = reading.read_json(folder / name) if (folder / name).is_file() else {}
             if settings or name == "tokenizer_config.json":
                 write_json(folder / name, settings | {"pad_token": token})
     return _tokenizer_in(folder).pad_token_id if wanted is None else wanted
@@ -452,11 +421,11 @@ def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any
 
 def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[int] | None) -> None:
     """Name the tokens that end a response, the model's or else the tokenizer's, if need be."""
-    target = folder / GENERATION_FILE
-    settings = read_json(target) if target.is_file() else {}
+    target = folder / reading.GENERATION_FILE
+    settings = reading.read_json(target) if target.is_file() else {}
     # transformers does not read those of config.json beside a generation_config.json.
-    stated = end_token_ids({GENERATION: settings} if target.is_file() else config)
-    ends = list(ends or stated or end_token_ids(config))
+    stated = reading.end_token_ids({reading.GENERATION: settings} if target.is_file() else config)
+    ends = list(ends or stated or reading.end_token_ids(config))
     tokenizer = None if ends else _tokenizer_in(folder)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ends = [tokenizer.eos_token_id]
@@ -467,7 +436,7 @@ def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[in
 
 def _tokenizer_in(folder: Path) -> Any:
     """The tokenizer that was copied into `folder`; None: there is none that transformers reads."""
-    if not any((folder / name).is_file() for name in FILES_OF_TOKENIZERS):
+    if not any((folder / name).is_file() for name in reading.FILES_OF_TOKENIZERS):
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
