@@ -4,11 +4,14 @@
 describe each of them.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB, HIDDEN, FFN, LAYERS, HEADS, GROUPS, POSITIONS = 384, 32, 48, 2, 4, 2, 1300
 HEAD = 8
@@ -75,6 +78,15 @@ def causal_lm(kind: str, **settings) -> Callable[[], torch.nn.Module]:
     return build
 
 
+def rms(kind: str, **settings) -> Callable[[], torch.nn.Module]:
+    """As `causal_lm`, with the epsilon of `NEMO`."""
+    return causal_lm(kind, rms_norm_eps=1e-6, **settings)
+
+
+def rope(kind: str, theta: float = 10000.0, **more) -> dict:
+    return dict(rope_type=kind, rope_theta=theta, **more)
+
+
 def _gpt2() -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -101,26 +113,17 @@ _EXPERTS = dict(
 )
 _NEMO_EXPERTS = dict(num_moe_experts=EXPERTS, moe_router_topk=3, moe_ffn_hidden_size=EXPERT_FFN)
 MODELS = {
-    "Llama 2": Model(causal_lm("Llama", rms_norm_eps=1e-6), NEMO_LLAMA),
+    "Llama 2": Model(rms("Llama"), NEMO_LLAMA),
     "Llama 2, positions interpolated": Model(
-        causal_lm(
-            "Llama",
-            rms_norm_eps=1e-6,
-            rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
-        ),
+        rms("Llama", rope_parameters=rope("linear", factor=4.0)),
         NEMO_LLAMA | dict(seq_len_interpolation_factor=4.0),
     ),
     "Llama 3.1": Model(
-        causal_lm("Llama", rms_norm_eps=1e-6, rope_parameters=LLAMA_3),
+        rms("Llama", rope_parameters=LLAMA_3),
         NEMO_LLAMA | dict(rotary_base=500000.0, scale_positional_embedding=True),
     ),
     "Llama 3.2": Model(
-        causal_lm(
-            "Llama",
-            rms_norm_eps=1e-6,
-            rope_parameters=LLAMA_3 | dict(factor=32.0),
-            tie_word_embeddings=True,
-        ),
+        rms("Llama", rope_parameters=LLAMA_3 | dict(factor=32.0), tie_word_embeddings=True),
         NEMO_LLAMA
         | dict(
             rotary_base=500000.0,
@@ -131,30 +134,17 @@ MODELS = {
     ),
     # Hugging Face counts a position's own in its window, Megatron Core and NeMo do not.
     "Mistral": Model(
-        causal_lm("Mistral", rms_norm_eps=1e-6, sliding_window=100),
+        rms("Mistral", sliding_window=100),
         NEMO_LLAMA | dict(window_size=[99, 0]),
     ),
-    "Qwen 2": Model(causal_lm("Qwen2", rms_norm_eps=1e-6), NEMO_LLAMA | dict(qkv_bias=True)),
+    "Qwen 2": Model(rms("Qwen2"), NEMO_LLAMA | dict(qkv_bias=True)),
     "Qwen 2, windows in the later layers": Model(
-        causal_lm(
-            "Qwen2",
-            rms_norm_eps=1e-6,
-            use_sliding_window=True,
-            sliding_window=100,
-            max_window_layers=1,
-        ),
+        rms("Qwen2", use_sliding_window=True, sliding_window=100, max_window_layers=1),
         NEMO_LLAMA | dict(qkv_bias=True, window_size=[99, 0], window_attn_skip_freq=[0, 1]),
     ),
     "Qwen 2, YaRN": Model(
-        causal_lm(
-            "Qwen2",
-            rms_norm_eps=1e-6,
-            rope_parameters=dict(
-                rope_type="yarn",
-                rope_theta=10000.0,
-                factor=4.0,
-                original_max_position_embeddings=300,
-            ),
+        rms(
+            "Qwen2", rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=300)
         ),
         NEMO_LLAMA
         | dict(
@@ -165,12 +155,11 @@ MODELS = {
         ),
     ),
     "Llama 2, YaRN with all its settings": Model(
-        causal_lm(
+        rms(
             "Llama",
-            rms_norm_eps=1e-6,
-            rope_parameters=dict(
-                rope_type="yarn",
-                rope_theta=500000.0,
+            rope_parameters=rope(
+                "yarn",
+                theta=500000.0,
                 factor=8.0,
                 original_max_position_embeddings=150,
                 beta_fast=16.0,
@@ -194,44 +183,34 @@ MODELS = {
         ),
     ),
     "Granite, its attention alone": Model(
-        causal_lm("Granite", rms_norm_eps=1e-6, attention_multiplier=0.2),
+        rms("Granite", attention_multiplier=0.2),
         NEMO_LLAMA | dict(query_pre_attn_scalar=25),
     ),
     "SmolLM 3": Model(
-        causal_lm(
-            "SmolLM3",
-            rms_norm_eps=1e-6,
-            no_rope_layer_interval=2,
-            pad_token_id=0,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        ),
+        rms("SmolLM3", no_rope_layer_interval=2, pad_token_id=0, rope_parameters=rope("default")),
         NEMO_LLAMA | dict(no_rope_freq=2),
     ),
     "Qwen 3": Model(
-        causal_lm("Qwen3", rms_norm_eps=1e-6, head_dim=16),
+        rms("Qwen3", head_dim=16),
         NEMO_LLAMA | dict(kv_channels=16, qk_layernorm=True),
     ),
     # It stores queries, keys and values as one matrix, and the two halves of a SwiGLU.
     "Phi 3": Model(
-        causal_lm(
+        rms(
             "Phi3",
-            rms_norm_eps=1e-6,
             sliding_window=100,
             pad_token_id=0,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.75
-            ),
+            rope_parameters=rope("default", partial_rotary_factor=0.75),
         ),
         NEMO_LLAMA | dict(window_size=[99, 0], rotary_percentage=0.75),
     ),
     "Mixtral": Model(
-        causal_lm("Mixtral", rms_norm_eps=1e-6, num_local_experts=EXPERTS, initializer_range=0.1),
+        rms("Mixtral", num_local_experts=EXPERTS, initializer_range=0.1),
         NEMO_LLAMA | dict(rotary_base=1000000.0, num_moe_experts=EXPERTS, moe_router_topk=2),
     ),
     "Qwen 3 MoE": Model(
-        causal_lm(
+        rms(
             "Qwen3Moe",
-            rms_norm_eps=1e-6,
             # With larger weights rounding would decide between two experts at one position.
             initializer_range=0.1,
             head_dim=HEAD,
@@ -242,9 +221,8 @@ MODELS = {
     ),
     # The first layer has no experts, and the weights of those of the second do not sum to 1.
     "Qwen 2 MoE": Model(
-        causal_lm(
+        rms(
             "Qwen2Moe",
-            rms_norm_eps=1e-6,
             decoder_sparse_step=2,
             shared_expert_intermediate_size=SHARED_FFN,
             norm_topk_prob=False,
@@ -261,7 +239,7 @@ MODELS = {
         ),
     ),
     "Gemma": Model(
-        causal_lm("Gemma", rms_norm_eps=1e-6, head_dim=16, tie_word_embeddings=True),
+        rms("Gemma", head_dim=16, tie_word_embeddings=True),
         NEMO_LLAMA
         | dict(
             kv_channels=16,
@@ -293,9 +271,7 @@ MODELS = {
             initializer_range=0.08,  # its logits would be of other sizes than those of the others
             hidden_act="relu2",
             head_dim=HEAD,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
-            ),
+            rope_parameters=rope("default", partial_rotary_factor=0.5),
         ),
         NEMO_LLAMA
         | dict(normalization="layernorm1p", activation="squared-relu", rotary_percentage=0.5),
@@ -326,12 +302,8 @@ FOLDERS: dict[str, Callable[[], torch.nn.Module]] = {
     "Qwen 2, odd sizes, tied": causal_lm("Qwen2", **ODD, tie_word_embeddings=True),
     "Llama 2, YaRN with a given scale": causal_lm(
         "Llama",
-        rope_parameters=dict(
-            rope_type="yarn",
-            rope_theta=10000.0,
-            factor=4.0,
-            original_max_position_embeddings=300,
-            attention_factor=1.25,
+        rope_parameters=rope(
+            "yarn", factor=4.0, original_max_position_embeddings=300, attention_factor=1.25
         ),
     ),
     "Qwen 3 MoE, experts in one layer": causal_lm(
@@ -371,3 +343,14 @@ def randomized(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def edit_json(file: Path, **keys) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def change_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Call `change` with the tensors in a safetensors file, and write them again."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})

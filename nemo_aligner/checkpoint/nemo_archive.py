@@ -22,7 +22,7 @@ import secrets
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,9 @@ from nemo.utils import logging
 from nemo.utils.tar_utils import TarPathTraversalError, safe_extract
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.checkpoint import forms
-from nemo_aligner.checkpoint.checksums import (
-    check_files_together,
-    check_folder,
-    check_members,
-)
+from nemo_aligner.checkpoint import file_references, forms
+from nemo_aligner.checkpoint.checksums import check_files_together, check_folder, check_members
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
-from nemo_aligner.checkpoint.file_references import (
-    ARTIFACT_KEYS,
-    TOKENIZER_TYPE,
-    leads_out,
-    mark_outside,
-    read_yaml,
-    refuse_resolvers,
-)
 from nemo_aligner.checkpoint.hugging_face.architecture import is_gated
 from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
 from nemo_aligner.checkpoint.stored_weights import TensorSource
@@ -106,13 +94,18 @@ def _unpack_small_members(path: Path) -> Path:
 def _unpack_file(path: Path, _modified_ns: int) -> Path:
     """`_unpack_small_members` of a file, into a folder that lives as long as the process."""
     folder = temporary_folder("nemo_")
-    with _opened(path) as tar:
-        members = [m for m in tar.getmembers() if not forms.is_weight(_member_name(m))]
-        safe_extract(tar, str(folder), members=members)
-        check_members(tar, path, select=lambda name: not forms.is_weight(name))
+    _extract(path, folder, lambda name: not forms.is_weight(name))
     if not (folder / forms.CONFIG_FILE).is_file():
         raise UserError(f"{path} holds no {forms.CONFIG_FILE}; it is not a .nemo file.")
     return folder
+
+
+def _extract(path: Path, folder: Path, select: Callable[[str], bool]) -> None:
+    """Unpack the members that `select` takes by their names, compared with their checksums."""
+    with _opened(path) as tar:
+        members = [member for member in tar.getmembers() if select(_member_name(member))]
+        safe_extract(tar, str(folder), members=members)
+        check_members(tar, path, select)
 
 
 def _set_nemo_gelu(config: DictConfig) -> None:
@@ -129,14 +122,14 @@ def read_archive(path: Path) -> DictConfig:
     `sources.Source.stored_config`.
     """
     folder = _unpack_small_members(path)
-    config = read_yaml(folder / forms.CONFIG_FILE, path)
-    refuse_resolvers(config, path)
+    config = file_references.read_yaml(folder / forms.CONFIG_FILE, path)
+    file_references.refuse_resolvers(config, path)
     _set_nemo_gelu(config)
-    for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE, TOKENIZER_FOLDER):
+    for key in (*file_references.ARTIFACT_KEYS, file_references.TOKENIZER_TYPE, TOKENIZER_FOLDER):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
             OmegaConf.update(config, key, _inside(folder, value, path))
-        elif key in ARTIFACT_KEYS and isinstance(value, str) and value:
+        elif key in file_references.ARTIFACT_KEYS and isinstance(value, str) and value:
             # In old archives the path is the one of the machine that wrote them.
             beside = folder / Path(value).name
             if beside.is_file():
@@ -151,7 +144,7 @@ def read_archive(path: Path) -> DictConfig:
     if own_copy is not None:
         config.tokenizer.type = own_copy
         del config.tokenizer[TOKENIZER_FOLDER.split(".")[1]]
-    mark_outside(config, folder)
+    file_references.mark_outside(config, folder)
     return config
 
 
@@ -159,7 +152,7 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
     """The path of what `nemo:<name>` means in the archive at `path`, unpacked in `folder`."""
     name = Path(reference.removeprefix(ARTIFACT_PREFIX))
     file = folder / name
-    if name.is_absolute() or ".." in name.parts or leads_out(file, folder):
+    if name.is_absolute() or ".." in name.parts or file_references.leads_out(file, folder):
         raise UserError(f"{path}: {reference} leads out of the archive; do not use this file.")
     return str(file)
 
@@ -253,11 +246,8 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
     try:
         with failing_together():
             if _is_first_on_node():
-                with _opened(path) as tar:
-                    members = [m for m in tar.getmembers() if forms.is_weight(_member_name(m))]
-                    claim(temporary, "nemo_weights_", token).mkdir()
-                    safe_extract(tar, str(folder), members=members)
-                    check_members(tar, path, select=forms.is_weight)
+                claim(temporary, "nemo_weights_", token).mkdir()
+                _extract(path, folder, forms.is_weight)
         yield folder
         barrier()
     finally:

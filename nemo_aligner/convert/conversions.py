@@ -31,12 +31,7 @@ from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG
 from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
 from nemo_aligner.checkpoint.sources import PeftFolder, Source, open_source
-from nemo_aligner.checkpoint.stored_weights import (
-    Slice,
-    TensorSource,
-    pieces,
-    stored_dtype,
-)
+from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, pieces, stored_dtype
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.parallel_rules import pad_vocab_size

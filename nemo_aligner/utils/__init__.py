@@ -11,91 +11,70 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Door, below `nemo_aligner` -> the modules that have its names; `A=module:B`: `A` is now `B`.
+# Door -> the modules that have its names; `A=module:B`: `A` is now `B`. All below `nemo_aligner`.
 DOORS = {
-    "losses": (
-        "nemo_aligner.core.distillation nemo_aligner.core.estimators nemo_aligner.core.losses "
-        "nemo_aligner.core.preference"
-    ),
-    "metrics": "nemo_aligner.core.metrics nemo_aligner.launch.script_steps",
-    "metrics.common": "nemo_aligner.launch.script_steps",
+    "losses": "core.distillation core.estimators core.losses core.preference",
+    "metrics": "core.metrics launch.script_steps",
+    "metrics.common": "launch.script_steps",
     "models.nlp.gpt.rewards_in_place_of_critic": (
-        "NothingToDo=nemo_aligner.servers.scoring_clients:NoCriticFuture "
-        "nemo_aligner.servers.scoring_clients "
-        "RewardsWithoutValues=nemo_aligner.servers.scoring_clients:RMFutureResult"
+        "NothingToDo=servers.scoring_clients:NoCriticFuture servers.scoring_clients "
+        "RewardsWithoutValues=servers.scoring_clients:RMFutureResult"
     ),
-    "types": "nemo_aligner.core.types",
-    "utils.advantages": "nemo_aligner.core.advantages",
-    "utils.batch_iterators": "nemo_aligner.data.nlp.batch_iterators",
+    "types": "core.types",
+    "utils.advantages": "core.advantages",
+    "utils.batch_iterators": "data.nlp.batch_iterators",
     "utils.checkpointing": (
-        "nemo_aligner.checkpoint.checkpointing nemo_aligner.checkpoint.folders "
-        "nemo_aligner.checkpoint.optimizer_forms"
+        "checkpoint.checkpointing checkpoint.folders checkpoint.optimizer_forms"
     ),
     "utils.config_rules": (
-        "nemo_aligner.config.rules check_flags=nemo_aligner.config.rules:check_keys_alone "
-        "check_required=nemo_aligner.config.rules:check_keys_alone "
-        "nemo_aligner.core.estimators"
+        "config.rules check_flags=config.rules:check_keys_alone "
+        "check_required=config.rules:check_keys_alone core.estimators"
     ),
-    "utils.config_schema": "nemo_aligner.config.inert_keys nemo_aligner.config.schema",
-    "utils.config_utils": "nemo_aligner.config.checks nemo_aligner.config.defaults",
-    "utils.config_values": "nemo_aligner.config.values",
-    "utils.context_parallel": "nemo_aligner.parallel.context_parallel",
-    "utils.device": "nemo_aligner.parallel.device nemo_aligner.parallel.megatron_adaptation",
-    "utils.dist_ckpt": "nemo_aligner.checkpoint.dist_ckpt",
-    "utils.distributed": (
-        "nemo_aligner.parallel.collectives nemo_aligner.parallel.vocab_parallel "
-        "nemo_aligner.training.timers"
-    ),
-    "utils.errors": "nemo_aligner.core.errors",
-    "utils.expert_losses": "nemo_aligner.training.expert_losses",
-    "utils.finite": "nemo_aligner.training.finite",
-    "utils.kl": "nemo_aligner.core.kl",
-    "utils.loggers": "nemo_aligner.parallel.environment nemo_aligner.training.loggers",
-    "utils.megatron_steps": "nemo_aligner.training.megatron_steps",
+    "utils.config_schema": "config.inert_keys config.schema",
+    "utils.config_utils": "config.checks config.defaults",
+    "utils.config_values": "config.values",
+    "utils.context_parallel": "parallel.context_parallel",
+    "utils.device": "parallel.device parallel.megatron_adaptation",
+    "utils.dist_ckpt": "checkpoint.dist_ckpt",
+    "utils.distributed": "parallel.collectives parallel.vocab_parallel training.timers",
+    "utils.errors": "core.errors",
+    "utils.expert_losses": "training.expert_losses",
+    "utils.finite": "training.finite",
+    "utils.kl": "core.kl",
+    "utils.loggers": "parallel.environment training.loggers",
+    "utils.megatron_steps": "training.megatron_steps",
     "utils.nemo_archive": (
-        "nemo_aligner.checkpoint.nemo_archive nemo_aligner.checkpoint.nemo_writing "
-        "check_restore_path=nemo_aligner.checkpoint.forms:check_restore_path "
-        "nemo_aligner.checkpoint.sources"
+        "checkpoint.nemo_archive checkpoint.nemo_writing "
+        "check_restore_path=checkpoint.forms:check_restore_path checkpoint.sources"
     ),
-    "utils.optim": "nemo_aligner.config.optim_rules nemo_aligner.training.optim",
-    "utils.parallel_rules": "nemo_aligner.config.parallel_rules",
-    "utils.parallel_state": "nemo_aligner.parallel.parallel_state",
-    "utils.ports": "nemo_aligner.servers.ports",
-    "utils.ppo_rules": "nemo_aligner.config.ppo_rules nemo_aligner.core.estimators",
-    "utils.ppo_utils": (
-        "nemo_aligner.core.advantages nemo_aligner.core.kl nemo_aligner.core.losses "
-        "nemo_aligner.core.masks nemo_aligner.core.tensors"
-    ),
-    "utils.replicas": "nemo_aligner.parallel.replicas",
-    "utils.resume_pair": "nemo_aligner.checkpoint.folders",
-    "utils.reward_models": "nemo_aligner.config.server_rules",
+    "utils.optim": "config.optim_rules training.optim",
+    "utils.parallel_rules": "config.parallel_rules",
+    "utils.parallel_state": "parallel.parallel_state",
+    "utils.ports": "servers.ports",
+    "utils.ppo_rules": "config.ppo_rules core.estimators",
+    "utils.ppo_utils": "core.advantages core.kl core.losses core.masks core.tensors",
+    "utils.replicas": "parallel.replicas",
+    "utils.resume_pair": "checkpoint.folders",
+    "utils.reward_models": "config.server_rules",
     "utils.server_utils": (
-        "nemo_aligner.core.tokenizer nemo_aligner.servers.futures "
-        "nemo_aligner.servers.requests nemo_aligner.servers.triton_environment "
-        "nemo_aligner.servers.triton_host"
+        "core.tokenizer servers.futures servers.requests servers.triton_environment "
+        "servers.triton_host"
     ),
-    "utils.text_generation_utils": (
-        "nemo_aligner.generation.interface nemo_aligner.generation.text"
-    ),
-    "utils.timers": "nemo_aligner.training.timers",
+    "utils.text_generation_utils": "generation.interface generation.text",
+    "utils.timers": "training.timers",
     "utils.train_script_utils": (
-        "nemo_aligner.launch.endings nemo_aligner.launch.experiment "
-        "nemo_aligner.launch.model_loading nemo_aligner.launch.processes "
-        "nemo_aligner.launch.script_steps nemo_aligner.training.loggers "
-        "nemo_aligner.training.schedule"
+        "launch.endings launch.experiment launch.model_loading launch.processes "
+        "launch.script_steps training.loggers training.schedule"
     ),
-    "utils.train_utils": "nemo_aligner.models.nlp.gpt.model_functions nemo_aligner.training.optim",
-    "utils.trainer_utils": "nemo_aligner.training.schedule",
-    "utils.trt_llm": "nemo_aligner.core.tensors",
+    "utils.train_utils": "models.nlp.gpt.model_functions training.optim",
+    "utils.trainer_utils": "training.schedule",
+    "utils.trt_llm": "core.tensors",
     "utils.utils": (
-        "nemo_aligner.checkpoint.dist_ckpt nemo_aligner.checkpoint.folders "
-        "nemo_aligner.checkpoint.nemo_archive nemo_aligner.core.masks "
-        "nemo_aligner.core.tensors nemo_aligner.data.nlp.prompts "
-        "nemo_aligner.launch.model_loading nemo_aligner.launch.script_steps "
-        "nemo_aligner.models.nlp.gpt.model_functions nemo_aligner.parallel.collectives "
-        "nemo_aligner.parallel.device"
+        "checkpoint.dist_ckpt checkpoint.folders checkpoint.nemo_archive core.masks "
+        "core.tensors data.nlp.prompts launch.model_loading launch.script_steps "
+        "models.nlp.gpt.model_functions parallel.collectives parallel.device"
     ),
-    "utils.vocab_parallel": "nemo_aligner.parallel.vocab_parallel",
+    "utils.vocab_parallel": "parallel.vocab_parallel",
 }
 
 
@@ -137,12 +116,15 @@ def _present(door: str, name: str) -> Any:
     """What `name` of `door` is now; `AttributeError`: nothing."""
     from nemo_aligner.core.retired import retired_names
 
-    places = [word.rpartition("=") for word in DOORS[door.removeprefix("nemo_aligner.")].split()]
+    words = DOORS[door.removeprefix("nemo_aligner.")].split()
+    places = [
+        (alias, f"nemo_aligner.{place}") for alias, _, place in (w.rpartition("=") for w in words)
+    ]
     if name == "__all__":  # import *, dir()
-        modules = [importlib.import_module(place) for alias, _, place in places if not alias]
+        modules = [importlib.import_module(place) for alias, place in places if not alias]
         own = [each for module in modules for each in vars(module) if _is_own(module, each)]
-        return [*own, *(alias for alias, _, _ in places if alias)]
-    for alias, _, place in places if not name.startswith("__") else ():
+        return [*own, *(alias for alias, _ in places if alias)]
+    for alias, place in places if not name.startswith("__") else ():
         own_module, _, own_name = place.partition(":")
         if alias == name or (not alias and hasattr(importlib.import_module(own_module), name)):
             return getattr(importlib.import_module(own_module), own_name or name)

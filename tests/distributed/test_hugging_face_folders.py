@@ -47,15 +47,21 @@ def logits(folder: str, split: dict) -> torch.Tensor | None:
     """float32 `[B, S, V]` on ranks of the last stage, else None; all ranks call it."""
     from nemo_aligner.launch.model_loading import load_from_nemo
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+
+    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **split})
+    return whole_logits(load_from_nemo(MegatronGPTModel, job, None, restore_path=folder), TOKENS)
+
+
+def whole_logits(model, tokens: torch.Tensor) -> torch.Tensor | None:
+    """As `logits`, of a model."""
     from nemo_aligner.parallel import parallel_state
     from nemo_aligner.training.megatron_steps import forward_collect
 
-    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **split})
-    model = load_from_nemo(MegatronGPTModel, job, None, restore_path=folder)
     model.set_eval()
-    found = forward_collect(
-        model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda output, _: output
-    )
+    with torch.no_grad():
+        found = forward_collect(
+            model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda output, _: output
+        )
     if not parallel_state.is_pipeline_last_stage():
         return None
     group = parallel_state.get_tensor_model_parallel_group()

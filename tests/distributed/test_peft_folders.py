@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.distributed.launcher import progress, run_ranks
+from tests.distributed.test_hugging_face_folders import whole_logits
 from tests.peft_folders import TOKENS, with_adapters
 
 SPLITS = {
@@ -16,24 +17,6 @@ SPLITS = {
     "PP2": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
 }
 NAMES = ("Llama, odd sizes", "Phi 3")  # projections apart, and together
-
-
-def logits(model) -> torch.Tensor | None:
-    """float32 `[B, S, V]` on ranks of the last stage, else None; all ranks call it."""
-    from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.training.megatron_steps import forward_collect
-
-    model.set_eval()
-    with torch.no_grad():
-        found = forward_collect(
-            model.model, {"tokens": TOKENS}, micro_batch_size=2, output_fn=lambda x, _: x
-        )
-    if not parallel_state.is_pipeline_last_stage():
-        return None
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(found) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, found.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def counting_reads() -> dict[str, int]:
@@ -67,10 +50,12 @@ def at_each(folders: dict[str, tuple[str, str]], splits: dict[str, dict]) -> dic
             counts.clear()
             model.init_peft({"peft_scheme": "lora", "restore_from_path": folder})
             read = dict(counts)
-            beside = logits(model)
+            beside = whole_logits(model, TOKENS)
             with model.adapters_merged():
-                merged = logits(model)
-            whole = logits(load_from_nemo(GPTSFTModel, job, None, restore_path=folder))
+                merged = whole_logits(model, TOKENS)
+            whole = whole_logits(
+                load_from_nemo(GPTSFTModel, job, None, restore_path=folder), TOKENS
+            )
             results[split, name] = (beside, merged, whole), read
             progress(f"{split} {name}")
             destroy_model_parallel()

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tarfile
 from types import SimpleNamespace
 
@@ -54,15 +55,6 @@ def nemo(tiny_tokenizer_dir, tmp_path_factory):
     return folder
 
 
-def copy_of(path, target):
-    for file in path.rglob("*"):
-        if file.is_file():
-            copied = target / file.relative_to(path)
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            copied.write_bytes(file.read_bytes())
-    return target
-
-
 def files_of(folder):
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
@@ -82,11 +74,11 @@ def test_a_flipped_bit_in_any_file_of_a_nemo_folder_is_found(nemo, tmp_path, rea
     names = files_of(nemo / "folder")
     assert "CHECKSUMS.xxh128" in names and "model_weights/__0_0.distcp" in names
     for number, name in enumerate(names):
-        folder = copy_of(nemo / "folder", tmp_path / str(number))
+        folder = shutil.copytree(nemo / "folder", tmp_path / str(number))
         flip(folder / name, middle(folder / name))
         with pytest.raises(DamagedFileError, match=re.escape(name)):
             read(folder)
-    read(copy_of(nemo / "folder", tmp_path / "whole"))
+    read(shutil.copytree(nemo / "folder", tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("read", [restore, convert])
@@ -110,14 +102,14 @@ def test_a_flipped_bit_in_any_member_of_a_nemo_file_is_found(nemo, tmp_path, rea
 
 
 def test_a_file_that_is_missing_is_named(nemo, tmp_path):
-    folder = copy_of(nemo / "folder", tmp_path / "nemo")
+    folder = shutil.copytree(nemo / "folder", tmp_path / "nemo")
     (folder / "model_weights/common.pt").unlink()
     with pytest.raises(DamagedFileError, match="model_weights/common.pt is not what was written"):
         restore(folder)
 
 
 def test_files_without_checksums_load_with_a_warning(nemo, tmp_path, caplog):
-    folder = copy_of(nemo / "folder", tmp_path / "nemo")
+    folder = shutil.copytree(nemo / "folder", tmp_path / "nemo")
     (folder / "CHECKSUMS.xxh128").unlink()
     with tarfile.open(tmp_path / "old.nemo", "w") as tar:
         tar.add(folder, arcname=".")
@@ -186,7 +178,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
     names = files_of(saved / newest)
     assert {"COMPLETE", "state.json", "rng/rank_00000.pt", "weights/.metadata"} <= set(names)
     for number, name in enumerate(names):
-        folder = copy_of(saved, tmp_path / str(number))
+        folder = shutil.copytree(saved, tmp_path / str(number))
         flip(folder / newest / name, middle(folder / newest / name) if name != "COMPLETE" else 0)
         caplog.clear()
         with caplog.at_level(logging.ERROR, logger="nemo_logger"):
@@ -206,7 +198,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"save_number": null}'])
 def test_a_torn_state_does_not_hide_the_others(saved, other_job, tmp_path, content):
-    folder = copy_of(saved, tmp_path / "job")
+    folder = shutil.copytree(saved, tmp_path / "job")
     (folder / "checkpoints/checkpoint-step=2/state.json").write_bytes(content)
     callback = CheckpointCallback(folder, *other_job, name="rm")
     assert list(callback.saved_at("step")) == [1]
@@ -214,7 +206,7 @@ def test_a_torn_state_does_not_hide_the_others(saved, other_job, tmp_path, conte
 
 
 def test_a_checkpoint_that_the_user_names_is_not_set_aside(saved, other_job, tmp_path):
-    folder = copy_of(saved, tmp_path / "job")
+    folder = shutil.copytree(saved, tmp_path / "job")
     named = folder / "checkpoints/checkpoint-step=2"
     flip(named / "weights/__0_0.distcp", 5000)
     with pytest.raises(DamagedFileError, match=r"weights/__0_0.distcp .* use another checkpoint"):
@@ -225,7 +217,7 @@ def test_a_checkpoint_that_the_user_names_is_not_set_aside(saved, other_job, tmp
 
 
 def test_an_older_checkpoint_loads_with_a_warning(saved, other_job, tmp_path, caplog):
-    folder = copy_of(saved, tmp_path / "job")
+    folder = shutil.copytree(saved, tmp_path / "job")
     newest = folder / "checkpoints/checkpoint-step=2"
     (newest / "CHECKSUMS.xxh128").unlink()
     (newest / "COMPLETE").write_bytes(b"")
@@ -287,7 +279,7 @@ def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(
     saved, other_job, tmp_path, monkeypatch, target, step
 ):
     """Death while step 2 is saved again, and while step 3 is and step 1 goes."""
-    folder = copy_of(saved, tmp_path / "job")
+    folder = shutil.copytree(saved, tmp_path / "job")
     callback = CheckpointCallback(folder, *other_job, name="rm", save_top_k=0)
     with monkeypatch.context() as patch:
         die_at(patch, target, 1)
@@ -305,7 +297,7 @@ def test_death_at_any_point_of_a_save_leaves_a_whole_checkpoint(
 
 def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, monkeypatch):
     """There is room for three quarters of the weights, more than is ever written of them here."""
-    folder = copy_of(saved, tmp_path / "job")
+    folder = shutil.copytree(saved, tmp_path / "job")
     weights = (folder / "checkpoints/checkpoint-step=2/weights/__0_0.distcp").stat().st_size
     real = os.statvfs
 
@@ -328,7 +320,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(saved, other_job, tmp_path, m
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_save_that_cannot_begin_is_named(saved, other_job, tmp_path, monkeypatch, async_save):
-    folder = copy_of(saved, tmp_path / "job")
+    folder = shutil.copytree(saved, tmp_path / "job")
 
     def mkdir(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -381,7 +373,7 @@ def test_the_mark_goes_first(saved, tmp_path, monkeypatch):
     """A checkpoint is no longer listed when the first of its files is removed."""
     from nemo_aligner.checkpoint import folders
 
-    folder = copy_of(saved, tmp_path / "job") / "checkpoints"
+    folder = shutil.copytree(saved, tmp_path / "job") / "checkpoints"
     seen = []
 
     def rmtree(path):

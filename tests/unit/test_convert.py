@@ -22,8 +22,9 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests import hugging_face
 from tests.cases import some_of
+from tests.peft_folders import convert, outputs_of
 from tests.tiny_models import GPT2_LIKE, tiny_config
-from tests.unit.test_hugging_face_folders import EACH, logits_of
+from tests.unit.test_hugging_face_folders import EACH
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +39,6 @@ BESIDE = {
     "mlp_only_layers",
     "head_dim",
 }
-
-
-def convert(*arguments) -> int:
-    return main([str(argument) for argument in arguments] + ["--quiet"])
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
@@ -133,7 +130,7 @@ def test_a_model_of_this_package_goes_to_hugging_face(tiny_tokenizer_dir, tmp_pa
         model.set_eval()
         with torch.no_grad():
             expected = hf(TOKENS).logits
-        found = logits_of(model, TOKENS)[..., :300]
+        found = outputs_of(model, TOKENS)[..., :300]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -183,14 +180,16 @@ def test_names_of_labels_come_back(write_folder, tmp_path):
     assert config.id2label == hf.config.id2label and config.label2id == hf.config.label2id
 
 
-def test_a_dtype_can_be_asked_for(write_folder, tmp_path):
-    hf = hugging_face.randomized(hugging_face.FOLDERS["Llama 2"])
-    folder = write_folder(hf)
+def test_a_dtype_can_be_asked_for(folder, tmp_path):
     assert convert("hf-to-nemo", folder, tmp_path / "nemo", "--dtype", "bf16") == 0
     assert convert("nemo-to-hf", tmp_path / "nemo", tmp_path / "back") == 0
-    for key, tensor in tensors_of(tmp_path / "back").items():
-        assert torch.equal(tensor, hf.state_dict()[key].bfloat16()), key
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert convert("nemo-to-hf", folder, tmp_path / "half", "--dtype", "bf16") == 0
+    before = tensors_of(folder)
+    for name in ("back", "half"):
+        after = tensors_of(tmp_path / name)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[key], tensor.bfloat16()) for key, tensor in before.items())
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 # --- errors: one message, nothing half-written ---
@@ -260,13 +259,6 @@ def test_folders_of_something_else_are_never_replaced(folder, tmp_path, capsys):
     assert convert("nemo-to-hf", nemo, tmp_path / "hf") == 0
     assert convert("nemo-to-hf", nemo, tmp_path / "hf", "--overwrite") == 0
     assert not [child for child in tmp_path.iterdir() if child.suffix in (".former", ".writing")]
-
-
-def test_a_folder_can_be_written_in_another_type(folder, tmp_path):
-    assert convert("nemo-to-hf", folder, tmp_path / "half", "--dtype", "bf16") == 0
-    before, after = tensors_of(folder), tensors_of(tmp_path / "half")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[key], tensor.bfloat16()) for key, tensor in before.items())
 
 
 def test_damaged_nemo_folders_are_named(folder, tmp_path, capsys):

@@ -276,11 +276,6 @@ def test_a_plan_runs_nothing(marker, inside):
     assert not marker.exists()
 
 
-def test_a_table_of_contents_is_read():
-    table = Metadata({"a": BytesStorageMetadata()}, storage_data={})
-    assert read_metadata(io.BytesIO(pickle.dumps(table)), Path("x")) == table
-
-
 # ---- what a configuration in a checkpoint refers to ----
 
 

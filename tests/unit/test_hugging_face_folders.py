@@ -9,40 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint import sources
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import end_ids
 from nemo_aligner.generation import GenerationParams, MegatronGenerator
-from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.training.megatron_steps import forward_collect
 from tests import hugging_face
 from tests.cases import some_of
+from tests.hugging_face import change_tensors, edit_json
+from tests.peft_folders import load, outputs_of
 
 pytestmark = pytest.mark.slow
 
 TOKENS = torch.randint(0, 300, (2, 1200), generator=torch.Generator().manual_seed(1))
 KINDS = tuple(hugging_face.FOLDERS)
-
-
-def load(folder, cls=MegatronGPTModel, **keys):
-    """The model of a folder, as a job loads it."""
-    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, **keys})
-    model = load_from_nemo(cls, job, None, restore_path=folder)
-    model.set_eval()
-    return model
-
-
-def logits_of(model, tokens):
-    return forward_collect(
-        model.model, {"tokens": tokens}, micro_batch_size=2, output_fn=lambda output, _: output
-    )
 
 
 @some_of("name", KINDS, keep=hugging_face.FEW)
@@ -51,7 +35,7 @@ def test_a_folder_loads_directly(write_folder, name):
     model = load(write_folder(hf))
     with torch.no_grad():
         expected = hf(TOKENS).logits
-    found = logits_of(model, TOKENS)[..., : expected.size(-1)]
+    found = outputs_of(model, TOKENS)[..., : expected.size(-1)]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -126,7 +110,7 @@ def test_a_critic_gives_the_same_values(write_folder, name):
     tokens = TOKENS[:, :20]
     with torch.no_grad():
         expected = hf(tokens).logits.squeeze(-1)
-    torch.testing.assert_close(logits_of(model, tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs_of(model, tokens), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cls", [MegatronGPTCriticModel, MegatronGPTRewardModel])
@@ -141,11 +125,6 @@ def test_a_language_model_gets_a_new_head(write_folder, cls):
 def _tiny_llama(write_folder, **settings):
     config = transformers.LlamaConfig(**hugging_face.SIZES | {"max_position_embeddings": 64})
     return write_folder(transformers.LlamaForCausalLM(config), **settings)
-
-
-def _edit(folder, **keys):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +152,7 @@ def _edit(folder, **keys):
 )
 def test_what_cannot_be_computed_is_named(write_folder, keys, says):
     folder = _tiny_llama(write_folder)
-    _edit(folder, **keys)
+    edit_json(folder / "config.json", **keys)
     with pytest.raises(UserError, match=says):
         sources.read_config(folder)
 
@@ -208,11 +187,9 @@ def test_a_missing_shard_is_named(write_folder):
 
 
 def test_a_tensor_that_the_index_does_not_list_does_not_count(write_folder):
-    from safetensors.torch import load_file, save_file
-
     folder = _tiny_llama(write_folder, max_shard_size="20KB")
     shard = min(folder.glob("*.safetensors"))
-    save_file(load_file(shard) | {"left.over": torch.zeros(2)}, shard, {"format": "pt"})
+    change_tensors(shard, lambda tensors: tensors.update({"left.over": torch.zeros(2)}))
     load(folder)
 
 
@@ -226,23 +203,15 @@ def test_a_truncated_file_is_named(write_folder):
 
 def test_another_shape_is_named(write_folder):
     folder = _tiny_llama(write_folder)
-    _edit(folder, num_key_value_heads=4)
+    edit_json(folder / "config.json", num_key_value_heads=4)
     with pytest.raises(UserError, match=r"self_attn\.q_proj\.weight|self_attn\.k_proj\.weight"):
         load(folder)
-    _edit(folder, num_key_value_heads=2, intermediate_size=64)
+    edit_json(folder / "config.json", num_key_value_heads=2, intermediate_size=64)
     with pytest.raises(
         UserError,
         match=r"gate_proj\.weight has the shape \(48, 32\).* ask",
     ):
         load(folder)
-
-
-def _change_weights(folder, change):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 BIASES = {
@@ -278,33 +247,33 @@ def test_weights_that_do_not_fit_are_named(write_folder, removed, added, says):
         tensors.pop(removed, None)
         tensors.update(added)
 
-    _change_weights(folder, change)
+    change_tensors(folder / "model.safetensors", change)
     with pytest.raises(UserError, match=says):
         load(folder)
 
 
 def test_a_missing_layer_and_a_missing_expert_are_named(write_folder):
     folder = _tiny_llama(write_folder)
-    _edit(folder, num_hidden_layers=3)
+    edit_json(folder / "config.json", num_hidden_layers=3)
     with pytest.raises(UserError, match=r"lacks 'model\.layers\.2\."):
         load(folder)
     folder = write_folder(hugging_face.FOLDERS["Mixtral"](), "mixtral")
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
-    _change_weights(folder, lambda tensors: tensors.pop(name))
+    change_tensors(folder / "model.safetensors", lambda tensors: tensors.pop(name))
     with pytest.raises(UserError, match=r"experts\.1"):
         load(folder)
 
 
 def test_a_table_with_other_rows_than_the_configuration_is_refused(write_folder):
     folder = _tiny_llama(write_folder)
-    _edit(folder, vocab_size=500)
+    edit_json(folder / "config.json", vocab_size=500)
     with pytest.raises(UserError, match=r"embed_tokens.weight has the shape \(384, 32\)"):
         load(folder)
 
 
 def test_a_tied_output_layer_must_be_the_table(write_folder):
     folder = _tiny_llama(write_folder)
-    _edit(folder, tie_word_embeddings=True)
+    edit_json(folder / "config.json", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"lm_head\.weight that differs from its embeddings"):
         load(folder)
     embeddings = "model.embed_tokens.weight"
@@ -312,7 +281,7 @@ def test_a_tied_output_layer_must_be_the_table(write_folder):
     def tie(tensors):
         tensors["lm_head.weight"] = tensors[embeddings].clone()
 
-    _change_weights(folder, tie)
+    change_tensors(folder / "model.safetensors", tie)
     load(folder)
 
 
@@ -333,7 +302,7 @@ def test_windows_of_qwen3_moe_cover_all_layers(write_folder):
     model = load(write_folder(hf))
     with torch.no_grad():
         expected = hf(TOKENS[:, :100]).logits
-    torch.testing.assert_close(logits_of(model, TOKENS[:, :100]), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(outputs_of(model, TOKENS[:, :100]), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_pickled_weights_are_refused(write_folder):

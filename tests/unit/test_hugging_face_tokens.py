@@ -25,7 +25,8 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRew
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from tests import hugging_face
 from tests.cases import some_of
-from tests.unit.test_hugging_face_folders import EACH, load
+from tests.peft_folders import load
+from tests.unit.test_hugging_face_folders import EACH
 
 pytestmark = pytest.mark.slow
 

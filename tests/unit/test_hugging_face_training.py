@@ -14,46 +14,14 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.training.optim import optimizer_step
 from tests import hugging_face
 from tests.cases import some_of
+from tests.sft_steps import OPTIM, batches, train, train_in_transformers
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.slow
 
-STEPS, SAMPLES, WIDTH = 5, 4, 24
-OPTIM = {
-    "name": "distributed_fused_adam",
-    "lr": 0.01,
-    "weight_decay": 0.0,
-    "betas": [0.9, 0.95],
-    "eps": 1e-8,
-    "sched": {"name": "constant"},
-}
-
-
-def batches():
-    """Batches of SFT with the first 5 to 8 tokens as the prompt."""
-    generator = torch.Generator().manual_seed(6)
-    for _ in range(STEPS):
-        tokens = torch.randint(0, 300, (SAMPLES, WIDTH + 1), generator=generator)
-        mask = (torch.arange(WIDTH) >= torch.arange(5, 5 + SAMPLES)[:, None]).float()
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask}
-
-
-def steps_of_transformers(hf) -> list[float]:
-    optimizer = torch.optim.Adam(hf.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
-    losses = []
-    for batch in batches():
-        logprobs = torch.log_softmax(hf(batch["tokens"]).logits, -1)
-        nll = -logprobs.gather(-1, batch["labels"][..., None])[..., 0]
-        loss = (nll * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+STEPS = 5
 
 
 @some_of("name", ["Llama", "Qwen2", "Gemma", "Mixtral"])
@@ -64,24 +32,21 @@ def test_sft_steps_equal_those_of_transformers(write_folder, tmp_path, name):
     if name == "Mixtral":
         settings |= {"num_local_experts": 4, "router_aux_loss_coef": 0.0}
     hf = hugging_face.randomized(hugging_face.causal_lm(name, **settings))
-    job = OmegaConf.create({"micro_batch_size": 2, "precision": 32, "optim": OPTIM})
+    job = OmegaConf.create(
+        {"micro_batch_size": 2, "precision": 32, "optim": OPTIM | {"weight_decay": 0.0}}
+    )
     model = load_from_nemo(GPTSFTModel, job, None, restore_path=write_folder(hf))
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=STEPS)
     callback = CheckpointCallback(tmp_path, model, optimizer, scheduler, name="sft", save_hf=True)
-    losses = []
-    for batch in batches():
-        optimizer.zero_grad()
-        model.prepare_for_training_step()
-        losses.append(model.get_loss_and_metrics(batch, forward_only=False)[0])
-        optimizer_step(optimizer, scheduler, 1.0)
-    assert losses == pytest.approx(steps_of_transformers(hf), abs=1e-4)
+    losses = train(model, optimizer, scheduler, STEPS)
+    assert losses == pytest.approx(train_in_transformers(hf, STEPS, 0.0), abs=1e-4)
 
     callback.custom_save({"step": STEPS}, is_train_end=True)
     written = transformers.AutoModelForCausalLM.from_pretrained(
         callback.root / "sft-hf", attn_implementation="eager"
     )
     assert type(written) is type(hf)
-    tokens = next(batches())["tokens"]
+    tokens = next(batches(1))["tokens"]
     with torch.no_grad():
         torch.testing.assert_close(written(tokens).logits, hf(tokens).logits, atol=1e-3, rtol=1e-3)
 

@@ -138,11 +138,9 @@ def test_zarr(source, tmp_path, tar):
 def test_zarr_in_bfloat16(source, tmp_path, name):
     folder = nemo_files.write_zarr(source, tmp_path / "zarr", dtype=name)
     rounded = MegatronGPTModel(source.cfg)
-    for module in (rounded.unwrapped()[0],):
-        for mine, theirs in zip(
-            module.parameters(), source.unwrapped()[0].parameters(), strict=True
-        ):
-            mine.data.copy_(theirs.data.bfloat16())
+    modules = (rounded.unwrapped()[0], source.unwrapped()[0])
+    for mine, theirs in zip(*(module.parameters() for module in modules), strict=True):
+        mine.data.copy_(theirs.data.bfloat16())
     assert same_model(folder, rounded) and not same_model(folder, source)
 
 

@@ -6,11 +6,10 @@ what is refused.
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nemo_aligner.checkpoint import adapters, sources
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
@@ -20,6 +19,7 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from tests import hugging_face
 from tests.cases import some_of
+from tests.hugging_face import change_tensors, edit_json
 from tests.peft_folders import (
     ADAPTERS,
     CONFIG,
@@ -35,17 +35,6 @@ from tests.peft_folders import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-def edit(folder: Path, **keys) -> None:
-    file = folder / CONFIG
-    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
-
-
-def change_tensors(folder: Path, change) -> None:
-    tensors = load_file(folder / ADAPTERS)
-    change(tensors)
-    save_file(tensors, folder / ADAPTERS, {"format": "pt"})
 
 
 # --- the commands ---
@@ -238,7 +227,7 @@ def folder(kept, tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_what_is_not_computed_here_is_named(kept, folder, keys, says):
-    edit(folder, **keys)
+    edit_json(folder / CONFIG, **keys)
     with pytest.raises(UserError, match=says):
         PeftTensors(folder, sources.read_config(kept / "base"))
 
@@ -250,7 +239,7 @@ def test_values_that_make_no_sense_are_errors_of_the_user(kept, folder, value):
     base = sources.read_config(kept / "base")
     before = json.loads((folder / CONFIG).read_text())
     for key in before:
-        edit(folder, **before | {key: value})
+        edit_json(folder / CONFIG, **before | {key: value})
         try:
             PeftTensors(folder, base)
         except UserError as error:
@@ -298,7 +287,7 @@ Q = "base_model.model.model.layers.1.self_attn.q_proj."
     ],
 )
 def test_tensors_without_a_place_are_named(kept, folder, change, says):
-    change_tensors(folder, change)
+    change_tensors(folder / ADAPTERS, change)
     with pytest.raises(UserError, match=says):
         PeftTensors(folder, sources.read_config(kept / "base"))
 
@@ -324,7 +313,7 @@ def test_damaged_folders_are_named(kept, folder):
 
 
 def test_a_base_by_its_name_on_the_hub_is_an_error_that_names_the_key(folder, capsys, tmp_path):
-    edit(folder, base_model_name_or_path="someone/llama")
+    edit_json(folder / CONFIG, base_model_name_or_path="someone/llama")
     with pytest.raises(UserError, match="base_model_name_or_path='someone/llama'.*restore_from"):
         load(folder)
     assert convert("merge-lora", folder, tmp_path / "out") == 2

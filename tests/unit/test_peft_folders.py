@@ -23,7 +23,6 @@ from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
-from nemo_aligner.training.optim import optimizer_step
 from tests import hugging_face
 from tests.cases import some_of
 from tests.oracles import oracle
@@ -44,18 +43,9 @@ from tests.peft_folders import (
     start_from,
     with_adapters,
 )
+from tests.sft_steps import OPTIM, train, train_in_transformers
 
 pytestmark = pytest.mark.slow
-
-OPTIM = {
-    "name": "distributed_fused_adam",
-    "lr": 0.01,
-    "weight_decay": 0.1,
-    "betas": [0.9, 0.95],
-    "eps": 1e-8,
-    "sched": {"name": "constant"},
-}
-
 
 # --- PEFT's adapters here ---
 
@@ -184,43 +174,6 @@ def test_selected_layers_go_there_and_back(write_folder, tmp_path):
 # --- learning as there ---
 
 
-def batches(steps):
-    """Batches of SFT with the first 5 to 8 tokens as the prompt."""
-    generator = torch.Generator().manual_seed(6)
-    for _ in range(steps):
-        tokens = torch.randint(0, 300, (4, 25), generator=generator)
-        mask = (torch.arange(24) >= torch.arange(5, 9)[:, None]).float()
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask}
-
-
-def train(model, optimizer, scheduler, steps) -> list[float]:
-    losses = []
-    for batch in batches(steps):
-        optimizer.zero_grad()
-        model.prepare_for_training_step()
-        losses.append(model.get_loss_and_metrics(batch, forward_only=False)[0])
-        optimizer_step(optimizer, scheduler, 1.0)
-    return losses
-
-
-def train_in_peft(model, steps) -> list[float]:
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        learned, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=OPTIM["weight_decay"]
-    )
-    losses = []
-    for batch in batches(steps):
-        logprobs = torch.log_softmax(model(batch["tokens"]).logits, -1)
-        nll = -logprobs.gather(-1, batch["labels"][..., None])[..., 0]
-        loss = (nll * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 @some_of(
     ("name", "modules"),
     [
@@ -255,7 +208,7 @@ def test_steps_of_sft_equal_those_of_peft(write_folder, tmp_path, name, modules)
     optimizer, scheduler = model.setup_megatron_optimization(max_steps=3)
     callback = CheckpointCallback(tmp_path, model, optimizer, scheduler, name="x", save_hf=True)
     assert train(model, optimizer, scheduler, 3) == pytest.approx(
-        train_in_peft(theirs, 3), abs=1e-5
+        train_in_transformers(theirs, 3), abs=1e-5
     )
     callback.custom_save({"step": 3}, is_train_end=True)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -277,10 +230,18 @@ def test_steps_of_sft_equal_those_of_peft(write_folder, tmp_path, name, modules)
 # --- heads ---
 
 
-def scores_in_peft(model, lengths):
-    padded = torch.where(torch.arange(20) < lengths[:, None], TOKENS[:, :20].clamp(min=1), 0)
+SAMPLES, LENGTHS = TOKENS[:, :20].clamp(min=1), torch.tensor([20, 13])
+
+
+def scores_in_peft(model):
+    padded = torch.where(torch.arange(20) < LENGTHS[:, None], SAMPLES, 0)
     with torch.no_grad():
         return model(padded, attention_mask=(padded > 0).long()).logits
+
+
+def assert_same_scores(model, expected):
+    found = model.infer((SAMPLES, LENGTHS))
+    torch.testing.assert_close(found.view_as(expected), expected, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["Llama 2", "GPT-2"])
@@ -293,15 +254,13 @@ def test_a_reward_model_gives_the_same_scores(write_folder, tmp_path, name):
         theirs.base_model.model.score.modules_to_save["default"].weight.add_(0.5)
     folder = tmp_path / "adapters"
     theirs.save_pretrained(folder)
-    lengths = torch.tensor([20, 13])
-    expected = scores_in_peft(theirs, lengths)
+    expected = scores_in_peft(theirs)
     for model in (
         start_from(base, folder, MegatronGPTRewardModel),
         load(folder, MegatronGPTRewardModel),
     ):
         assert model.has_trained_head
-        found = model.infer((TOKENS[:, :20].clamp(min=1), lengths))
-        torch.testing.assert_close(found.view_as(expected), expected, **EXACT)
+        assert_same_scores(model, expected)
 
     model = start_from(base, folder, MegatronGPTRewardModel)
     model.unwrapped()[0].rm_head.weight.data.mul_(1.5)
@@ -312,9 +271,7 @@ def test_a_reward_model_gives_the_same_scores(write_folder, tmp_path, name):
     again = oracle("peft").PeftModel.from_pretrained(
         load_base(base, "SequenceClassification"), tmp_path / "back"
     )
-    found = model.infer((TOKENS[:, :20].clamp(min=1), lengths))
-    expected = scores_in_peft(again.eval(), lengths)
-    torch.testing.assert_close(found.view_as(expected), expected, **EXACT)
+    assert_same_scores(model, scores_in_peft(again.eval()))
 
 
 def test_a_reward_model_over_a_language_model(write_folder, tmp_path):
@@ -331,15 +288,13 @@ def test_a_reward_model_over_a_language_model(write_folder, tmp_path):
     assert convert("nemo-to-hf", tmp_path / "adapters", tmp_path / "whole", "--merged") == 0
     whole = load_base(tmp_path / "whole", "SequenceClassification").eval()
     assert "lm_head.weight" not in load_file(tmp_path / "whole" / "model.safetensors")
-    lengths = torch.tensor([20, 13])
-    expected = scores_in_peft(theirs, lengths)
+    expected = scores_in_peft(theirs)
     whole.config.pad_token_id = 0
-    torch.testing.assert_close(scores_in_peft(whole, lengths), expected, **EXACT)
+    torch.testing.assert_close(scores_in_peft(whole), expected, **EXACT)
     keys = {"reward_model_type": "regression", "regression": {"num_attributes": 3}}
     model = start_from(base, tmp_path / "adapters", reward_model_class("regression"), **keys)
     assert model.has_trained_head
-    found = model.infer((TOKENS[:, :20].clamp(min=1), lengths))
-    torch.testing.assert_close(found.view_as(expected), expected, **EXACT)
+    assert_same_scores(model, expected)
 
 
 @pytest.mark.parametrize("name", ["Llama 2", "GPT-2"])

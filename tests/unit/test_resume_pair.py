@@ -12,11 +12,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from nemo_aligner.checkpoint.checkpointing import CheckpointCallback
-from nemo_aligner.checkpoint.folders import (
-    mismatch_remedy,
-    resume_argument,
-    step_to_resume,
-)
+from nemo_aligner.checkpoint.folders import mismatch_remedy, resume_argument, step_to_resume
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 ACTOR = {step: f"/a/megatron_gpt-step={step}-val_rewards=0.1" for step in (1, 2, 3)}

@@ -23,6 +23,10 @@ _WITHOUT_GATE = {
     "mlp.linear_fc2.": made_of("mlp.down_proj."),
     "mlp.linear_fc1.layer_norm_": made_of("post_attention_layernorm."),
 }
+_GELU: dict[Any, dict[str, Any]] = {
+    "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
+    "gelu": {"activation": "gelu", "bias_activation_fusion": False},
+}
 _NO_BIAS: dict[str, Any] = {"attention_bias": {False: {}}}
 
 
@@ -132,12 +136,9 @@ GPT2 = Architecture(
         token_head="/classifier.",
     ),
     choices={
-        "activation_function": {
-            "gelu_new": {"activation": "gelu", "bias_activation_fusion": True},
-            "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
-            "gelu": {"activation": "gelu", "bias_activation_fusion": False},
-            "relu": {"activation": "relu"},
-        },
+        "activation_function": {"gelu_new": _GELU["gelu_pytorch_tanh"]}
+        | _GELU
+        | {"relu": {"activation": "relu"}},
         "scale_attn_weights": {True: {}},
         "scale_attn_by_inverse_layer_idx": {False: {}},
         "add_cross_attention": {False: {}},
@@ -184,13 +185,7 @@ STARCODER2 = _like_llama(
     always={"normalization": "layernorm", "bias": True},
     layer=_WITHOUT_GATE
     | {"mlp.linear_fc1.": made_of("mlp.c_fc."), "mlp.linear_fc2.": made_of("mlp.c_proj.")},
-    choices={
-        "hidden_act": {
-            "gelu_pytorch_tanh": {"activation": "gelu", "bias_activation_fusion": True},
-            "gelu": {"activation": "gelu", "bias_activation_fusion": False},
-        },
-        "use_bias": {True: {}},
-    },
+    choices={"hidden_act": _GELU, "use_bias": {True: {}}},
     windows=parts.WINDOW,
     implied=("residual_dropout", "embedding_dropout"),
 )

@@ -13,7 +13,7 @@ gets rows of zeros.
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,12 @@ class Modules:
         names = [name for other in self.weights.values() for name in other.rule.names]
         ends = [name.removesuffix(".").rpartition(".")[2] for name in names]
         return last if ends.count(last) == 1 else whole
+
+    def adapted(self, settings: LoRASettings) -> Iterator[tuple[Weight, int]]:
+        """The weights with adapters, each with the numbers of its layers from 1."""
+        for target in settings.targets:
+            for layer in settings.layers or range(1, self.layout.layers + 1):
+                yield self.weights[target], layer
 
     def rows(self, weight: Weight, index: int) -> int:
         name = weight.rule.names[index]
@@ -235,13 +241,11 @@ class PeftTensors:
         self.settings = self._settings()
         self._shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
         self._places: dict[str, tuple[Weight, int]] = {}
-        for target in self.settings.targets:
-            weight = self.modules.weights[target]
-            for layer in self.settings.layers or range(1, self.modules.layout.layers + 1):
-                a, b = weight.keys(layer, self.modules.layers_differ)
-                self._shapes[a] = (len(weight.rule.names) * self._rank, weight.columns)
-                self._shapes[b] = (weight.rows, self._rank)
-                self._places |= dict.fromkeys((a, b), (weight, layer - 1))
+        for weight, layer in self.modules.adapted(self.settings):
+            a, b = weight.keys(layer, self.modules.layers_differ)
+            self._shapes[a] = (len(weight.rule.names) * self._rank, weight.columns)
+            self._shapes[b] = (weight.rows, self._rank)
+            self._places |= dict.fromkeys((a, b), (weight, layer - 1))
         self.dtype = self.file.read(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
 
     def _find_heads(self) -> dict[str, str]:
@@ -474,21 +478,18 @@ def _adapters(
     """
     found: dict[str, dict[str, Tensor]] = {}  # by the module's short name
     wide: dict[str, int] = {}
-    for target in settings.targets:
-        weight = modules.weights[target]
-        names = [modules.short_name(weight, index) for index in range(len(weight.rule.names))]
-        found |= {name: {} for name in names}
-        for layer in settings.layers or range(1, modules.layout.layers + 1):
-            keys = [weight.keys(layer, numbered) for numbered in (False, True)]
-            stored = next((each for each in keys if {*each} <= source.shapes().keys()), None)
-            if stored is None:
-                raise UserError(f"the checkpoint lacks {keys[0][0]}, an adapter; copy it again.")
-            pairs = _pairs(modules, weight, settings, *(whole_tensor(source, k) for k in stored))
-            for index, (a, b) in enumerate(pairs):
-                stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."
-                found[names[index]] |= {stem + A: a, stem + B: b}
-                if len(a) != settings.dim:
-                    wide[names[index]] = len(a) // settings.dim
+    for weight, layer in modules.adapted(settings):
+        keys = [weight.keys(layer, numbered) for numbered in (False, True)]
+        stored = next((each for each in keys if {*each} <= source.shapes().keys()), None)
+        if stored is None:
+            raise UserError(f"the checkpoint lacks {keys[0][0]}, an adapter; copy it again.")
+        pairs = _pairs(modules, weight, settings, *(whole_tensor(source, k) for k in stored))
+        for index, (a, b) in enumerate(pairs):
+            name = modules.short_name(weight, index)
+            stem = f"{NAME_PREFIX}{modules.name(weight, index, layer - 1)}."
+            found.setdefault(name, {}).update({stem + A: a, stem + B: b})
+            if len(a) != settings.dim:
+                wide[name] = len(a) // settings.dim
     used = [name for name, each in found.items() if any(bool(t.any()) for t in each.values())]
     used = used or list(found)  # adapters that do nothing are adapters all the same
     tensors = {name: tensor for each in used for name, tensor in found[each].items()}
