@@ -197,23 +197,25 @@ class ZarrArrays:
     def read(self, key: str, part: Slice) -> Tensor:
         array = self.arrays[key]
         spans = [range(p, p + 1) if isinstance(p, int) else range(p.start, p.stop) for p in part]
-        starts = [span.start // size for span, size in zip(spans, array["chunks"], strict=True)]
-        ends = [-(-span.stop // size) for span, size in zip(spans, array["chunks"], strict=True)]
+        sizes = array["chunks"]
+        touched = [
+            range(span.start // size, -(-span.stop // size))
+            for span, size in zip(spans, sizes, strict=True)
+        ]
 
         def joined(index: tuple[int, ...] = ()) -> np.ndarray:
             """The chunks that have some of the part, whose numbers begin with `index`."""
             axis = len(index)
-            if axis == len(starts):
+            if axis == len(touched):
                 return self._chunk(key, index)
-            numbers = range(starts[axis], ends[axis])
-            return np.concatenate([joined((*index, number)) for number in numbers], axis)
+            parts = [joined((*index, number)) for number in touched[axis]]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
 
-        begins = [start * size for start, size in zip(starts, array["chunks"], strict=True)]
         own = [
-            slice(span.start - begin, span.stop - begin)
-            for span, begin in zip(spans, begins, strict=True)
+            slice(span.start - numbers.start * size, span.stop - numbers.start * size)
+            for span, numbers, size in zip(spans, touched, sizes, strict=True)
         ]
-        tensor = torch.from_numpy(joined()[tuple(own)])
+        tensor = torch.from_numpy(np.array(joined()[tuple(own)]))
         if array["dtype"] in BFLOAT16:
             tensor = tensor.view(torch.bfloat16)
         checked(tensor, key, self.path)
