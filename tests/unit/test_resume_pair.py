@@ -42,81 +42,40 @@ def test_the_usual_folder_is_easy_to_read():
     )
 
 
+BACK = {"actor": "actor again with 'exp", "critic": "critic server with 'exp"}
+SAME = {name: f"{name} with the same command" for name in ("actor again", "critic server")}
+
+
 @pytest.mark.parametrize(
-    "actor_step, critic_step, moved, actor_has, critic_has, expected, used",
+    "steps, actor_has, critic_has, expected, used",  # steps: of the actor, the critic; moved
     [
         # Killed after the critic's save: the critic is ahead, and has the actor's step still.
-        (
-            2,
-            3,
-            False,
-            (1, 2),
-            (2, 3),
-            ["critic server with 'exp", "actor again with the same command"],
-            {CRITIC[2]},
-        ),
+        ((2, 3, False), (1, 2), (2, 3), [BACK["critic"], SAME["actor again"]], {CRITIC[2]}),
         # Killed after the actor's save.
         (
-            3,
-            2,
-            False,
+            (3, 2, False),
             (2, 3),
             (2,),
-            ["leave the critic server alone", "actor again with 'exp"],
+            ["leave the critic server alone", BACK["actor"]],
             {ACTOR[2]},
         ),
-        (
-            3,
-            2,
-            True,
-            (2, 3),
-            (2,),
-            ["critic server with the same command", "actor again with 'exp"],
-            {ACTOR[2]},
-        ),
+        ((3, 2, True), (2, 3), (2,), [SAME["critic server"], BACK["actor"]], {ACTOR[2]}),
         # The newest step of both is neither's.
-        (
-            3,
-            4,
-            False,
-            (1, 2, 3),
-            (2, 4),
-            ["of actor step 2", "critic server with 'exp"],
-            {ACTOR[2], CRITIC[2]},
-        ),
+        ((3, 4, False), (1, 2, 3), (2, 4), ["step 2", BACK["critic"]], {ACTOR[2], CRITIC[2]}),
         # Trained, but not saved since: the actor was killed.
-        (3, 3, True, (2, 3), (2, 3), ["Restart the critic server with the same command"], set()),
-        (0, 0, True, (), (), ["Restart the critic server with the same command"], set()),
+        ((3, 3, True), (2, 3), (2, 3), ["Restart the " + SAME["critic server"]], set()),
+        ((0, 0, True), (), (), ["Restart the " + SAME["critic server"]], set()),
         # Nothing in common.
-        (
-            3,
-            0,
-            False,
-            (2, 3),
-            (),
-            ["No step", "actor: 2, 3; critic: none", "explicit_log_dir", "anew"],
-            set(),
-        ),
-        (
-            0,
-            4,
-            False,
-            (),
-            (2, 4),
-            ["No step", "actor: none; critic: 2, 4", "explicit_log_dir"],
-            set(),
-        ),
+        ((3, 0, False), (2, 3), (), ["No step", "actor: 2, 3; critic: none", "anew"], set()),
+        ((0, 4, False), (), (2, 4), ["No step", "actor: none; critic: 2, 4", "anew"], set()),
     ],
 )
-def test_only_checkpoints_that_match_are_named(
-    actor_step, critic_step, moved, actor_has, critic_has, expected, used
-):
+def test_only_checkpoints_that_match_are_named(steps, actor_has, critic_has, expected, used):
     actor, critic = {s: ACTOR[s] for s in actor_has}, {s: CRITIC[s] for s in critic_has}
-    text = mismatch_remedy(actor_step, critic_step, moved, actor, critic)
+    text = mismatch_remedy(*steps, actor, critic)
     assert all(words in text for words in expected), text
-    assert {
-        folder for folder in [*ACTOR.values(), *CRITIC.values()] if f'"{folder}"' in text
-    } == used
+    assert "No step" not in text or "explicit_log_dir" in text
+    assert {each for each in (*ACTOR.values(), *CRITIC.values()) if f'"{each}"' in text} == used
 
 
 @pytest.mark.parametrize(
