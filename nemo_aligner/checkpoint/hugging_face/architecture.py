@@ -352,6 +352,7 @@ def _plain(value: Any) -> Any:
 
 PREFIX = "model."  # of all names in a sharded state dict
 HEAD = "rm_head."
+HEAD_KEY = PREFIX + HEAD
 KINDS = ("weight", "bias")
 
 

@@ -27,22 +27,8 @@ from torch import Tensor
 from nemo_aligner.checkpoint.adapters import BASE_SECTION, Base, expanded, is_adapter
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import PEFT_CONFIG
+from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import peft_config, writing
-from nemo_aligner.checkpoint.hugging_face.architecture import (
-    CAUSAL_LM,
-    HEAD,
-    KINDS,
-    PER_TOKEN,
-    PREFIX,
-    Architecture,
-    Layout,
-    Place,
-    Rule,
-    Unsupported,
-    expert_layers,
-    spread,
-    within,
-)
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, Tensors
 from nemo_aligner.checkpoint.stored_weights import LAYERS, Slice, TensorSource, whole_tensor
@@ -66,7 +52,7 @@ class Weight:
     """A weight of Megatron Core's that can have an adapter."""
 
     target: str  # name of `TARGETS`
-    rule: Rule  # how it is made of Hugging Face's
+    rule: hf.Rule  # how it is made of Hugging Face's
     # rows, columns: its shape
     rows: int
     columns: int
@@ -87,9 +73,9 @@ class Modules:
         places: weight, number of the projection in it and layer (from 0) by the module's name.
     """
 
-    def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
+    def __init__(self, architecture: hf.Architecture, keys: Mapping[str, Any]):
         self.architecture, self.keys = architecture, keys
-        self.layout = Layout(architecture, keys)
+        self.layout = hf.Layout(architecture, keys)
         sizes = self.layout.sizes()
         experts = bool(keys.get("num_moe_experts"))
         self.weights = {
@@ -97,7 +83,7 @@ class Modules:
             for target, path in TARGETS.items()
             if not (experts and target in TARGET_GROUPS["mlp"])
         }
-        self.layers_differ = experts and len(set(expert_layers(keys))) > 1
+        self.layers_differ = experts and len(set(hf.expert_layers(keys))) > 1
         self.separate = len(self.weights["attention_qkv"].rule.names) > 1
         self.places = {
             self.name(weight, index, layer): (weight, index, layer)
@@ -108,7 +94,7 @@ class Modules:
 
     def name(self, weight: Weight, index: int, layer: int) -> str:
         """The module with the `index`-th projection of a weight in a layer (from 0)."""
-        place = Place(weight.rule, "", layer)
+        place = hf.Place(weight.rule, "", layer)
         return self.layout.name(weight.rule.names[index], place).removesuffix(".")
 
     def short_name(self, weight: Weight, index: int) -> str:
@@ -132,7 +118,7 @@ class Modules:
 
     def head(self, kind: str) -> str:
         """The name of the head's `weight` or `bias` in Hugging Face."""
-        return self.layout.name(self.layout.outside[HEAD].names[0], Place(Rule(()), kind))
+        return self.layout.name(self.layout.outside[hf.HEAD].names[0], hf.Place(hf.Rule(()), kind))
 
 
 def modules_of(section: DictConfig, names: Sequence[str] = ()) -> Modules:
@@ -230,8 +216,8 @@ class PeftTensors:
         self.file = file_tensors(path)
         stems = [name.removesuffix(A) for name in self.file.shapes() if name.endswith(A)]
         names = [stem.removeprefix(NAME_PREFIX).removesuffix(".") for stem in stems]
-        if self.config.role != CAUSAL_LM:  # its head's name depends on it
-            role = {"output_sequence": self.config.role == PER_TOKEN}
+        if self.config.role != hf.CAUSAL_LM:  # its head's name depends on it
+            role = {"output_sequence": self.config.role == hf.PER_TOKEN}
             model = OmegaConf.merge(model, role)
         self.modules = modules_of(model, names)
         self._has_head = "reward_model_type" in model
@@ -249,9 +235,9 @@ class PeftTensors:
         self.dtype = self.file.read(stems[0] + A, (slice(0, 1), slice(0, 1))).dtype
 
     def _find_heads(self) -> dict[str, str]:
-        if self.config.role == CAUSAL_LM:
+        if self.config.role == hf.CAUSAL_LM:
             return {}
-        names = {f"{PREFIX}{HEAD}{kind}": NAME_PREFIX + self.modules.head(kind) for kind in KINDS}
+        names = {hf.HEAD_KEY + kind: NAME_PREFIX + self.modules.head(kind) for kind in hf.KINDS}
         found = {key: name for key, name in names.items() if name in self.file.shapes()}
         if not found and not self._has_head:
             name = NAME_PREFIX + self.modules.head("weight")
@@ -270,10 +256,10 @@ class PeftTensors:
         return found
 
     def head_keys(self) -> dict[str, Any]:
-        name = self._heads.get(f"{PREFIX}{HEAD}weight")
+        name = self._heads.get(hf.HEAD_KEY + "weight")
         if name is None:
             return {}
-        keys: dict[str, Any] = {"output_sequence": self.config.role == PER_TOKEN}
+        keys: dict[str, Any] = {"output_sequence": self.config.role == hf.PER_TOKEN}
         if not self._has_head:
             numbers = self.file.shapes()[name][0]
             kind = "regression" if numbers > 1 else "binary_ranking"
@@ -305,7 +291,7 @@ class PeftTensors:
 
     def _no_place(self, name: str) -> UserError:
         there = sorted({self.modules.short_name(w, i) for w, i, _ in self.modules.places.values()})
-        return Unsupported(
+        return hf.Unsupported(
             f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
             f"{self.modules.architecture.class_name} with {self.modules.layout.layers} layers; "
             f"adapters are those (lora_A, lora_B) of {', '.join(there)}. {peft_config.REMEDY}"
@@ -392,7 +378,7 @@ class PeftTensors:
         """`rows` of B, `[rows, dim]`, in the order of Megatron Core."""
         result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
         runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
-        for run, theirs, own in within(runs, rows):
+        for run, theirs, own in hf.within(runs, rows):
             index = list(weight.rule.names).index(run.name)
             adapter = self._found.get((weight.target, layer, index))
             if adapter is not None:
@@ -431,10 +417,10 @@ def write_folder(
     role = writing.role_of(modules.keys, source)
     skipped = writing.left_out(role, modules.keys, source, drop_head_bias)
     tensors, targets, wide = _adapters(modules, source, settings)
-    heads = [] if role == CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
-    for kind in KINDS if heads else ():
-        if PREFIX + HEAD + kind in source.shapes() and HEAD + kind not in skipped:
-            tensors[NAME_PREFIX + modules.head(kind)] = whole_tensor(source, PREFIX + HEAD + kind)
+    heads = [] if role == hf.CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
+    for kind in hf.KINDS if heads else ():
+        if hf.HEAD_KEY + kind in source.shapes() and hf.HEAD + kind not in skipped:
+            tensors[NAME_PREFIX + modules.head(kind)] = whole_tensor(source, hf.HEAD_KEY + kind)
     layers = settings.layers
 
     def alpha(times: int) -> float:
@@ -513,5 +499,5 @@ def _pairs(
         name: b.new_empty(modules.rows(weight, index), b.shape[1])
         for index, name in enumerate(weight.rule.names)
     }
-    spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
+    hf.spread(weight.rule.runs(weight.rows, modules.layout.heads), b, rows)
     return list(zip(blocks_of_a, rows.values(), strict=True))

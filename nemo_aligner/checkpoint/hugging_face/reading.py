@@ -17,21 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nemo_aligner.checkpoint.forms import HF_CONFIG, HF_WEIGHTS
-from nemo_aligner.checkpoint.hugging_face.architecture import (
-    HEAD,
-    KINDS,
-    PER_SAMPLE,
-    PER_TOKEN,
-    PREFIX,
-    Architecture,
-    Layout,
-    Place,
-    Unsupported,
-    as_class_reads,
-    expert_layers,
-    model_keys,
-    within,
-)
+from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES
 from nemo_aligner.checkpoint.stored_weights import (
     LAYERS,
@@ -162,10 +148,10 @@ class FolderWeights:
     """
 
     def __init__(
-        self, path: Path, architecture: Architecture, keys: Mapping[str, Any], has_head: bool
+        self, path: Path, architecture: hf.Architecture, keys: Mapping[str, Any], has_head: bool
     ):
         self.path, self.keys = path, keys
-        self.layout = Layout(architecture, keys)
+        self.layout = hf.Layout(architecture, keys)
         self.tensors = Tensors(path)
         self._with_base = {
             self._full_name(name): name for name in self.tensors.shapes()
@@ -173,7 +159,7 @@ class FolderWeights:
         self._used: set[str] = set()
         self._sizes = self.layout.sizes()
         tied = bool(keys.get("share_embeddings_and_output_weights"))
-        absent = ("output_layer.",) * (has_head or tied) + (HEAD,) * (not has_head)
+        absent = ("output_layer.",) * (has_head or tied) + (hf.HEAD,) * (not has_head)
         self._shapes, lacking = self._megatron_shapes(absent)
         unused = self._with_base.keys() - self._used - {*("lm_head.weight",) * tied}
         left = sorted(name for name in unused if not name.endswith(_BUFFERS))
@@ -190,11 +176,12 @@ class FolderWeights:
             )
         if tied:
             self._check_tied()
-            self._shapes.pop(PREFIX + "output_layer.weight", None)
+            self._shapes.pop(hf.PREFIX + "output_layer.weight", None)
 
     def _check_tied(self) -> None:
         """Raise `UserError` if an output layer is stored that is not the table it is tied to."""
-        key, table = PREFIX + "output_layer.weight", PREFIX + "embedding.word_embeddings.weight"
+        key = hf.PREFIX + "output_layer.weight"
+        table = hf.PREFIX + "embedding.word_embeddings.weight"
         if key not in self._shapes:
             return
         rows = self._shapes[key][0]
@@ -226,14 +213,16 @@ class FolderWeights:
         """
         shapes: dict[str, tuple[int, ...]] = {}
         lacking = []
-        has_experts = expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
+        has_experts = (
+            hf.expert_layers(self.keys) if self.layout.experts else [0] * self.layout.layers
+        )
         for stem, rule, in_layer in self.layout.rules():
-            name = stem.removeprefix(LAYERS if in_layer else PREFIX)
+            name = stem.removeprefix(LAYERS if in_layer else hf.PREFIX)
             experts = self.layout.experts if "{expert}" in rule.names[0] else 0
-            kinds = [kind for kind in KINDS if kind == "weight" or self._has_bias(stem)]
+            kinds = [kind for kind in hf.KINDS if kind == "weight" or self._has_bias(stem)]
             layers = range(self.layout.layers) if in_layer else (None,)
             for kind, layer in itertools.product(kinds, layers):
-                places = [Place(rule, kind, layer, n) for n in range(experts) or (None,)]
+                places = [hf.Place(rule, kind, layer, n) for n in range(experts) or (None,)]
                 found = [self._shape(name, place) for place in places]
                 if layer is None:
                     is_needed = name not in absent
@@ -251,14 +240,14 @@ class FolderWeights:
         return shapes, lacking
 
     def _has_bias(self, stem: str) -> bool:
-        if stem.endswith(HEAD):
+        if stem.endswith(hf.HEAD):
             return True
         if stem.endswith("norm_") or "layernorm" in stem:
             return str(self.keys["normalization"]).lower().startswith("layernorm")
         qkv = self.keys.get("add_qkv_bias") and stem.endswith("linear_qkv.")
         return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
-    def _shape(self, name: str, place: Place) -> tuple[int, ...] | None:
+    def _shape(self, name: str, place: hf.Place) -> tuple[int, ...] | None:
         """Shape of the weight `name` at `place`; None: the folder has none of its parts."""
         if place.rule.beside is not None:
             beside = self.layout.name(place.rule.beside, dataclasses.replace(place, kind=""))
@@ -298,7 +287,7 @@ class FolderWeights:
         assert place is not None, key
         total = self._shapes[key][len(index)]
         pieces = []
-        for run, theirs, _own in within(self.layout.runs(place, total), rows):
+        for run, theirs, _own in hf.within(self.layout.runs(place, total), rows):
             wanted = (theirs, *columns)
             index_in_file = wanted[::-1] if place.rule.transposed else wanted
             piece = self.tensors.read(self._with_base[run.name], index_in_file)
@@ -328,20 +317,20 @@ def model_section(path: Path) -> DictConfig:
     if not isinstance(kind, str) or not kind:
         raise UserError(f"{path / HF_CONFIG} has no model_type; it is not a model's.")
     if kind not in ARCHITECTURES:
-        raise Unsupported(
+        raise hf.Unsupported(
             f"{path}: the architecture {kind!r} is not supported; what is: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     if given.get("quantization_config"):
-        raise Unsupported(
+        raise hf.Unsupported(
             f"{path} holds quantized weights (quantization_config), which are not supported; name "
             "a folder with float weights."
         )
     try:
-        config, defaults = as_class_reads(given), as_class_reads({"model_type": kind})
-        keys = model_keys(ARCHITECTURES[kind], config, defaults)
-    except Unsupported as error:
-        raise Unsupported(f"{path}: {error}") from error
+        config, defaults = hf.as_class_reads(given), hf.as_class_reads({"model_type": kind})
+        keys = hf.model_keys(ARCHITECTURES[kind], config, defaults)
+    except hf.Unsupported as error:
+        raise hf.Unsupported(f"{path}: {error}") from error
     keys["encoder_seq_length"] = keys["max_position_embeddings"]
     keys |= _head_keys(config)
     if any((path / name).is_file() for name in FILES_OF_TOKENIZERS):
@@ -359,16 +348,18 @@ def model_section(path: Path) -> DictConfig:
 def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Keys of a reward model, whose head gives numbers per sample, or of a critic (per token)."""
     classes = " ".join(config.get("architectures") or ())
-    if not classes.endswith((PER_SAMPLE, PER_TOKEN)):
+    if not classes.endswith((hf.PER_SAMPLE, hf.PER_TOKEN)):
         return {}
     numbers = len(config.get("id2label") or (0, 1))
     several = numbers > 1
     # transformers reads the reward of a sample at its last token other than this one.
-    padding = {} if classes.endswith(PER_TOKEN) else {"pad_token_id": config.get("pad_token_id")}
+    padding = (
+        {} if classes.endswith(hf.PER_TOKEN) else {"pad_token_id": config.get("pad_token_id")}
+    )
     return padding | {
         "reward_model_type": "regression" if several else "binary_ranking",
         "regression": {"num_attributes": numbers},
-        "output_sequence": classes.endswith(PER_TOKEN),
+        "output_sequence": classes.endswith(hf.PER_TOKEN),
     }
 
 

@@ -21,23 +21,8 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.folders import WRITING_SUFFIX, replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG, PEFT_CONFIG
+from nemo_aligner.checkpoint.hugging_face import architecture as hf
 from nemo_aligner.checkpoint.hugging_face import reading
-from nemo_aligner.checkpoint.hugging_face.architecture import (
-    CAUSAL_LM,
-    HEAD,
-    PER_SAMPLE,
-    PER_TOKEN,
-    PREFIX,
-    Architecture,
-    Layout,
-    Place,
-    Unsupported,
-    as_class_reads,
-    hugging_face_config,
-    keys_read,
-    model_keys,
-    spread,
-)
 from nemo_aligner.checkpoint.hugging_face.architectures import ARCHITECTURES, expressing
 from nemo_aligner.checkpoint.stored_weights import (
     Slice,
@@ -65,7 +50,7 @@ class Written:
     # key, part: what is read
     key: str
     part: Slice
-    place: Place  # what it is
+    place: hf.Place  # what it is
     shapes: Mapping[str, tuple[int, ...]]  # of the tensors of Hugging Face, by their names
     dtype: torch.dtype  # of all of them
 
@@ -78,8 +63,8 @@ class Written:
 
 def plan(
     source: TensorSource,
-    architecture: Architecture,
-    layout: Layout,
+    architecture: hf.Architecture,
+    layout: hf.Layout,
     vocab_rows: int,
     dtype: torch.dtype | None,
     leave_out: Sequence[str],
@@ -95,12 +80,12 @@ def plan(
     result, shapes = [], source.shapes()
     dtype_of = functools.cache(lambda key: dtype or stored_dtype(source, key))
     for key, index in pieces(source):
-        name, shape = key.removeprefix(PREFIX), shapes[key][len(index) :]
+        name, shape = key.removeprefix(hf.PREFIX), shapes[key][len(index) :]
         if name in leave_out:
             continue
         place = layout.place(key, index)
         if place is None:
-            raise Unsupported(
+            raise hf.Unsupported(
                 f"{architecture.class_name} has no weight for {name}; the model would compute "
                 "something else."
             )
@@ -121,14 +106,14 @@ def _order(item: Written) -> tuple[int, int, int, str]:
     return (1, place.layer, -1 if place.expert is None else place.expert, item.key)
 
 
-def read_tensors(source: TensorSource, layout: Layout, item: Written) -> dict[str, Tensor]:
+def read_tensors(source: TensorSource, layout: hf.Layout, item: Written) -> dict[str, Tensor]:
     stored = source.read(item.key, item.part)
     transposed = item.place.rule.transposed and stored.dim() > 1
     result = {
         name: torch.zeros(shape[::-1] if transposed else shape, dtype=item.dtype)
         for name, shape in item.shapes.items()
     }
-    spread(layout.runs(item.place, stored.shape[0]), stored, result)
+    hf.spread(layout.runs(item.place, stored.shape[0]), stored, result)
     if transposed:
         return {name: tensor.T.contiguous() for name, tensor in result.items()}
     return result
@@ -137,7 +122,7 @@ def read_tensors(source: TensorSource, layout: Layout, item: Written) -> dict[st
 def write_tensors(
     folder: Path,
     source: TensorSource,
-    layout: Layout,
+    layout: hf.Layout,
     items: Sequence[Written],
     shard_bytes: int,
     progress: Callable[[int], None],
@@ -183,7 +168,7 @@ def _shards(items: Sequence[Written], shard_bytes: int) -> list[list[Written]]:
 def _write_file(
     file: Path,
     source: TensorSource,
-    layout: Layout,
+    layout: hf.Layout,
     items: Sequence[Written],
     progress: Callable[[int], None],
 ) -> None:
@@ -219,7 +204,7 @@ _TOKENIZER_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 def describe(
     section: DictConfig, model_type: str | None = None
-) -> tuple[Architecture, dict[str, Any], dict[str, Any]]:
+) -> tuple[hf.Architecture, dict[str, Any], dict[str, Any]]:
     """The architecture that a model is written as (`model_type`; None: the one that the model came
     from, else the first that can express it), the keys of `config.json` that say what it computes,
     and the complete keys of the model; `UserError`: it is not known, or cannot express the model.
@@ -239,7 +224,7 @@ def describe(
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     architecture = ARCHITECTURES[model_type]
-    return architecture, hugging_face_config(architecture, keys), keys
+    return architecture, hf.hugging_face_config(architecture, keys), keys
 
 
 def check(section: DictConfig) -> None:
@@ -281,10 +266,10 @@ def write_folder(
     with replaced_folder(target) as folder:
         copy_tokenizer(section, folder)
         write_json(folder / HF_CONFIG, config)  # the class of a tokenizer may stand there
-        if role == PER_SAMPLE:
+        if role == hf.PER_SAMPLE:
             config["pad_token_id"] = _set_padding(folder, config, keys)
             vocab_rows = max(vocab_rows, (config["pad_token_id"] or 0) + 1)
-        layout = Layout(architecture, keys)
+        layout = hf.Layout(architecture, keys)
         items = plan(source, architecture, layout, vocab_rows, dtype, skipped)
         bytes_of: collections.Counter[torch.dtype] = collections.Counter()
         for item in items:
@@ -299,14 +284,14 @@ def write_folder(
         write_json(folder / HF_CONFIG, config)
         if generation is not None:
             write_json(folder / reading.GENERATION_FILE, generation)
-        if role == CAUSAL_LM:
+        if role == hf.CAUSAL_LM:
             _write_end_tokens(folder, config, keys["tokenizer"].get("end_token_ids"))
 
 
 def role_of(keys: Mapping[str, Any], weights: TensorSource) -> str:
-    if f"{PREFIX}{HEAD}weight" not in weights.shapes():
-        return CAUSAL_LM
-    return PER_TOKEN if keys["output_sequence"] else PER_SAMPLE
+    if hf.HEAD_KEY + "weight" not in weights.shapes():
+        return hf.CAUSAL_LM
+    return hf.PER_TOKEN if keys["output_sequence"] else hf.PER_SAMPLE
 
 
 def _check_head(keys: Mapping[str, Any]) -> None:
@@ -322,7 +307,7 @@ def _check_head(keys: Mapping[str, Any]) -> None:
         ("regression.merge_attributes", merges),
     ):
         if used:
-            raise Unsupported(
+            raise hf.Unsupported(
                 f"Hugging Face's reward models cannot express model.{key}=True; the rewards would "
                 "change."
             )
@@ -332,28 +317,28 @@ def left_out(
     role: str, keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
 ) -> Sequence[str]:
     """Weights that Hugging Face has no place for; `Unsupported` if the model would change."""
-    if role == CAUSAL_LM:
+    if role == hf.CAUSAL_LM:
         return ()
     _check_head(keys)
     bias = head_bias(weights)
-    if role == PER_TOKEN or bias is None:
+    if role == hf.PER_TOKEN or bias is None:
         return ()
     if any(bias) and not drop_head_bias:
-        raise Unsupported(
+        raise hf.Unsupported(
             f"the head of the reward model has the bias {bias}, for which Hugging Face's "
             "has no place: all rewards would shift by it. Leave it out with --drop-head-bias."
         )
-    return (HEAD + "bias",)
+    return (hf.HEAD + "bias",)
 
 
 def head_bias(source: TensorSource) -> list[float] | None:
     """The bias of the head of a reward model or critic; None: there is none."""
-    key = f"{PREFIX}{HEAD}bias"
+    key = hf.HEAD_KEY + "bias"
     return whole_tensor(source, key).tolist() if key in source.shapes() else None
 
 
 def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    if role == CAUSAL_LM:
+    if role == hf.CAUSAL_LM:
         return {}
     count = keys["regression"]["num_attributes"]
     if len((keys.get(reading.ORIGIN) or {}).get("id2label") or ()) == count:
@@ -366,17 +351,17 @@ def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_it_came(
-    architecture: Architecture, config: dict[str, Any], keys: Mapping[str, Any]
+    architecture: hf.Architecture, config: dict[str, Any], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`config`, with what the folder that the model came from says of all that is the same."""
     origin: dict[str, Any] = dict(keys.get(reading.ORIGIN) or {})
     came_as = ARCHITECTURES.get(origin.get("model_type", ""), architecture)
-    read = keys_read(came_as)
+    read = hf.keys_read(came_as)
     whole = "model_type" in origin and read & origin.keys()
     if came_as is not architecture or not whole:
         return {name: value for name, value in origin.items() if name not in read} | config
-    before = complete_model(model_keys(architecture, as_class_reads(origin), {}))
-    written = hugging_face_config(architecture, plain_dict(before, resolve=True))
+    before = complete_model(hf.model_keys(architecture, hf.as_class_reads(origin), {}))
+    written = hf.hugging_face_config(architecture, plain_dict(before, resolve=True))
     changed = {name: value for name, value in config.items() if written.get(name, ...) != value}
     kept = {name: origin[name] for name in origin if name in config or name not in written}
     return config | kept | changed
