@@ -64,7 +64,7 @@ def one_rank_has_no_space(
     callback.finish_save()
     full = OSError(errno.ENOSPC, "No space left on device")
     stream, names = checksums._Stream, ("write_durably", "write_manifest")
-    modules = {"write_durably": dist_ckpt, "write_manifest": checkpointing}
+    modules = {"write_durably": checksums, "write_manifest": checkpointing}
     own = {name: getattr(modules[name], name) for name in names}
 
     class FullStream(stream):
