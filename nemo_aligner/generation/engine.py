@@ -40,7 +40,7 @@ from nemo_aligner.generation.interface import (
 from nemo_aligner.generation.split import Split, divide, drawn, join, training_split, until_all_end
 from nemo_aligner.generation.text import EndConditions
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import on_rank_zero
+from nemo_aligner.parallel.collectives import largest, on_rank_zero
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import decoding_mode
 
@@ -278,16 +278,12 @@ class MegatronGenerator:
         generate together call it.
         """
         config, split = unwrap_model(self.model)[0].config, self.split
-        layers = torch.tensor(
-            sum(len(chunk.decoder.layers) for chunk in unwrap_model(self.model))
-            if split.pipeline_ranks == parallel_state.get_pipeline_model_parallel_world_size()
-            else config.num_layers // split.pipeline_ranks,
-            device=get_device(),
-        )
-        # Stages may have unequal numbers of layers.
-        torch.distributed.all_reduce(layers, torch.distributed.ReduceOp.MAX, group=split.copy)
+        layers = config.num_layers // split.pipeline_ranks
+        if split.pipeline_ranks == parallel_state.get_pipeline_model_parallel_world_size():
+            layers = sum(len(chunk.decoder.layers) for chunk in unwrap_model(self.model))
+        layers = largest(layers, split.copy)  # stages may have unequal numbers of them
         groups = config.num_query_groups // split.tensor_ranks
-        numbers = 2 * int(layers) * groups * config.kv_channels * self.max_sequence_length
+        numbers = 2 * layers * groups * config.kv_channels * self.max_sequence_length
         slots = max(1, int(memory // (numbers * self.dtype.itemsize)))
         sharing = 1 if split.joined is None else torch.distributed.get_world_size(split.joined)
         return max(1, slots * self._dividing_ranks() // sharing)

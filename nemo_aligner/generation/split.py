@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.generation.interface import GenerationOutput, Prompts
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
-from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.collectives import gathered, largest, rebalance_nd_tensor
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,7 @@ def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
     empty = prompts, none[:, 0], none[:, 0]
     while True:
         batch = next(batches, None)
-        more = torch.tensor(int(batch is not None), device=get_device())
-        torch.distributed.all_reduce(more, torch.distributed.ReduceOp.MAX, group=group)
-        if not more:
+        if not largest(int(batch is not None), group):
             return
         yield empty if batch is None else batch
 

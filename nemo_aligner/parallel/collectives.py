@@ -183,6 +183,12 @@ def _all_reduce(
     return tensor
 
 
+def largest(number: int, group: ProcessGroup | None = None) -> int:
+    """The largest `number` of the ranks of `group`, which all call it."""
+    on_device = torch.tensor([number], dtype=torch.int64, device=get_device())
+    return int(_all_reduce(on_device, group, dist.ReduceOp.MAX))
+
+
 def sum_over_dp(tensor: Tensor) -> Tensor:
     """Sum a tensor over the data-parallel ranks, which all call it (for `losses.loss_weights`)."""
     return _all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
@@ -253,8 +259,7 @@ def pad_tensors_to_max_global_seq_len(
             a warning.
     """
     local = torch.stack(pad_list(list_of_tensors, pad_value))
-    longest = torch.tensor([local.shape[-1]], dtype=torch.int64, device=get_device())
-    width = int(_all_reduce(longest, group, dist.ReduceOp.MAX).item())
+    width = largest(local.shape[-1], group)
     if sequence_length_to_pad_to is not None:
         if width > sequence_length_to_pad_to:
             warnings.warn(

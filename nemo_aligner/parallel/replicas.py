@@ -15,8 +15,7 @@ from torch import Tensor
 
 from nemo_aligner.core.errors import ReplicaError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.collectives import gathered, largest
 
 # Elements that are widened to int64 at a time: few enough for a CPU's cache, enough for a kernel
 # on a GPU.
@@ -115,9 +114,7 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
         for key, differs in zip(named, (lowest != highest).tolist(), strict=True):
             if differs:
                 differing[key] = dist.get_process_group_ranks(group)
-    count = torch.tensor([len(differing)], device=get_device())
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    if count.item():
+    if largest(len(differing)):
         _raise(differing, sums)
 
 

@@ -20,8 +20,8 @@ from megatron.core.utils import get_model_config
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import largest
 from nemo_aligner.parallel.context_parallel import width_multiple
-from nemo_aligner.parallel.device import get_device
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ def plan_of_rank(
         if micro_batch_tokens is not None and by_tokens
         else -(-rows // micro_batch_size)
     )
-    count = _most_of_expert_ranks(-(-count // group) * group)
+    count = -(-count // group) * group
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        count = largest(count, parallel_state.get_expert_model_parallel_group())
     if training and count > len(widths):  # then they cannot be as small as they should
         count = len(widths) // group * group
         if not count:
@@ -209,16 +211,3 @@ def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> Non
             f"model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
             "model.micro_batch_size."
         )
-
-
-def _most_of_expert_ranks(count: int) -> int:
-    """The largest `count` among the ranks of an expert-parallel group; they call it together."""
-    if parallel_state.get_expert_model_parallel_world_size() == 1:
-        return count
-    most = torch.tensor(count, device=get_device())
-    torch.distributed.all_reduce(
-        most,
-        op=torch.distributed.ReduceOp.MAX,
-        group=parallel_state.get_expert_model_parallel_group(),
-    )
-    return int(most)

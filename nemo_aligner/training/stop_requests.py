@@ -205,16 +205,9 @@ def ignore_signals(_worker: int = 0) -> None:
 
 def _largest_of_ranks(number: int) -> int:
     """The largest `number` of all ranks, which all call it."""
-    import torch  # by now it is imported
+    from nemo_aligner.parallel.collectives import largest  # by now torch is imported
 
-    from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.parallel.device import get_device
-
-    if parallel_state.get_world_size() == 1:
-        return number
-    largest = torch.tensor([number], device=get_device())
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return int(largest)
+    return largest(number)
 
 
 def _name(number: int) -> str:

@@ -65,11 +65,7 @@ LIBRARIES = {
     ),
     "tiktoken": Library("vocab_file", "needs the package tiktoken"),
     "byte-level": Library("special_tokens", "one id per byte"),
-    "regex": Library("", _NOT_TEXT),
-    "tabular": Library("", _NOT_TEXT),
-    "null": Library("", _NOT_TEXT),
-    "word": Library("", _NOT_TEXT),
-    "char": Library("", _NOT_TEXT),
+    **dict.fromkeys(("regex", "tabular", "null", "word", "char"), Library("", _NOT_TEXT)),
 }
 
 
