@@ -1,8 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of tiny models for tests: one like GPT-2, one like Llama."""
+"""Configurations of tiny models for tests, one like GPT-2, one like Llama; and what policies and
+reward models are compared with.
+"""
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+
+from nemo_aligner.training.megatron_steps import forward_collect
 
 GPT2_LIKE = {
     "normalization": "layernorm",
@@ -70,3 +75,27 @@ def tiny_config(tokenizer_dir: str, architecture: str = "llama", **overrides) ->
         **ARCHITECTURES[architecture],
     }
     return OmegaConf.merge(OmegaConf.create(config), OmegaConf.create(overrides))
+
+
+def logprobs_by_hand(model, tokens, temperature=1.0):
+    """(log-probs of the next tokens, entropy) from the model's own logits, over the real
+    vocabulary.
+    """
+    model.set_eval()
+    logits = forward_collect(
+        model.model,
+        {"tokens": tokens},
+        micro_batch_size=len(tokens),
+        output_fn=lambda output, _: output,
+    )
+    distribution = torch.distributions.Categorical(
+        logits=logits[:, :-1, : model.tokenizer.vocab_size].double() / temperature
+    )
+    return distribution.log_prob(tokens[:, 1:]).float(), distribution.entropy().float()
+
+
+def assert_gradients_of(plain, model):
+    """The gradients of `model` are those of `plain`, a module that PyTorch alone has trained."""
+    ours = model.unwrapped()[0].parameters()
+    for (name, parameter), own in zip(plain.named_parameters(), ours, strict=True):
+        torch.testing.assert_close(own.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)

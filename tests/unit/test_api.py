@@ -14,8 +14,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from tests.distributed.launcher import run_ranks
-from tests.tiny_models import tiny_config
-from tests.unit.test_ppo_actor import logprobs_by_hand
+from tests.tiny_models import logprobs_by_hand, tiny_config
 
 pytestmark = pytest.mark.slow
 PROMPTS, RESPONSES = ["the film", "a bad film, and long"], [" was a joy", " is dull"]

@@ -41,7 +41,6 @@ from tests.preference_jobs import (
 )
 from tests.tiny_models import tiny_config
 from tests.trl_dpo_steps import PEERS
-from tests.unit.test_config_checks import check
 from tests.unit.test_script_steps import job_configuration
 
 pytestmark = pytest.mark.slow
@@ -376,26 +375,3 @@ def test_an_alarm_when_both_responses_become_unlikely(
     else:
         assert log[0]["likelihood_fall"] == pytest.approx(fall)
     assert len(said) == 1 and "model.dpo.sft_loss_weight" in said[0]
-
-
-# --- the configuration
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["model.dpo.label_smoothing=0.1", "model.dpo.preference_loss=ipo"],
-            "belongs to model.dpo.preference_loss=dpo, not ipo",
-        ),
-        (["model.dpo.preference_loss_weight=0"], "both 0: nothing would be learned"),
-        (["model.data.data_impl=mmap"], "where a response begins"),
-        (["model.dpo.beta=0.1"], "model.dpo.beta"),
-        (["model.dpo.ref_log_probs_dir=True"], "ref_log_probs_dir=True must be a text"),
-        (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_start(tmp_path, overrides, message):
-    assert check("gpt_dpo", tmp_path) == []
-    with pytest.raises(ConfigError, match=message):
-        check("gpt_dpo", tmp_path, *overrides)

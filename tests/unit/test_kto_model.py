@@ -31,7 +31,6 @@ from tests.preference_jobs import (
     write,
 )
 from tests.tiny_models import tiny_config
-from tests.unit.test_config_checks import check
 
 pytestmark = pytest.mark.slow
 
@@ -314,25 +313,3 @@ def test_the_reference_point_is_a_mean_over_responses_and_at_least_0(
         batch["ref_policy_log_probs_kl_samples"] = mismatched + shift
         point = model.reference_point(batch, weights)
         assert point.item() == pytest.approx(expected, abs=1e-4)
-
-
-# --- the configuration
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["model.kto.desirable_loss_weight=0", "model.kto.undesirable_loss_weight=0"],
-            "both 0: nothing would be learned",
-        ),
-        (["model.kto.preference_loss_weight=0"], "both 0: nothing would be learned"),
-        (["model.data.data_impl=mmap"], "where a response begins"),
-        (["model.kto.beta=0.1"], "model.kto.beta"),
-        (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_start(tmp_path, overrides, message):
-    assert check("gpt_kto", tmp_path) == []
-    with pytest.raises(ConfigError, match=message):
-        check("gpt_kto", tmp_path, *overrides)

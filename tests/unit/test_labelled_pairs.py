@@ -22,7 +22,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
 from tests.data_sets import sample_of
-from tests.tiny_models import tiny_config
+from tests.tiny_models import assert_gradients_of, tiny_config
 
 NAN = float("nan")
 
@@ -218,10 +218,7 @@ def test_loss_and_gradient_equal_a_loop_over_pairs(
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["weights"] == 3
-    for (name, parameter), ours in zip(
-        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert_gradients_of(plain, model)
     summary = model.summarize_metrics(metrics)
     text = held_out_text(RewardModelType.REGRESSION, summary, metrics["weights"], num_attributes)
     assert text == f"held-out accuracy {summary['acc']:.3f} on 3 pairs"

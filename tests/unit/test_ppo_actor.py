@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt import megatron_gpt_policy
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.optim import optimizer_step
-from tests.tiny_models import PPO, tiny_config
+from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 
 
 def make_actor(tokenizer_dir, **ppo):
@@ -38,19 +37,6 @@ def make_batch(actor):
         "prev_logprobs": actor.get_inference_log_probs(tokens)
         + 0.4 * torch.randn(4, 8, generator=generator),
     }
-
-
-def logprobs_by_hand(actor, tokens, temperature):
-    """(log-probs of the next tokens, entropy) from the model's own logits, over the real
-    vocabulary.
-    """
-    logits = forward_collect(
-        actor.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output
-    )
-    distribution = torch.distributions.Categorical(
-        logits=logits[:, :-1, : actor.tokenizer.vocab_size].double() / temperature
-    )
-    return distribution.log_prob(tokens[:, 1:]).float(), distribution.entropy().float()
 
 
 @pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (0.7, 3)])

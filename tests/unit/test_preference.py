@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of preference pairs: a naive loop, numbers by hand and invariances.
-test_oracle_losses.py has the other libraries.
+"""The losses of preference pairs: a naive loop, numbers by hand and invariances; and what the
+configurations of DPO, KTO and SPIN refuse. test_oracle_losses.py has the other libraries.
 """
 
 import itertools
@@ -10,9 +10,11 @@ import math
 import pytest
 import torch
 
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 from nemo_aligner.core.losses import loss_weights
 from nemo_aligner.core.preference import dpo_loss, reward_statistics
+from tests.unit.test_config_checks import check
 
 PAIRS, WIDTH, BETA = 5, 9, 0.4
 LENGTHS = torch.tensor([9, 2, 4, 7, 1, 1, 3, 8, 6, 5])  # of the masks; each begins at a column
@@ -182,3 +184,47 @@ def test_wrong_losses_are_refused():
         dpo_loss(**arguments, preference_loss="hinge")
     with pytest.raises(ValueError, match="'rpo_sq' needs rewards"):
         dpo_loss(**arguments, preference_loss="rpo_sq")
+
+
+# Overrides of keys below `model.`, and the message.
+REFUSED = {
+    "dpo": [
+        (
+            "dpo.label_smoothing=0.1 dpo.preference_loss=ipo",
+            "belongs to model.dpo.preference_loss=dpo, not ipo",
+        ),
+        ("dpo.preference_loss_weight=0", "both 0: nothing would be learned"),
+        ("data.data_impl=mmap", "where a response begins"),
+        ("dpo.ref_log_probs_dir=True", "ref_log_probs_dir=True must be a text"),
+    ],
+    "kto": [
+        (
+            "kto.desirable_loss_weight=0 kto.undesirable_loss_weight=0",
+            "both 0: nothing would be learned",
+        ),
+        ("kto.preference_loss_weight=0", "both 0: nothing would be learned"),
+        ("data.data_impl=mmap", "where a response begins"),
+    ],
+    "spin": [
+        ("spin.ref_policy_kl_penalty=0", "ref_policy_kl_penalty=0"),
+        ("spin.ref_policy_kl_penalty=[0.1,0.2]", r"has 2 value\(s\) for .*iterations=3"),
+        ("spin.ref_policy_kl_penalty=[0.1,0.2,-1]", "must be a number above 0, or a list"),
+        ("spin.ref_policy_kl_penalty=null", "ref_policy_kl_penalty is not set"),
+        ("spin.length_params.max_length=4096", "leaves no room for a prompt"),
+        ("data.chat_template=tokenizer", "two forms of a conversation"),
+        ("data.train_ds.packed_sequence=True", "packed_sequence"),
+        ("data.train_ds.max_seq_length=9999", "max_seq_length=9999 is above"),
+        ("data.train_ds.add_sep=True", "add_sep"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_work_is_refused_at_start(tmp_path, kind):
+    name = f"gpt_{kind}"
+    assert check(name, tmp_path) == []
+    for given, message in [*REFUSED[kind], (f"{kind}.beta=0.1", f"model.{kind}.beta")]:
+        with pytest.raises(ConfigError, match=message):
+            check(name, tmp_path, *(f"model.{override}" for override in given.split()))
+    with pytest.raises(ConfigError, match="restore_from_path is not set"):
+        check(name, tmp_path, "pretrained_checkpoint.restore_from_path=null")

@@ -23,7 +23,7 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
 )
 from nemo_aligner.models.nlp.gpt.reward_model_classes import RewardModelType, held_out_text
 from nemo_aligner.training.optim import optimizer_step
-from tests.tiny_models import tiny_config
+from tests.tiny_models import assert_gradients_of, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -82,10 +82,7 @@ def test_loss_and_gradient_equal_a_loop_over_samples(tiny_tokenizer_dir, micro_b
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
     assert loss == metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["weights"] == 5
-    for (name, parameter), ours in zip(
-        plain.named_parameters(), model.unwrapped()[0].parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours.main_grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert_gradients_of(plain, model)
     model.set_eval()
     assert model.get_loss_and_metrics(batch, forward_only=True)[0] == pytest.approx(loss, rel=1e-6)
 

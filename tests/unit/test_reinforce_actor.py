@@ -13,9 +13,8 @@ from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
     MegatronGPTReinforceActorModel,
 )
-from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.optim import optimizer_step
-from tests.tiny_models import PPO, tiny_config
+from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 
 TEMPERATURE = 0.7
 
@@ -45,18 +44,6 @@ def make_batch(model):
     }
 
 
-def logprobs_by_hand(model, tokens):
-    """Log-probs of the next tokens from the model's own logits at the sampling temperature, over
-    the real vocabulary.
-    """
-    model.set_eval()
-    logits = forward_collect(
-        model.model, {"tokens": tokens}, micro_batch_size=6, output_fn=lambda output, _: output
-    )
-    scaled = logits[:, :-1, : model.tokenizer.vocab_size].double() / TEMPERATURE
-    return scaled.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-
-
 def losses_of_samples(batch, logprobs):
     """Losses of the tokens of each sample that counts."""
     losses = []
@@ -71,7 +58,8 @@ def losses_of_samples(batch, logprobs):
 def test_loss_is_that_of_a_naive_loop(tiny_tokenizer_dir, reduction):
     model = make_model(tiny_tokenizer_dir, loss_reduction=reduction)
     batch = make_batch(model)
-    losses = losses_of_samples(batch, logprobs_by_hand(model, batch["response_tokens"]))
+    logprobs, _ = logprobs_by_hand(model, batch["response_tokens"], TEMPERATURE)
+    losses = losses_of_samples(batch, logprobs)
 
     def mean(rows):
         tokens = [loss for row in rows for loss in row]
@@ -153,7 +141,7 @@ def test_log_probs_are_those_of_the_sampler_and_of_the_reference(tiny_tokenizer_
     model.set_reference_policy()
     tokens = make_batch(model)["response_tokens"]
     logprobs = model.get_inference_log_probs(tokens)
-    expected = logprobs_by_hand(model, tokens).float()
+    expected = logprobs_by_hand(model, tokens, TEMPERATURE)[0]
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(model.get_init_policy_logprobs(tokens), logprobs)
     greedy = make_model(tiny_tokenizer_dir, sampling_params={"use_greedy": True})

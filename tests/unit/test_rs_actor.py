@@ -9,9 +9,8 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
-from nemo_aligner.training.megatron_steps import forward_collect
 from nemo_aligner.training.optim import optimizer_step
-from tests.tiny_models import PPO, tiny_config
+from tests.tiny_models import PPO, logprobs_by_hand, tiny_config
 
 
 def make_model(tokenizer_dir, micro_batch_size=2, **rs):
@@ -32,18 +31,6 @@ def make_batch(model):
     return {"response_tokens": tokens, "mask": mask}
 
 
-def logprobs_by_hand(model, tokens):
-    """Log-probs of the next tokens from the model's own logits, at temperature 1, over the real
-    vocabulary.
-    """
-    model.set_eval()
-    logits = forward_collect(
-        model.model, {"tokens": tokens}, micro_batch_size=4, output_fn=lambda output, _: output
-    )
-    logprobs = logits[:, :-1, : model.tokenizer.vocab_size].double().log_softmax(-1)
-    return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
-
-
 def gradients(model):
     return torch.cat(
         [p.main_grad.flatten() for chunk in model.unwrapped() for p in chunk.parameters()]
@@ -54,7 +41,7 @@ def test_logprobs_are_the_models_own_whatever_the_sampling_temperature(tiny_toke
     model = make_model(tiny_tokenizer_dir)
     assert model.generation_params.temperature == 0.7
     tokens = make_batch(model)["response_tokens"]
-    expected = logprobs_by_hand(model, tokens).float()
+    expected = logprobs_by_hand(model, tokens)[0]
     torch.testing.assert_close(
         model.get_inference_log_probs(tokens), expected, atol=1e-5, rtol=1e-5
     )
@@ -64,7 +51,7 @@ def test_logprobs_are_the_models_own_whatever_the_sampling_temperature(tiny_toke
 def test_loss_is_the_likelihood_of_the_responses(tiny_tokenizer_dir, reduction):
     model = make_model(tiny_tokenizer_dir, loss_reduction=reduction)
     batch = make_batch(model)
-    logprobs, mask = logprobs_by_hand(model, batch["response_tokens"]), batch["mask"].bool()
+    (logprobs, _), mask = logprobs_by_hand(model, batch["response_tokens"]), batch["mask"].bool()
     samples = [sample[keep] for sample, keep in zip(logprobs, mask, strict=True)]
     expected = {
         "token": -torch.cat(samples).mean(),
@@ -92,7 +79,7 @@ def test_gradient_is_that_of_plain_pytorch(tiny_tokenizer_dir):
             for chunk in model.unwrapped():
                 for parameter in chunk.parameters():
                     parameter += sign * direction * parameter.main_grad
-        losses.append(-float(logprobs_by_hand(model, batch["response_tokens"])[keep].mean()))
+        losses.append(-float(logprobs_by_hand(model, batch["response_tokens"])[0][keep].mean()))
         with torch.no_grad():
             for chunk in model.unwrapped():
                 for parameter in chunk.parameters():

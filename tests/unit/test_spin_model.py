@@ -386,28 +386,6 @@ def test_samples_of_the_rollouts_are_written(tiny_tokenizer_dir, tiny_tokenizer,
 # --- the configuration
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.spin.ref_policy_kl_penalty=0"], "ref_policy_kl_penalty=0"),
-        (["model.spin.ref_policy_kl_penalty=[0.1,0.2]"], r"has 2 value\(s\) for .*iterations=3"),
-        (["model.spin.ref_policy_kl_penalty=[0.1,0.2,-1]"], "must be a number above 0, or a list"),
-        (["model.spin.ref_policy_kl_penalty=null"], "ref_policy_kl_penalty is not set"),
-        (["model.spin.length_params.max_length=4096"], "leaves no room for a prompt"),
-        (["model.data.chat_template=tokenizer"], "two forms of a conversation"),
-        (["model.data.train_ds.packed_sequence=True"], "packed_sequence"),
-        (["model.data.train_ds.max_seq_length=9999"], "max_seq_length=9999 is above"),
-        (["model.data.train_ds.add_sep=True"], "add_sep"),
-        (["model.spin.beta=0.1"], "model.spin.beta"),
-        (["pretrained_checkpoint.restore_from_path=null"], "restore_from_path is not set"),
-    ],
-)
-def test_what_cannot_work_is_refused_at_start(tmp_path, overrides, message):
-    assert check("gpt_spin", tmp_path) == []
-    with pytest.raises(ConfigError, match=message):
-        check("gpt_spin", tmp_path, *overrides)
-
-
 def test_a_penalty_for_each_iteration(tiny_tokenizer_dir, tmp_path):
     schedule = ["model.spin.ref_policy_kl_penalty=[0.1,0.2,0.3]"]
     assert check("gpt_spin", tmp_path, *schedule) == []
