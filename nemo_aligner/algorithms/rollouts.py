@@ -301,13 +301,7 @@ def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
         .select(order)
         for x in ([score_columns(each) for each in scores], parts)
     )
-    return Scores(
-        gathered["rewards"],
-        gathered.get("values"),
-        gathered_parts.data,
-        gathered.get("token_rewards"),
-        gathered.get("teacher_logprobs"),
-    )
+    return Scores(**gathered.data, parts=gathered_parts.data)
 
 
 @dataclass(frozen=True)

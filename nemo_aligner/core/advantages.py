@@ -306,12 +306,7 @@ def _gae_with_critic(
 
 
 def _reinforce_plus_plus(
-    rewards: Tensor,
-    values: Tensor | None,
-    mask: Tensor,
-    discount_factor: float,
-    gae_lambda: float,
-    critic_gae_lambda: float | None,
+    rewards: Tensor, _values: Tensor | None, mask: Tensor, discount_factor: float, *_: object
 ) -> TokenEstimate:
     return TokenEstimate(calculate_reinforce_returns(rewards, discount_factor, mask))
 

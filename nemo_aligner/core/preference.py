@@ -204,8 +204,12 @@ def log_ratios(
         mask: `[B, S-1]`, non-zero on the tokens of the responses.
         weights: `[B]`, from `losses.loss_weights`.
     """
-    reduce = masked_mean if average_log_probs else masked_sum
-    return kept(reduce((logprobs - ref_logprobs).float(), mask, dim=1), weights)
+    return _of_responses(logprobs - ref_logprobs, mask, weights, average_log_probs)
+
+
+def _of_responses(values: Tensor, mask: Tensor, weights: Tensor, average: bool) -> Tensor:
+    reduce = masked_mean if average else masked_sum
+    return kept(reduce(values.float(), mask, dim=1), weights)
 
 
 def kto_loss(
@@ -248,29 +252,18 @@ def kto_loss(
         (both without their weights), `acc` (share of samples on their side of z; none is on it),
         and the sums that `kto_statistics` needs.
     """
-    ratios = log_ratios(
-        logprobs=logprobs,
-        ref_logprobs=ref_logprobs,
-        mask=mask,
-        weights=weights,
-        average_log_probs=average_log_probs,
-    )
+    ratios = _of_responses(logprobs - ref_logprobs, mask, weights, average_log_probs)
     good = desirable != 0
     gains = torch.where(good, ratios - reference_point, reference_point - ratios)
     factors = torch.where(good, desirable_loss_weight, undesirable_loss_weight)
     # 1 - s(x) = s(-x), which keeps its digits where s(x) is near 1.
     preference = (weights * factors * torch.sigmoid(-beta * gains)).sum()
-
-    def totals(average: bool) -> Tensor:
-        reduce = masked_mean if average else masked_sum
-        return kept(reduce(logprobs.float(), mask, dim=1), weights)
-
-    sft = -(weights * good * totals(sft_average_log_probs)).sum()
+    totals = _of_responses(logprobs, mask, weights, sft_average_log_probs)
+    sft = -(weights * good * totals).sum()
     loss = preference_loss_weight * preference + sft_loss_weight * sft
-    ratios, logps = ratios.detach(), totals(average_log_probs).detach()
-    sums = log_ratios(
-        logprobs=logprobs.detach(), ref_logprobs=ref_logprobs, mask=mask, weights=weights
-    )
+    ratios, logprobs = ratios.detach(), logprobs.detach()
+    logps = _of_responses(logprobs, mask, weights, average_log_probs)
+    sums = _of_responses(logprobs - ref_logprobs, mask, weights, average=False)
     return loss, {
         "loss": loss.detach(),
         "preference_loss": preference.detach(),
