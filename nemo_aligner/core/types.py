@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from torch import Tensor
+from typing_extensions import NotRequired
 
 
 class InferenceBatch(TypedDict, total=False):
@@ -163,18 +164,15 @@ class LabelledPairBatch(PairBatch):
     margin: Tensor  # float32 [B], at least 0
 
 
-class _DirectPairs(PairBatch):
+class DirectPairBatch(PairBatch):
+    """Preference pairs that a policy learns from directly."""
+
     chosen_mask: Tensor  # float32 [B, S]: 1 on the tokens of the response
     rejected_mask: Tensor  # float32 [B, S]
     chosen_reward: Tensor  # float32 [B]: what the data say of the response
     rejected_reward: Tensor  # float32 [B]
-
-
-class DirectPairBatch(_DirectPairs, total=False):
-    """Preference pairs that a policy learns from directly."""
-
-    ref_policy_log_probs_chosen: Tensor  # float32 [B, S-1]: of the reference policy
-    ref_policy_log_probs_rejected: Tensor  # float32 [B, S-1]
+    ref_policy_log_probs_chosen: NotRequired[Tensor]  # float32 [B, S-1]: of the reference policy
+    ref_policy_log_probs_rejected: NotRequired[Tensor]  # float32 [B, S-1]
 
 
 class SelfPlayPrompts(TypedDict):
@@ -186,7 +184,9 @@ class SelfPlayPrompts(TypedDict):
     idx: Tensor  # int64 [B]: index in the data set
 
 
-class _SelfPlayPairs(TypedDict):
+class SelfPlayBatch(TypedDict):
+    """Responses of the data beside the policy's own (SPIN)."""
+
     actual: Tensor  # int64 [B, S]: prompt + response of the data
     generated: Tensor  # int64 [B, S]: prompt + response of the reference policy
     actual_length: Tensor  # int64 [B]: R
@@ -195,16 +195,13 @@ class _SelfPlayPairs(TypedDict):
     generated_mask: Tensor  # float32 [B, S]
     is_end: Tensor  # bool [B]: True if the generated response ended by itself
     loss_mask: Tensor  # float32 [B, S]: all zero where a pair must not count
+    ref_policy_log_probs_actual: NotRequired[Tensor]  # float32 [B, S-1]: of the reference policy
+    ref_policy_log_probs_generated: NotRequired[Tensor]  # float32 [B, S-1]
 
 
-class SelfPlayBatch(_SelfPlayPairs, total=False):
-    """Responses of the data beside the policy's own (SPIN)."""
+class LabelledResponseBatch(TypedDict):
+    """Responses with a label, which a policy learns from directly (KTO)."""
 
-    ref_policy_log_probs_actual: Tensor  # float32 [B, S-1]: of the reference policy
-    ref_policy_log_probs_generated: Tensor  # float32 [B, S-1]
-
-
-class _LabelledResponses(TypedDict):
     samples: Tensor  # int64 [B, S]: prompt + response
     kl_samples: Tensor  # int64 [B, S]: prompt + a response to another one
     sample_length: Tensor  # int64 [B]: tokens of `samples` without padding
@@ -213,13 +210,8 @@ class _LabelledResponses(TypedDict):
     kl_sample_mask: Tensor  # float32 [B, S]
     preference: Tensor  # float32 [B]: 1 for a desirable response, else 0
     loss_mask: Tensor  # float32 [B, S]: all zero where a sample must not count
-
-
-class LabelledResponseBatch(_LabelledResponses, total=False):
-    """Responses with a label, which a policy learns from directly (KTO)."""
-
-    ref_policy_log_probs_samples: Tensor  # float32 [B, S-1]: of the reference policy
-    ref_policy_log_probs_kl_samples: Tensor  # float32 [B, S-1]
+    ref_policy_log_probs_samples: NotRequired[Tensor]  # float32 [B, S-1]: of the reference policy
+    ref_policy_log_probs_kl_samples: NotRequired[Tensor]  # float32 [B, S-1]
 
 
 class RegressionBatch(TypedDict):
