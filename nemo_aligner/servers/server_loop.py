@@ -448,7 +448,7 @@ class ServerLoop:
                 failure = self._store.get("failure")
                 store_errors = 0
             except StoreLostError:
-                pass  # the link may come back; else the watchdog ends the job
+                failure = None  # the link may come back; else the watchdog ends the job
             except Exception:
                 store_errors += 1  # the store lives in rank 0 or in the launcher
             now = time.monotonic()
