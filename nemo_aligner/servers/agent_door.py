@@ -22,8 +22,8 @@ from nemo.utils import logging
 from nemo_aligner.core.errors import UserError, cause_of
 from nemo_aligner.servers.admission import BODY_S, JSON, RefusedError, body_length, check_token
 from nemo_aligner.servers.agents import AgentEnvironment
-from nemo_aligner.servers.exchange import in_thread
 from nemo_aligner.servers.front import HttpHandler, HttpServer
+from nemo_aligner.servers.threads import in_thread
 
 LARGEST_BODY = 2**24
 _PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")

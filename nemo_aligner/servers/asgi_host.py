@@ -40,10 +40,11 @@ from nemo_aligner.servers.admission import (
     error_reply,
     read_head,
 )
-from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, LEASE_HEADER, in_thread
+from nemo_aligner.servers.exchange import HEARTBEAT_HEADER, HEARTBEAT_S, LEASE_HEADER
 from nemo_aligner.servers.kserve import model_config, model_metadata
 from nemo_aligner.servers.ports import port_error
 from nemo_aligner.servers.schema import Endpoint, Handler
+from nemo_aligner.servers.threads import in_thread
 
 # Names of functions of the connection, in the state of an ASGI scope.
 _ADMITTED, _CONTINUE = "admitted", "continue"

@@ -45,11 +45,11 @@ from nemo_aligner.servers.exchange import (
     Peer,
     UntrustedServerError,
     error_text,
-    in_thread,
     type_and_message,
 )
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
+from nemo_aligner.servers.threads import in_thread
 
 RENEWAL_S = 5.0
 

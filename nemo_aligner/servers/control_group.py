@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from nemo_aligner.parallel.collectives import gathered
 from nemo_aligner.servers.constants import ServerSignal
-from nemo_aligner.servers.exchange import in_thread
 from nemo_aligner.servers.schema import Arrays
+from nemo_aligner.servers.threads import in_thread
 
 
 class ControlGroup:

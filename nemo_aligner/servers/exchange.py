@@ -21,7 +21,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -267,13 +267,6 @@ class Exchange:
             with contextlib.suppress(OSError):  # the exchange has just ended by itself
                 # an SSLSocket's own is not for threads
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-def in_thread(name: str, call: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a thread that does not keep the process from ending."""
-    thread = threading.Thread(target=call, args=args, daemon=True, name=name)
-    thread.start()
-    return thread
 
 
 def token_header(token: str | None) -> dict[str, str]:

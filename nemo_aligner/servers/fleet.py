@@ -56,7 +56,6 @@ from nemo_aligner.servers.exchange import (
     NoReplyInTimeError,
     NotServingError,
     Peer,
-    in_thread,
     type_and_message,
 )
 from nemo_aligner.servers.http_communicator import unreachable
@@ -69,6 +68,7 @@ from nemo_aligner.servers.served_model import (
     fit_requests,
     merge_replies,
 )
+from nemo_aligner.servers.threads import in_thread
 from nemo_aligner.servers.validation import validate_reply, validate_request
 
 MAX_LOST = 5

@@ -33,7 +33,7 @@ from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.gpus import users_environment
 from nemo_aligner.servers import worker as worker_program
 from nemo_aligner.servers import worker_keeper
-from nemo_aligner.servers.exchange import in_thread
+from nemo_aligner.servers.threads import in_thread
 
 # A worker that has died without closing its pipe (a process that it started may hold it, too) is
 # noticed this fast.
