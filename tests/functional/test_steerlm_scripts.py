@@ -11,6 +11,7 @@ import torch
 
 from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, scored_turns
 from nemo_aligner.servers.ports import find_free_port
+from tests.data_sets import lines as read
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
@@ -22,7 +23,7 @@ from tests.functional.jobs import (
 )
 from tests.functional.test_sft_rm_scripts import LORA, common, resume_from
 from tests.tiny_models import tiny_config
-from tests.unit.test_steerlm import conversation, read, run, write
+from tests.unit.test_steerlm import conversation, run, write
 
 pytestmark = pytest.mark.timeout(300)
 CONTEXT = {"encoder_seq_length": 384, "max_position_embeddings": 384}
