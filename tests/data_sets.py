@@ -78,7 +78,7 @@ def trained_of(item):
     return [token for token, on in zip(item["tokens"], item["trained"], strict=True) if on]
 
 
-def lines(path):
+def read(path):
     """The records of a jsonl file."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

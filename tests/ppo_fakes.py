@@ -333,6 +333,17 @@ def fit_until_stopped(trainer) -> JobStopped:
     return stopped.value
 
 
+def stopped_and_resumed(**settings):
+    """The trainer that goes on after one that was stopped by its first step, when it has ended."""
+    first = make_trainer(time_limit=1, **settings)
+    fit_until_stopped(first)
+    second = make_trainer(**settings)
+    second.model.weight = first.model.weight
+    second.load_state_dict(first.ckpt_callback.saved[-1][2])
+    second.fit()
+    return second
+
+
 class FakeRunTimer:
     """Time is up after `limit` questions."""
 

@@ -11,7 +11,7 @@ import torch
 
 from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, scored_turns
 from nemo_aligner.servers.ports import find_free_port
-from tests.data_sets import lines as read
+from tests.data_sets import read
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from nemo.collections.common.tokenizers import AutoTokenizer
 
-from tests.data_sets import check_same_bytes, lines
+from tests.data_sets import check_same_bytes, read
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -34,7 +34,7 @@ def tokenizer(data_dir):
 
 def sums(data_dir: Path, split: str) -> list[tuple[int, int]]:
     """(a, b) of every SFT line."""
-    found = [line["input"][:-1].split("+") for line in lines(data_dir / f"sft_{split}.jsonl")]
+    found = [line["input"][:-1].split("+") for line in read(data_dir / f"sft_{split}.jsonl")]
     return [(int(a), int(b)) for a, b in found]
 
 
@@ -42,7 +42,7 @@ def test_every_sum_is_there_once_and_right(data_dir):
     everything = sums(data_dir, "train") + sums(data_dir, "validation")
     assert sorted(everything) == [(a, b) for a in range(10, 100) for b in range(10, 100)]
     for split in ("train", "validation"):
-        for (a, b), line in zip(sums(data_dir, split), lines(data_dir / f"sft_{split}.jsonl")):
+        for (a, b), line in zip(sums(data_dir, split), read(data_dir / f"sft_{split}.jsonl")):
             assert line == {"input": f"{a}+{b}=", "output": str(a + b)}
 
 
@@ -54,8 +54,8 @@ def test_held_out_sums_are_not_trained_on_in_any_order(data_dir):
 
 def test_prompts_are_those_of_the_same_split_without_the_result(data_dir):
     for split in ("train", "validation"):
-        prompts = [line["text"] for line in lines(data_dir / f"prompts_{split}.jsonl")]
-        assert prompts == [line["input"] for line in lines(data_dir / f"sft_{split}.jsonl")]
+        prompts = [line["text"] for line in read(data_dir / f"prompts_{split}.jsonl")]
+        assert prompts == [line["input"] for line in read(data_dir / f"sft_{split}.jsonl")]
 
 
 def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
@@ -77,7 +77,7 @@ def test_one_token_per_character(tokenizer):
 def test_prompt_and_response_meet_at_a_token_boundary_and_fit_the_lengths_of_the_run(
     data_dir, tokenizer
 ):
-    for line in lines(data_dir / "sft_train.jsonl")[::50]:
+    for line in read(data_dir / "sft_train.jsonl")[::50]:
         prompt, response = (tokenizer.text_to_ids(line[key]) for key in ("input", "output"))
         assert prompt + response == tokenizer.text_to_ids(line["input"] + line["output"])
         assert len(response) + 1 <= run_arithmetic.MAX_RESPONSE
@@ -90,7 +90,7 @@ def test_the_reward_function_agrees_with_the_data(data_dir):
         from arithmetic import exact_answer
     finally:
         sys.path.pop(0)
-    held_out = lines(data_dir / "sft_validation.jsonl")
+    held_out = read(data_dir / "sft_validation.jsonl")
     prompts, answers = [line["input"] for line in held_out], [line["output"] for line in held_out]
     assert exact_answer(prompts, answers, [0] * 512) == [1.0] * 512
     assert exact_answer(prompts, ["1" + answer for answer in answers], [0] * 512) == [0.0] * 512

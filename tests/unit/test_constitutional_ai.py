@@ -35,7 +35,7 @@ from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.data.nlp.builders import build_sft_dataset
 from nemo_aligner.data.nlp.datasets import RewardModelDataset, RLHFDataset
 from tests.cases import some_of
-from tests.data_sets import lines as read
+from tests.data_sets import read
 from tests.json_server import JsonServer
 from tests.tiny_models import tiny_config
 from tests.unit.test_steerlm import run, write

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo.collections.common.tokenizers import AutoTokenizer
 
-from tests.data_sets import lines
+from tests.data_sets import read
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
@@ -18,9 +18,9 @@ import guessing_data  # noqa: E402
 
 def test_games_are_told_as_they_are_played(tmp_path):
     guessing_data.make_data(tmp_path, seed=3)
-    games = lines(tmp_path / "sft_train.jsonl")
+    games = read(tmp_path / "sft_train.jsonl")
     assert len(games) == guessing_data.NUM_GAMES
-    assert lines(tmp_path / "prompts_validation.jsonl") == [{"text": "?"}] * 512
+    assert read(tmp_path / "prompts_validation.jsonl") == [{"text": "?"}] * 512
     first, ended = collections.Counter(), collections.Counter()
     for game in games:
         assert game["input"] == "?" and game["output"].endswith("!")
@@ -44,4 +44,4 @@ def test_games_are_told_as_they_are_played(tmp_path):
     assert len(ids) == 9 and tokenizer.ids_to_text(ids) == "?5!more7!less6!"
     again = tmp_path / "again"
     guessing_data.make_data(again, seed=3)
-    assert lines(again / "sft_train.jsonl") == games
+    assert read(again / "sft_train.jsonl") == games

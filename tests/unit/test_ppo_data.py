@@ -14,7 +14,7 @@ from nemo_aligner.algorithms.ppo_data import with_normalized_rewards
 from nemo_aligner.algorithms.rollouts import repeat_prompts
 from nemo_aligner.core.advantages import RunningMoments
 from nemo_aligner.core.errors import ConfigError
-from tests.ppo_fakes import NUM_PROMPTS, fit_until_stopped, make_trainer
+from tests.ppo_fakes import NUM_PROMPTS, make_trainer, stopped_and_resumed
 
 NAN = float("nan")
 WIDTH = 9  # S - 1
@@ -413,12 +413,7 @@ def test_without_a_critic_a_run_has_no_values_and_resumes_exactly(estimator):
     kl = dict(whole.logger.series("train_rollouts/init_policy_kl"))
     assert kl[0] == 0.0 and kl[2] > 0
 
-    first = make_trainer(time_limit=1, **settings)
-    fit_until_stopped(first)
-    second = make_trainer(**settings)
-    second.model.weight = first.model.weight
-    second.load_state_dict(first.ckpt_callback.saved[-1][2])
-    second.fit()
+    second = stopped_and_resumed(**settings)
     assert second.model.weight == whole.model.weight and second.state_dict() == whole.state_dict()
     for resumed, uninterrupted in zip(second.model.batches, whole.model.batches[4:], strict=True):
         for key, value in uninterrupted.items():
@@ -448,12 +443,7 @@ def test_adaptive_penalty_follows_the_kl_and_is_resumed():
     assert kl[0] == 0 and used[1] < used[0] and used[2] > used[1]
     assert whole.state_dict()["kl_coef"] == pytest.approx(expected[3], rel=1e-12)
 
-    first = make_trainer(critic_warmup_steps=2, time_limit=1, **settings)
-    fit_until_stopped(first)
-    second = make_trainer(critic_warmup_steps=2, **settings)
-    second.model.weight = first.model.weight
-    second.load_state_dict(first.ckpt_callback.saved[-1][2])
-    second.fit()
+    second = stopped_and_resumed(critic_warmup_steps=2, **settings)
     assert [value for _, value in second.logger.series("train_rollouts/kl_penalty")] == used[1:]
     assert second.model.weight == whole.model.weight
 
@@ -466,12 +456,7 @@ def test_rewards_are_normalized_by_all_so_far_and_resumed():
     assert kept["count"] == NUM_PROMPTS
     rewards = [value for _, value in whole.logger.series("train_rollouts/rewards")]
     assert kept["mean"] == pytest.approx(sum(rewards) / 3, rel=1e-6)  # logged as they came
-    first = make_trainer(time_limit=1, **settings)
-    fit_until_stopped(first)
-    second = make_trainer(**settings)
-    second.model.weight = first.model.weight
-    second.load_state_dict(first.ckpt_callback.saved[-1][2])
-    second.fit()
+    second = stopped_and_resumed(**settings)
     assert second.state_dict() == whole.state_dict()
     assert second.model.weight == whole.model.weight != 0
     batch = scored_rollout(with_values=True)

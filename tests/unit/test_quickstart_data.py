@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nemo.collections.common.tokenizers import AutoTokenizer
 
-from tests.data_sets import check_same_bytes, lines
+from tests.data_sets import check_same_bytes, read
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "quickstart"))
 
@@ -38,7 +38,7 @@ def tokenizer(data_dir):
 
 
 def prompts_of(data_dir: Path, kind: str, split: str) -> list[str]:
-    found = lines(data_dir / f"{kind}_{split}.jsonl")
+    found = read(data_dir / f"{kind}_{split}.jsonl")
     if kind == "sft":
         return [line["input"] for line in found]
     texts = [line["text"] if "text" in line else line["prompt"] for line in found]
@@ -86,14 +86,14 @@ def test_thousands_of_distinct_lines(data_dir):
 
 
 def test_sft_reviews_are_as_often_kind_as_unkind(data_dir):
-    scores = [gold_score(line["output"]) for line in lines(data_dir / "sft_train.jsonl")]
+    scores = [gold_score(line["output"]) for line in read(data_dir / "sft_train.jsonl")]
     assert abs(sum(scores) / len(scores)) < 0.05
     kind, unkind = (sum(sign * score > 0 for score in scores) for sign in (1, -1))
     assert kind == pytest.approx(unkind, rel=0.1)
 
 
 def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
-    found = [line["text"] for line in lines(data_dir / "pairs_train.jsonl")]
+    found = [line["text"] for line in read(data_dir / "pairs_train.jsonl")]
     for better, worse in zip(found[::2], found[1::2], strict=True):
         assert better.partition(":")[0] == worse.partition(":")[0]
         assert gold_score(better.partition(":")[2]) > gold_score(worse.partition(":")[2])
@@ -101,7 +101,7 @@ def test_pairs_are_of_one_film_with_the_kinder_review_first(data_dir):
 
 def test_thumbs_are_one_review_per_film_half_of_them_liked(data_dir):
     for split, size in make_data.SIZES["thumbs"].items():
-        thumbs = lines(data_dir / f"thumbs_{split}.jsonl")
+        thumbs = read(data_dir / f"thumbs_{split}.jsonl")
         assert len({line["prompt"] for line in thumbs}) == len(thumbs) == size
         scores = {"chosen": [], "rejected": []}
         for line in thumbs:
@@ -112,14 +112,14 @@ def test_thumbs_are_one_review_per_film_half_of_them_liked(data_dir):
 
 
 def test_preferences_are_pairs_with_the_prompt_apart(data_dir):
-    for line in lines(data_dir / "preferences_train.jsonl"):
+    for line in read(data_dir / "preferences_train.jsonl"):
         chosen, rejected = line["chosen"], line["rejected"]
         assert gold_score(chosen) > gold_score(rejected)
         assert chosen.startswith(" ") and line["prompt"].endswith(":")
 
 
 def test_labels_are_gold_scores_of_their_reviews(data_dir):
-    found = lines(data_dir / "labels_train.jsonl")
+    found = read(data_dir / "labels_train.jsonl")
     for line in found:
         assert line["label"] == [gold_score(line["text"].partition(":")[2])]
     scores = [line["label"][0] for line in found]
@@ -139,7 +139,7 @@ def test_the_same_seed_writes_the_same_bytes(data_dir, tmp_path):
 def test_tokenizer_round_trips_and_prompt_and_response_meet_at_a_token_boundary(
     data_dir, tokenizer
 ):
-    for line in lines(data_dir / "sft_train.jsonl")[:500]:
+    for line in read(data_dir / "sft_train.jsonl")[:500]:
         texts = line["input"], f" {line['output']}"
         prompt, response = map(tokenizer.text_to_ids, texts)
         whole = "".join(texts)
@@ -163,6 +163,6 @@ def test_texts_fit_the_lengths_of_the_run(data_dir, tokenizer):
         ("prompts", "text", run.SEQ_LENGTH - run.MAX_RESPONSE),
     ):
         texts = [
-            " " * (kind == "sft") + line[key] for line in lines(data_dir / f"{kind}_train.jsonl")
+            " " * (kind == "sft") + line[key] for line in read(data_dir / f"{kind}_train.jsonl")
         ]
         assert max(len(tokenizer.text_to_ids(text)) for text in texts) <= limit

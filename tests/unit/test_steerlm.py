@@ -28,7 +28,7 @@ from nemo_aligner.servers import schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.synthetic.command_line import check_conversation
-from tests.data_sets import lines, sft, trained_of
+from tests.data_sets import read, sft, trained_of
 from tests.patience import patience
 from tests.scripted_server import ScriptedServer, answer, http, triton_config
 
@@ -160,7 +160,7 @@ def test_conversations_of_open_assistant(tmp_path, monkeypatch, capsys):
     script = "preprocess_openassistant_data"
     out = run(script, monkeypatch, capsys, "-dir", folder)
     assert "38 conversations" in out and "2 conversations" in out
-    parts = [lines(folder / f"{name}.jsonl") for name in ("train", "val")]
+    parts = [read(folder / f"{name}.jsonl") for name in ("train", "val")]
     prompts = [[each["conversations"][0]["value"] for each in part] for part in parts]
     assert sorted(prompts[0] + prompts[1]) == sorted(f"p{n}" for n in range(40))
     assert prompts[0] != sorted(prompts[0], key=lambda text: int(text[1:]))  # shuffled
@@ -185,12 +185,12 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     given = ["-dir", out, "--dataset", tmp_path / "hs"]
     run("preprocess_helpsteer_data", monkeypatch, capsys, *given)
-    found = lines(out / "train.jsonl")
+    found = read(out / "train.jsonl")
     label = "helpfulness:3,correctness:3,coherence:3,complexity:3,verbosity:3"
     assert found[3]["conversations"] == [turn("User", "p3"), turn("Assistant", "r", label)]
-    assert len(found) == 4 and len(lines(out / "val.jsonl")) == 1
+    assert len(found) == 4 and len(read(out / "val.jsonl")) == 1
     run("preprocess_helpsteer2_data", monkeypatch, capsys, *given, "--only_helpfulness")
-    assert lines(out / "train.jsonl")[2]["conversations"][1]["label"] == "helpfulness:2"
+    assert read(out / "train.jsonl")[2]["conversations"][1]["label"] == "helpfulness:2"
 
     pairs = [
         {
@@ -205,7 +205,7 @@ def test_conversations_of_help_steer(tmp_path, monkeypatch, capsys):
     (tmp_path / "hs/preference").mkdir()
     write(tmp_path / "hs/preference/train.jsonl", pairs)
     run("preprocess_helpsteer2_data", monkeypatch, capsys, *given, "-pref")
-    found = lines(out / "train.jsonl")
+    found = read(out / "train.jsonl")
     assert [each["conversations"][1]["value"] for each in found] == ["one", "two"] * 2
     regression = tmp_path / "pairs.jsonl"
     files = ["--input-file", out / "train.jsonl", "--output-file", regression]
@@ -299,7 +299,7 @@ def annotated(path, out, server, turns_per_request=4):
 
 
 def check_labels(out, given):
-    found = lines(out)
+    found = read(out)
     assert len(found) == len(given)
     for record, original in zip(found, given, strict=True):
         assert record["type"] == "VALUE_TO_TEXT"
