@@ -82,8 +82,8 @@ class Split:
         thorough: with all roles, and `FEW_ROLES` with all loss reductions and sizes of
             micro-batches; otherwise `FEW_ROLES` with `FEW_VARIANTS`.
 
-    The other roles, and at four ranks or with recomputation all of them, meet the architectures in
-    turn, one at each split. With MATRIX=all in the environment: all with all.
+    The other roles, and at four ranks, with recomputation or in bf16 all of them, meet the
+    architectures in turn, one at each split. With MATRIX=all in the environment: all with all.
     """
 
     ranks: int
@@ -98,8 +98,9 @@ class Split:
     def cases(self) -> list[tuple[str, str]]:
         """(architecture, role) that run at it."""
         roles = ROLES if self.thorough or EVERYTHING else FEW_ROLES
-        in_turn = self.ranks == 4 or "activations_checkpoint_granularity" in self.model
-        with_all = () if in_turn else (*FEW_ROLES, "distillation")
+        recomputes = "activations_checkpoint_granularity" in self.model
+        in_turn = self.ranks == 4 or recomputes or self.precision != 32
+        with_all = () if in_turn else FEW_ROLES
         found = []
         for turn, role in enumerate(roles, list(SPLITS.values()).index(self)):
             able = [a for a in self.architectures if role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
@@ -246,9 +247,9 @@ RPO = {
 }
 KD_LOSSES = {
     "gpt2": {"kd_loss": "fwd_kl", "outside_top_k": "renormalize"},
-    "lora": {"kd_loss": "bwd_kl", "outside_top_k": "bucket"},
+    "lora": {"kd_loss": "fwd_kl", "outside_top_k": "bucket"},
     "llama": {"kd_loss": "jsd", "outside_top_k": "bucket"},
-    "moe": {"kd_loss": "fwd_kl", "outside_top_k": "bucket"},
+    "moe": {"kd_loss": "bwd_kl", "outside_top_k": "bucket"},
 }
 FEW_ROLES = ("actor", "critic", "reward model", "dpo")
 FEW_VARIANTS = (("token", 1), ("token", DYNAMIC), ("sequence", 1), ("microbatch", 2))

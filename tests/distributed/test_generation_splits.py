@@ -28,7 +28,6 @@ TWO_RANKS_FULL = {
     "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
     "gpt2 VPP2 to TP2": ("gpt2", VPP2, {"tp": 2, "pp": 1}),
     "gpt2 PP2 to 1": ("gpt2", PP2, "auto"),
-    "gpt2 TP2 to 1": ("gpt2", TP2, {"tp": 1, "pp": 1}),
     "moe PP2 to 1": ("moe", PP2, {"tp": 1, "pp": 1}),
     "lora TP2 to 1": ("lora", TP2, {"tp": 1, "pp": 1}),
     "llama PP2 to TP2": ("llama", PP2, {"tp": 2, "pp": 1}),

@@ -32,13 +32,12 @@ SAVED = [name for names in RELOAD.values() for name in names]
 
 
 def sources(name: str) -> list[str]:
-    """What a split loads, of its precision: one rank all, the others that of the first and that of
-    the one before them.
+    """What a split loads, of its precision: the first all, the others in turn that of the first
+    and that of the one before them.
     """
     alike = [other for other in SAVED if SPLITS[other].precision == SPLITS[name].precision]
-    return (
-        alike if name in RELOAD[1] else [*dict.fromkeys((alike[0], alike[alike.index(name) - 1]))]
-    )
+    place = alike.index(name)
+    return [alike[0] if place % 2 else alike[place - 1]] if place else alike
 
 
 def write_expected(tokenizer_dir, folder, cases_of):
