@@ -69,7 +69,8 @@ class Session:
     unread: tuple[int, ...] = ()  # an observation after which the policy cannot respond
     name: str | None = None  # for the agent that has it; None: it waits for one
     tries: int = 0  # agents that got it
-    heard: float = 0.0  # when something was last said, or the agent last heard of
+    reached: int = 0  # messages of the longest request to which its agent got a reply
+    heard: float = 0.0  # when something was last said, or the agent last got farther
 
     @property
     def waits_for_agent(self) -> bool:
@@ -166,7 +167,7 @@ class AgentEnvironment(RewardingEnvironment):
                 continue
             said = shown(session.messages[-1]["content"])
             message = (
-                f"an agent was silent for {self.timeout_s:g} s ({self.section}.timeout_s) after "
+                f"an agent said nothing new for {self.timeout_s:g} s ({self.section}.timeout_s) after "
                 f"response {len(session.turns)} of a session, {said}"
             )
             session.name, session.heard, session.unread = None, now, ()
@@ -190,6 +191,7 @@ class AgentEnvironment(RewardingEnvironment):
                 return None
             session.name, session.tries = secrets.token_hex(8), session.tries + 1
             session.heard = self._heard = time.monotonic()
+            session.reached = 0
             return {
                 "id": session.name,
                 "messages": session.messages[: min(session.turns)],
@@ -220,6 +222,8 @@ class AgentEnvironment(RewardingEnvironment):
                 raise _refused(f"message {place + 1} of this session is missing.")
             self._changed.wait_for(lambda: place in session.turns or session.name != name)
             self._session(name)
+            if place > session.reached:  # the same again is no sign of an end
+                session.reached, session.heard = place, time.monotonic()
             return self._completion(session, session.turns[place], request)
 
     def reward(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +247,7 @@ class AgentEnvironment(RewardingEnvironment):
             raise RefusedError(
                 404, f"there is no session {name[:20]!r}: it is over, or another agent has it now."
             )
-        session.heard = self._heard = time.monotonic()
+        self._heard = time.monotonic()
         return session
 
     def _go_on(self, session: Session, given: list[Message], reward: float) -> None:

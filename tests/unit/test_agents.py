@@ -266,7 +266,10 @@ def test_the_session_of_a_silent_agent_is_played_again_by_another(start, fallbac
     time.sleep(1.5 * SILENCE_S)  # the policy may take its time
     assert job.environment.replies(wait=False) == {}
     job.says("ok")
-    time.sleep(1.5 * SILENCE_S)
+    for _ in range(3):  # the same again, and what is refused, are nothing new
+        time.sleep(SILENCE_S / 2)
+        assert content(job.chat(first, SYSTEM, ASKED)) == "Hello"
+        assert job.chat(first, SYSTEM)[0] == 400
     assert job.environment.replies(wait=False) == {}
     second = job.take()
     assert second["id"] != first["id"] and second["messages"] == first["messages"]
