@@ -79,11 +79,12 @@ class Split:
         ranks: of the job.
         model: keys of the model configuration.
         architectures: that run at it.
-        thorough: with all roles, and `FEW_ROLES` with all loss reductions and sizes of
-            micro-batches; otherwise `FEW_ROLES` with `FEW_VARIANTS`.
+        thorough: with all roles, and those of `FEW_ROLES` with all architectures and, one
+            architecture each, all loss reductions and sizes of micro-batches; otherwise
+            `FEW_ROLES` with `FEW_VARIANTS`.
 
-    The other roles, and at four ranks, with recomputation or in bf16 all of them, meet the
-    architectures in turn, one at each split. With MATRIX=all in the environment: all with all.
+    The other roles meet the architectures in turn, one at each split. With MATRIX=all in the
+    environment: all with all.
     """
 
     ranks: int
@@ -98,16 +99,27 @@ class Split:
     def cases(self) -> list[tuple[str, str]]:
         """(architecture, role) that run at it."""
         roles = ROLES if self.thorough or EVERYTHING else FEW_ROLES
-        recomputes = "activations_checkpoint_granularity" in self.model
-        in_turn = self.ranks == 4 or recomputes or self.precision != 32
-        with_all = () if in_turn else FEW_ROLES
+        with_all = ROLES if EVERYTHING else FEW_ROLES if self.thorough else ()
         found = []
-        for turn, role in enumerate(roles, list(SPLITS.values()).index(self)):
-            able = [a for a in self.architectures if role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
-            if able and role not in with_all and not EVERYTHING:
-                able = [able[turn % len(able)]]
+        for role in roles:
+            able = self._able(role)
+            if able and role not in with_all:
+                able = [self._in_turn(role)]
             found += [(architecture, role) for architecture in able]
         return found
+
+    def has_all_variants(self, architecture: str, role: str) -> bool:
+        in_turn = self.thorough and role in FEW_ROLES and architecture == self._in_turn(role)
+        return in_turn or EVERYTHING
+
+    def _able(self, role: str) -> list[str]:
+        return [a for a in self.architectures if role in ROLES_OF_ARCHITECTURES.get(a, ROLES)]
+
+    def _in_turn(self, role: str) -> str:
+        able = self._able(role)
+        if len(able) == 1:
+            return able[0]
+        return able[(list(SPLITS.values()).index(self) + list(ROLES).index(role)) % len(able)]
 
 
 def _sizes(tp=1, pp=1, vpp=None, cp=1, sp=False, **more) -> dict:
@@ -690,14 +702,13 @@ def samples_of(output) -> list[tuple]:
     return samples
 
 
-def variants(role: str, split: Split) -> list[tuple[str, int | str]]:
+def variants(architecture: str, role: str, split: Split) -> list[tuple[str, int | str]]:
     """(reduction, micro-batch size) that fit the split."""
     dp = parallel_state.get_data_parallel_world_size()
     group = split.model.get("pipeline_model_parallel_size", 1)
     group = group if split.model.get("virtual_pipeline_model_parallel_size") else 1
     own = ROLES[role].reductions
-    every = EVERYTHING or (split.thorough and role in FEW_ROLES)
-    chosen = VARIANTS if every else FEW_VARIANTS
+    chosen = VARIANTS if split.has_all_variants(architecture, role) else FEW_VARIANTS
     named = dict.fromkeys((r if r in own else own[0], m) for r, m in chosen)
     return [(r, m) for r, m in named if m == DYNAMIC or SAMPLES // dp % (m * group) == 0]
 
@@ -723,7 +734,7 @@ def compute(
     if role in ("actor", "distillation"):
         found = generated(model, role)
         numbers |= {f"generated {name}": samples for name, samples in found.items()}
-    for reduction, size in variants(role, split):
+    for reduction, size in variants(architecture, role, split):
         name = f"{reduction} {size}"
         numbers[f"loss {name}"] = loss_and_gradient(
             model, global_batch(role, masked_value), reduction, size
@@ -809,7 +820,7 @@ def write_expected(tokenizer_dir, folder, wanted: Iterable[tuple]) -> None:
         file = expected_file(folder, architecture, role, precision)
         if file.exists():
             continue
-        split = Split(1, _sizes(precision=precision), thorough=True)
+        split = Split(1, _sizes(precision=precision), (architecture,), thorough=True)
         with as_padded():
             numbers = compute(tokenizer_dir, folder, architecture, role, split, 0.0)
         torch.save(numbers, file)

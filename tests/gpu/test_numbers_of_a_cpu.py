@@ -4,16 +4,16 @@
 fp32, with the layers that this machine has (Transformer Engine's, if it is installed).
 """
 
-import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed import matrix
+from tests.distributed import matrix, test_matrix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,18 +22,17 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 SPLIT = "one rank"
-BOUND = 1e-5
 
 
 def write_cpu_numbers(tokenizer_dir: str, folder: str, architecture: str) -> None:
     """Body of a process without a GPU."""
     assert not torch.cuda.is_available()
     matrix.write_models(tokenizer_dir, Path(folder))
-    matrix.write_expected(tokenizer_dir, folder, {SPLIT: only(architecture)})
+    test_matrix.write_expected(tokenizer_dir, folder, {SPLIT: only(architecture).cases()})
 
 
 def only(architecture: str) -> matrix.Split:
-    return matrix.Split(1, matrix.SPLITS[SPLIT].model, (architecture,), thorough=True)
+    return replace(matrix.SPLITS[SPLIT], architectures=(architecture,), thorough=True)
 
 
 @pytest.mark.parametrize("architecture", matrix.ALL)
@@ -44,17 +43,6 @@ def test_gpu_gives_the_numbers_of_a_cpu(tiny_tokenizer_dir, tmp_path, monkeypatc
     command = f"from {__name__} import *; write_cpu_numbers(*{arguments!r})"
     subprocess.run([sys.executable, "-c", command], env=environment, check=True)
     monkeypatch.setitem(matrix.SPLITS, SPLIT, only(architecture))
-    report = matrix.run_splits(tiny_tokenizer_dir, tmp_path, [SPLIT])
-    if "MATRIX_REPORT" in os.environ:
-        with open(os.environ["MATRIX_REPORT"], "a") as file:
-            file.writelines(
-                json.dumps({"case": case, "numbers": found}) + "\n"
-                for case, found in report.items()
-            )
-    wrong = [
-        f"{case[2]}: {quantity} off by {apart:.1e}"
-        for case, numbers in report.items()
-        for quantity, apart in numbers.items()
-        if not apart <= (0.0 if quantity.startswith("empty") else BOUND)
-    ]
-    assert report and not wrong, "\n".join(wrong)
+    report = test_matrix.keep_report(matrix.run_splits(tiny_tokenizer_dir, tmp_path, [SPLIT]))
+    wrong = test_matrix.out_of_bounds(SPLIT, report)
+    assert not wrong, "\n".join(wrong)
