@@ -77,7 +77,7 @@ for _job in JOBS.values():
     ConfigStore.instance().store(group="all_keys", name=_job.name, node=_job.tree)
 # For each group that --help lists Hydra copies its sources, and the store with them, which takes
 # seconds. There is one store, and what it gives away are copies.
-ConfigStore.__deepcopy__ = lambda store, _: store  # type: ignore[attr-defined]
+ConfigStore.__deepcopy__ = lambda store, _: store
 
 
 def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:

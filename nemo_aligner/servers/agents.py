@@ -167,8 +167,8 @@ class AgentEnvironment(RewardingEnvironment):
                 continue
             said = shown(session.messages[-1]["content"])
             message = (
-                f"an agent said nothing new for {self.timeout_s:g} s ({self.section}.timeout_s) after "
-                f"response {len(session.turns)} of a session, {said}"
+                f"an agent said nothing new for {self.timeout_s:g} s ({self.section}.timeout_s) "
+                f"after response {len(session.turns)} of a session, {said}"
             )
             session.name, session.heard, session.unread = None, now, ()
             self._changed.notify_all()
