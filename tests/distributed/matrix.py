@@ -539,7 +539,7 @@ def model_config(tokenizer_dir, architecture: str, **overrides):
             **DPO_LOSSES[architecture],
         },
         knowledge_distillation={
-            **KD_LOSSES.get(architecture, {}),
+            **KD_LOSSES[architecture],
             "logits_scale": 0.8,
             "sft_loss_weight": 0.2,
             "on_policy": {"length_params": {"max_length": 14}},
