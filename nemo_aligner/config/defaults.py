@@ -31,7 +31,7 @@ from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.jobs.reward_model import RMModel
 from nemo_aligner.config.keys.model import RewardHead, TrainedModel
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
-from nemo_aligner.config.values import leaves, plain_dict
+from nemo_aligner.config.values import laid_over, leaves, plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 
@@ -224,11 +224,10 @@ def _fill(
 
 def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
     """Put values in the place of the added `references`, in `result`."""
-    whole = _copy(copy.deepcopy(tree))
     root = result._get_root()
     if root is not result:
-        whole.merge_with(root)
-    OmegaConf.update(whole, section, result, force_add=True)
+        tree = laid_over(tree, plain_dict(root))
+    whole = _copy(laid_over(tree, tree_of({section: plain_dict(result)})))
     for key in references:
         try:
             value = OmegaConf.select(whole, f"{section}.{key}")
