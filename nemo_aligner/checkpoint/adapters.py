@@ -19,12 +19,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from omegaconf import DictConfig
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hugging_face.architecture import heads_of, is_gated
 from nemo_aligner.checkpoint.stored_weights import (
     ADAPTER,
     EitherName,
     Slice,
     TensorSource,
+    heads_of,
+    is_gated,
     is_stacked,
     numbered,
     pieces,

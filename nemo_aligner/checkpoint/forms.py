@@ -29,6 +29,7 @@ REFERENCE = "reference_policy"  # prefix of the keys of a reference policy among
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
 # Folder of one rank: with one pipeline stage, and with several; NeMo's and Megatron-LM's.
+RELEASE = "release"  # in the place of a number of iterations, of a converted model
 RANK_FOLDER = re.compile(r"(mp|tp)_rank_(?P<rank>\d+)(_(pp_rank_)?(?P<stage>\d+))?")
 
 CONVERTERS = "scripts/checkpoint_converters of NeMo 2.0 to 2.4"
@@ -258,3 +259,24 @@ def is_iteration(path: Path) -> bool:
 
 def rank_folders(path: Path) -> list[Path]:
     return sorted(file.parent for file in path.glob(f"mp_rank_*/{RANK_FILE}"))
+
+
+def locate(path: Path) -> Path:
+    """The checkpoint at `path`: of a root the newest; `UserError`: the root does not say which
+    that is, or it is not there.
+    """
+    if not (path / TRACKER).is_file():
+        return path
+    newest = (path / TRACKER).read_text(errors="replace").strip()
+    if newest != RELEASE and not newest.isdecimal():
+        raise UserError(
+            f"{path / TRACKER} says {newest[:80]!r}, neither a number nor {RELEASE}; "
+            "name one of the folders beside it."
+        )
+    folder = path / (RELEASE if newest == RELEASE else f"iter_{int(newest):07d}")
+    if not is_iteration(folder):
+        raise UserError(
+            f"{path / TRACKER} names {folder.name}, which is not there or no checkpoint of "
+            "Megatron-LM or Megatron-Bridge; copy it, or name another folder beside it."
+        )
+    return folder

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.checkpoint.checksums import MANIFEST
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
-from nemo_aligner.checkpoint.megatron import locate
+from nemo_aligner.checkpoint.forms import locate
 from nemo_aligner.config.access import shown_url
 from nemo_aligner.config.judge_rules import text_of
 from nemo_aligner.config.values import leaves, plain_dict

@@ -44,7 +44,6 @@ from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
 from nemo_aligner.config.parallel_rules import pad_vocab_size
 from nemo_aligner.core.errors import UserError
 
-RELEASE = "release"
 TOKENIZER = "tokenizer"
 ARGS = "args"
 # Providers of Megatron-Bridge that build Megatron Core's GPT from their fields alone, and those
@@ -68,27 +67,6 @@ _PLACES = re.compile(
 )
 
 
-def locate(path: Path) -> Path:
-    """The checkpoint at `path`: of a root the newest; `UserError`: the root does not say which
-    that is, or it is not there.
-    """
-    if not (path / forms.TRACKER).is_file():
-        return path
-    newest = (path / forms.TRACKER).read_text(errors="replace").strip()
-    if newest != RELEASE and not newest.isdecimal():
-        raise UserError(
-            f"{path / forms.TRACKER} says {newest[:80]!r}, neither a number nor {RELEASE}; "
-            "name one of the folders beside it."
-        )
-    folder = path / (RELEASE if newest == RELEASE else f"iter_{int(newest):07d}")
-    if not forms.is_iteration(folder):
-        raise UserError(
-            f"{path / forms.TRACKER} names {folder.name}, which is not there or no checkpoint of "
-            "Megatron-LM or Megatron-Bridge; copy it, or name another folder beside it."
-        )
-    return folder
-
-
 # --- configuration ---
 
 
@@ -96,7 +74,7 @@ def read_config(path: Path) -> DictConfig:
     """The section `model` for the model in a folder; `UserError`: it is damaged or incomplete, or
     has a value without a counterpart here, which the message names.
     """
-    folder = locate(path)
+    folder = forms.locate(path)
     if (folder / forms.BRIDGE_FILE).is_file():
         return OmegaConf.create(_bridge_keys(folder))
     args = _args(folder)
@@ -190,7 +168,7 @@ def weights(path: Path) -> TensorSource:
     """The weights in a folder; `UserError`: a file is missing or damaged, or a weight has no place
     in a GPT.
     """
-    folder = locate(path)
+    folder = forms.locate(path)
     if forms.rank_folders(folder):
         source = EitherName(_rank_tensors(folder))
     else:

@@ -34,9 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.checkpoint import file_references, forms
 from nemo_aligner.checkpoint.checksums import check_files_together, check_folder, check_members
 from nemo_aligner.checkpoint.dist_ckpt import barrier, failing_together
-from nemo_aligner.checkpoint.hugging_face.architecture import is_gated
-from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
-from nemo_aligner.checkpoint.stored_weights import TensorSource
+from nemo_aligner.checkpoint.stored_weights import TensorSource, is_gated
 from nemo_aligner.checkpoint.torch_dist_stream import TarFiles, TorchDistTensors
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.leftovers import claim, temporary_folder, token_of_machine
@@ -207,12 +205,14 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
     )
     if form == "torch_dist":
         return TorchDistTensors(weights)
-    if form == "zarr":
-        return ZarrArrays(weights, path)
     if form is None:
         raise UserError(
             f"{path} holds no weights in a form that loads; these do: {forms.loadable_forms()}."
         )
+    from nemo_aligner.checkpoint.old_weights import ZarrArrays, rank_files
+
+    if form == "zarr":
+        return ZarrArrays(weights, path)
     return rank_files(folder, path, is_gated(read_archive(path)))
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from nemo_aligner.checkpoint import adapters, forms, megatron, nemo_archive
+from nemo_aligner.checkpoint import adapters, forms, nemo_archive
 from nemo_aligner.checkpoint.file_references import mark_outside, refuse_resolvers
-from nemo_aligner.checkpoint.hugging_face import peft, reading
 from nemo_aligner.checkpoint.stored_weights import TensorSource
 from nemo_aligner.core.errors import UserError
 
@@ -119,19 +118,25 @@ class Archive(Source):
 class PeftFolder(Source):
     """Adapters in the form of PEFT."""
 
+    def __init__(self, path: Path) -> None:
+        from nemo_aligner.checkpoint.hugging_face import peft
+
+        super().__init__(path)
+        self._peft = peft
+
     def stored_config(self, model: DictConfig | None = None) -> DictConfig:
-        config = peft.adapter_section(self.path, self._model(model))
+        config = self._peft.adapter_section(self.path, self._model(model))
         refuse_resolvers(config, self.path)
         return config  # the tokenizer is that of the base
 
     @contextlib.contextmanager
     def own_tensors(self, model: DictConfig | None = None) -> Iterator[TensorSource]:
-        yield peft.PeftTensors(self.path, self._model(model))
+        yield self._peft.PeftTensors(self.path, self._model(model))
 
     def _model(self, given: DictConfig | None) -> DictConfig:
         if given is not None:
             return given
-        return open_source(peft.base_path(self.path), key=_BASE).config()
+        return open_source(self._peft.base_path(self.path), key=_BASE).config()
 
 
 class ForeignFolder(Source):
@@ -157,14 +162,6 @@ class ForeignFolder(Source):
         yield self._weights(self.path)
 
 
-# Form of others -> what reads its configuration and its weights
-_FOREIGN: dict[str, tuple[Callable[[Path], DictConfig], Callable[[Path], TensorSource]]] = {
-    "nemo2": (megatron.read_nemo2_config, megatron.nemo2_weights),
-    "hugging_face": (reading.model_section, reading.weights),
-    "megatron": (megatron.read_config, megatron.weights),
-}
-
-
 def open_source(
     path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Source:
@@ -177,9 +174,20 @@ def open_source(
         return path
     found = forms.check_restore_path(path, key)
     form = forms.form_of_path(found)
-    if form in _FOREIGN:
-        return ForeignFolder(found, *_FOREIGN[form])
-    return PeftFolder(found) if form == "peft" else Archive(found)
+    # A job imports what reads its own checkpoints, and the readers of others where there are some.
+    if form == "peft":
+        return PeftFolder(found)
+    if form == "hugging_face":
+        from nemo_aligner.checkpoint.hugging_face import reading
+
+        return ForeignFolder(found, reading.model_section, reading.weights)
+    if form in ("nemo2", "megatron"):
+        from nemo_aligner.checkpoint import megatron
+
+        if form == "nemo2":
+            return ForeignFolder(found, megatron.read_nemo2_config, megatron.nemo2_weights)
+        return ForeignFolder(found, megatron.read_config, megatron.weights)
+    return Archive(found)
 
 
 def read_config(path: str | PathLike[str]) -> DictConfig:

@@ -8,6 +8,7 @@ A *sharded state dict* of a model says which part of which global tensor each of
 
 import itertools
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -198,3 +199,27 @@ class EitherName:
             return self.source.read(numbered(key, axis), tuple(rest))
         layers = range(*axis.indices(self._shapes[key][0]))
         return torch.stack([self.source.read(numbered(key, n), tuple(rest)) for n in layers])
+
+
+# --- what the section `model` says of the shapes ---
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of the attention."""
+
+    groups: int  # query groups; each has one key and one value head
+    queries: int  # query heads of a group
+    size: int  # of a head
+
+
+def heads_of(keys: Mapping[str, Any]) -> Heads:
+    heads = int(keys["num_attention_heads"])
+    groups = int(keys.get("num_query_groups") or heads)
+    size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
+    return Heads(groups, heads // groups, int(size))
+
+
+def is_gated(keys: Mapping[str, Any]) -> bool:
+    """Whether the first matrix of an MLP holds two, such as those of SwiGLU."""
+    return str(keys.get("activation") or "").lower().endswith("glu")

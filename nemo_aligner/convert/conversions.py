@@ -305,16 +305,16 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
                 bar.update(_nbytes(chunk))
                 return F.pad(values, (0, 0, 0, padded - rows)) if own.key in _TABLES else values
 
-            release = folder / megatron.RELEASE
+            release = folder / forms.RELEASE
             (release / megatron.TOKENIZER).mkdir(parents=True)
             writing.copy_tokenizer(section, release / megatron.TOKENIZER)
             if any((release / megatron.TOKENIZER).iterdir()):
-                place = target / megatron.RELEASE / megatron.TOKENIZER
+                place = target / forms.RELEASE / megatron.TOKENIZER
                 args |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(place)}
             common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0}
             torch_dist_stream.write(
                 list(read_as), read, release, common={**common, "iteration": 0}, states=True
             )
-            (folder / forms.TRACKER).write_text(megatron.RELEASE)
+            (folder / forms.TRACKER).write_text(forms.RELEASE)
     more = megatron_keys.command_line(args)
     return f"--load {target} --finetune --use-checkpoint-args {more}".strip()

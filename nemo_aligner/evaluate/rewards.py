@@ -37,7 +37,8 @@ def function_rewards(
     Raises:
         UserError: it does not, or it failed on a sample and there is no fallback.
     """
-    from nemo_aligner.servers.reward_function import RewardFunction, columns_asked
+    from nemo_aligner.data.nlp.columns import columns_asked
+    from nemo_aligner.servers.reward_function import RewardFunction
 
     given = {key.removeprefix("reward_fn_"): value for key, value in plain_dict(options).items()}
     rewards = []

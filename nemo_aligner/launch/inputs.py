@@ -36,7 +36,6 @@ from nemo_aligner.data.nlp.data_files import CHUNK_ID, DataFile, data_paths, ope
 from nemo_aligner.data.nlp.record_encoder import RecordEncoder
 from nemo_aligner.data.nlp.records import Records, check_text
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.servers.user_code import split_spec
 
 ROWS = 100  # that are looked at in each data file
 # With a key `file_path`, of a job that reads examples.
@@ -63,6 +62,8 @@ def check_inputs(cfg: DictConfig, config_name: str) -> None:
         if value is None or "://" in str(value):
             continue
         if key in CODE:
+            from nemo_aligner.servers.user_code import split_spec
+
             split_spec(value, key, CODE[key], "code.py:name")
         elif key == RESUME:
             check_complete(Path(value))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.pytorch import Trainer
 from nemo.utils import logging
@@ -24,9 +24,10 @@ from nemo_aligner.config.values import laid_over, plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
-from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
+
+if TYPE_CHECKING:
+    from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
 Model = TypeVar("Model", bound=MegatronGPTModel)
 
@@ -229,7 +230,7 @@ def load_from_nemo(
 
 def load_reward_model(
     model_cfg: DictConfig, trainer: Trainer | None, restore_path: str | PathLike[str], key: str
-) -> MegatronGPTRewardModel:
+) -> "MegatronGPTRewardModel":
     """The reward model in `restore_path`; every rank calls it.
 
     Args:
@@ -239,9 +240,12 @@ def load_reward_model(
     Raises:
         UserError: the weights hold no head that was trained to give rewards.
     """
+    from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
+
     model_class = reward_model_class(model_cfg.reward_model_type)
-    model = load_from_nemo(model_class, model_cfg, trainer, restore_path=restore_path)
-    assert isinstance(model, MegatronGPTRewardModel)
+    model: MegatronGPTRewardModel = load_from_nemo(
+        model_class, model_cfg, trainer, restore_path=restore_path
+    )
     if not model.has_trained_head:
         raise UserError(
             f"{key}={restore_path} holds no head that was trained to give rewards: a "

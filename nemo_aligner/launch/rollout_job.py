@@ -29,19 +29,16 @@ from nemo_aligner.config.judge_rules import JudgeSpec, read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
-from nemo_aligner.data.nlp.builders import (
+from nemo_aligner.data.nlp.loading import (
     build_configured_datasets,
     build_dataloader,
-    build_train_valid_test_rlhf_datasets,
-    collate_with_pad_to_max_batch,
+    build_train_valid_test_datasets,
 )
-from nemo_aligner.data.nlp.chat import chat_form
-from nemo_aligner.data.nlp.chat_records import holds_conversation
-from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.prompts import (
     PromptColumns,
     RLHFDataset,
     check_pad_to_length,
+    collate_with_pad_to_max_batch,
     single_validation_set,
 )
 from nemo_aligner.launch.experiment import (
@@ -55,12 +52,7 @@ from nemo_aligner.launch.processes import no_checkpoint_error
 from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.servers.agent_door import AgentDoor
-from nemo_aligner.servers.agents import AgentEnvironment
 from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-from nemo_aligner.servers.environment import PythonEnvironment
-from nemo_aligner.servers.judge import JudgeWorker
-from nemo_aligner.servers.reward_function import RewardFunction
 from nemo_aligner.servers.scoring_clients import (
     NoRewards,
     RemoteGPTRMClient,
@@ -68,13 +60,16 @@ from nemo_aligner.servers.scoring_clients import (
     RewardsInPlaceOfCritic,
     ScoreSource,
 )
-from nemo_aligner.servers.teachers import PolicyTeachers
-from nemo_aligner.servers.web import TAKEN, RewardServers
 from nemo_aligner.servers.worker import ALL_COLUMNS, LoadError, load_named
 from nemo_aligner.training.schedule import compute_num_steps_per_epoch
 
 if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
+
+    from nemo_aligner.servers.agents import AgentEnvironment
+    from nemo_aligner.servers.environment import PythonEnvironment
+    from nemo_aligner.servers.reward_function import RewardFunction
+    from nemo_aligner.servers.teachers import PolicyTeachers
 
 
 def build_prompt_loaders(
@@ -90,7 +85,7 @@ def build_prompt_loaders(
     """
     settings = cfg.model[kind]
     train_ds, validation_ds, _ = build_configured_datasets(
-        cfg, build_train_valid_test_rlhf_datasets, tokenizer
+        cfg, partial(build_train_valid_test_datasets, RLHFDataset), tokenizer
     )
     validation_ds = single_validation_set(validation_ds)
     datasets = [train_ds] if validation_ds is None else [train_ds, validation_ds]
@@ -177,12 +172,14 @@ def train_on_rollouts(
 
 def connect_teachers(
     cfg: DictConfig, tokenizer: "TokenizerSpec", train_ds: RLHFDataset
-) -> PolicyTeachers:
+) -> "PolicyTeachers":
     """The teachers that `remote_teacher` names; all ranks call it.
 
     Raises:
         UserError: a record of the training data names no teacher, or one that there is not.
     """
+    from nemo_aligner.servers.teachers import PolicyTeachers
+
     remote, named = cfg.remote_teacher, None
     if remote.column is not None:
         with failing_together():  # each rank checks its share of the records
@@ -255,6 +252,7 @@ def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Call
 
 
 # ------------------------------------------------------- what gives the rewards in the job itself
+# Each kind is imported where a job has it.
 
 
 def start_score_source(
@@ -306,12 +304,14 @@ def start_score_source(
     return RewardsInJob(function, columns)
 
 
-def check_names(function: RewardFunction, record: Mapping[str, Any]) -> None:
+def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
     """Refuse or warn of columns of a record that the reward does not get, as another has the name.
 
     Raises:
         UserError: the parameter that gets the lengths is called like a column.
     """
+    from nemo_aligner.servers.web import TAKEN
+
     name = function.third
     if name in record and not name.startswith("len"):
         raise UserError(
@@ -326,7 +326,9 @@ def check_names(function: RewardFunction, record: Mapping[str, Any]) -> None:
         )
 
 
-def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnvironment:
+def _environment(options: DictConfig, section: str, policy: Any) -> "PythonEnvironment":
+    from nemo_aligner.servers.environment import PythonEnvironment
+
     return PythonEnvironment(
         options.path,
         policy.tokenizer,
@@ -341,8 +343,14 @@ def _environment(options: DictConfig, section: str, policy: Any) -> PythonEnviro
 
 def _agents(
     cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
-) -> AgentEnvironment:
+) -> "AgentEnvironment":
     """What talks to agents, on the copy of the weights that is number `place`."""
+    from nemo_aligner.data.nlp.chat import chat_form
+    from nemo_aligner.data.nlp.chat_records import holds_conversation
+    from nemo_aligner.data.nlp.chat_template import ChatTemplate
+    from nemo_aligner.servers.agent_door import AgentDoor
+    from nemo_aligner.servers.agents import AgentEnvironment
+
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
     form, first = chat_form(cfg.model.data, policy.tokenizer), records.record(0)
     if not isinstance(form, ChatTemplate) or not holds_conversation(first):
@@ -374,7 +382,11 @@ def _agents(
 
 def _function(
     options: DictConfig, section: str, policy: Any, init_timeout_s: float
-) -> RewardFunction:
+) -> "RewardFunction":
+    from nemo_aligner.servers.judge import JudgeWorker
+    from nemo_aligner.servers.reward_function import RewardFunction
+    from nemo_aligner.servers.web import RewardServers
+
     servers = read_web_rewards(plain_dict(options, resolve=True), section)
     kind = JudgeWorker if isinstance(servers, JudgeSpec) else None
     return RewardFunction(

@@ -13,14 +13,9 @@ from torch.utils.data import DataLoader
 from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
 from nemo_aligner.core.tokenizer import Tokenizer
-from nemo_aligner.data.nlp.builders import (
-    Datasets,
-    build_configured_datasets,
-    build_dataloader,
-    build_sft_dataset,
-    datasets_of_job,
-)
+from nemo_aligner.data.nlp.builders import build_sft_dataset, datasets_of_job
 from nemo_aligner.data.nlp.chat import sft_chat_options
+from nemo_aligner.data.nlp.loading import Datasets, build_configured_datasets, build_dataloader
 from nemo_aligner.launch.experiment import (
     Experiment,
     load_trainer_state,

@@ -32,11 +32,12 @@ from nemo_aligner.data.nlp.chat_records import (
     record_tools,
 )
 from nemo_aligner.data.nlp.chat_template import ChatTemplate
+from nemo_aligner.data.nlp.columns import columns_asked
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generation.interface import Details, GenerationParams, Reply
 from nemo_aligner.servers.admission import RefusedError
 from nemo_aligner.servers.environment import RewardingEnvironment
-from nemo_aligner.servers.reward_function import columns_asked, shown
+from nemo_aligner.servers.reward_function import shown
 from nemo_aligner.servers.worker import ALL_COLUMNS, BadValueError, finite_number
 
 LOOK_S = 1.0  # between looks at the clock, and signs of life

@@ -28,6 +28,7 @@ from nemo_aligner.servers.schema import Arrays
 HEARTBEAT_S, JOINT_HEARTBEAT_S = 30.0, 10.0
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class SentRequest(NamedTuple):
@@ -272,3 +273,19 @@ class OtherFuture(FutureResult[Any]):
         return self._read()
 
     scores = result
+
+
+def then(
+    future: "concurrent.futures.Future[T]", make: Callable[[T], U]
+) -> "concurrent.futures.Future[U]":
+    """The future of `make` of a future's result; errors pass."""
+    made: concurrent.futures.Future[U] = concurrent.futures.Future()
+
+    def finish(done: "concurrent.futures.Future[T]") -> None:
+        try:
+            made.set_result(make(done.result()))
+        except Exception as error:
+            made.set_exception(error)
+
+    future.add_done_callback(finish)
+    return made

@@ -32,6 +32,7 @@ from nemo_aligner.core.tokenizer import (
     response_text,
     special_ids,
 )
+from nemo_aligner.servers.futures import then
 from nemo_aligner.servers.schema import RequestError
 from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
 from nemo_aligner.servers.web import RewardServers
@@ -43,8 +44,6 @@ U = TypeVar("U")
 MAX_CHUNK = 32
 # Characters of a prompt or response in a message.
 SHOWN_CHARACTERS = 200
-# Fields with the prompt, and arguments that a reward function has anyway.
-NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
 
 
 class RewardFunctionError(UserError):
@@ -251,40 +250,8 @@ class RewardFunction:
         return request.future
 
 
-def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
-    columns: dict[str, Any] = {}
-    for name in asked:
-        if name == ALL_COLUMNS:
-            columns |= {n: record[n] for n in record if n not in (*asked, *NOT_COLUMNS)}
-        elif name in record:
-            columns[name] = record[name]
-        else:
-            raise UserError(
-                f"there is no column '{name}', which the reward function asks for, but "
-                f"{sorted(record)}: add it, or name another one (of a job in model.data.columns)."
-            )
-    return columns
-
-
 def _to_numpy(array: np.ndarray | Tensor) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
-
-
-def then(
-    future: "concurrent.futures.Future[T]", make: Callable[[T], U]
-) -> "concurrent.futures.Future[U]":
-    """The future of `make` of a future's result; errors pass."""
-    made: concurrent.futures.Future[U] = concurrent.futures.Future()
-
-    def finish(done: "concurrent.futures.Future[T]") -> None:
-        try:
-            made.set_result(make(done.result()))
-        except Exception as error:
-            made.set_exception(error)
-
-    future.add_done_callback(finish)
-    return made
 
 
 # The values of samples: of each a number, or a list where it needs several (a number there is the

@@ -12,7 +12,7 @@ b is the number of samples of a data-parallel rank, S their padded length.
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,13 +36,16 @@ from nemo_aligner.servers.futures import (
     PendingReply,
     SentRequest,
     await_on_model_source,
+    then,
     try_on_source,
     wait_for_all,
 )
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.payloads import scoring_payload
-from nemo_aligner.servers.reward_function import RewardFunction, then
 from nemo_aligner.servers.schema import Array, Arrays
+
+if TYPE_CHECKING:
+    from nemo_aligner.servers.reward_function import RewardFunction
 
 # The YAML file (conf/) that holds the defaults of a section.
 _JOB_OF_SECTION = {
@@ -184,7 +187,7 @@ class RewardsInJob:
 
     def __init__(
         self,
-        function: RewardFunction | None,
+        function: "RewardFunction | None",
         columns: Callable[[Tensor], Sequence[Mapping[str, Any]]] | None,
     ):
         self._function, self._columns = function, columns

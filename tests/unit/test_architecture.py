@@ -60,11 +60,14 @@ INSIDE = [module for module in MODULES if module not in {*DOORS, "nemo_aligner"}
 
 
 @functools.cache
-def _imports(module: str) -> set[str]:
-    """Modules of the package that `module` imports, anywhere in its text."""
+def _imports(module: str, only_itself: bool = False) -> set[str]:
+    """Modules of the package that `module` imports, anywhere in its text; or without those that
+    its functions import, and those for types.
+    """
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        names = []
+    tree = ast.parse(MODULES[module].read_text())
+    for node in tree.body if only_itself else ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -103,6 +106,27 @@ def test_no_import_circles():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+# What other jobs read, and checkpoints and rewards of kinds that only some jobs have.
+NOT_OF_PPO = """
+algorithms.supervised checkpoint.hugging_face checkpoint.megatron checkpoint.old_weights
+data.nlp.datasets data.nlp.packing data.nlp.sft data.nlp.steerlm data.nlp.topk_logits
+models.nlp.gpt.megatron_gpt_reward_model servers.agents servers.environment servers.front
+servers.judge servers.reward_function servers.teachers servers.user_code servers.web
+""".split()
+
+
+def test_the_ppo_actor_imports_what_it_uses():
+    jobs = ast.parse(MODULES["nemo_aligner.jobs.rollouts"].read_text())
+    job = next(f for f in jobs.body if isinstance(f, ast.FunctionDef) and f.name == "train_ppo")
+    loaded = {"nemo_aligner.jobs.rollouts"}
+    new = loaded | {n.module for n in ast.walk(job) if isinstance(n, ast.ImportFrom)}
+    while new:
+        loaded |= new
+        new = {other for module in new for other in _imports(module, True)} - loaded
+    unused = tuple(f"nemo_aligner.{name}" for name in NOT_OF_PPO)
+    assert len(loaded) > 100 and not [name for name in loaded if name.startswith(unused)]
 
 
 @in_one_test("room", [path for path in PACKAGE.iterdir() if path.is_dir()])

@@ -22,20 +22,18 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.stored_weights import LAYERS, is_stacked, unnumbered
+from nemo_aligner.checkpoint.stored_weights import (
+    LAYERS,
+    Heads,
+    heads_of,
+    is_gated,
+    is_stacked,
+    unnumbered,
+)
 from nemo_aligner.config.defaults import complete_model
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Sizes of the attention."""
-
-    groups: int  # query groups; each has one key and one value head
-    queries: int  # query heads of a group
-    size: int  # of a head
 
 
 @dataclass(frozen=True)
@@ -365,18 +363,6 @@ class Place:
     # layer, expert: numbers, for names with a place for them
     layer: int | None = None
     expert: int | None = None
-
-
-def heads_of(keys: Mapping[str, Any]) -> Heads:
-    heads = int(keys["num_attention_heads"])
-    groups = int(keys.get("num_query_groups") or heads)
-    size = keys.get("kv_channels") or int(keys["hidden_size"]) // heads
-    return Heads(groups, heads // groups, int(size))
-
-
-def is_gated(keys: Mapping[str, Any]) -> bool:
-    """Whether the first matrix of an MLP holds two, such as those of SwiGLU."""
-    return str(keys.get("activation") or "").lower().endswith("glu")
 
 
 class Layout:

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_aligner.config.data_rules import line_ends, plain_columns
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.sources import Record
+from nemo_aligner.servers.worker import ALL_COLUMNS
 
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
 _PROMPTS = ("instruction", "question", "query", "problem", "prompt", "input")
@@ -21,6 +22,8 @@ OTHER_NAMES = {
     "preference": ("label",),
     "label": ("labels", "preference_strength"),
 }
+# Fields with the prompt, and arguments that a reward function has anyway.
+NOT_COLUMNS = ("text", "prompt", "messages", "prompts", "responses", "lengths")
 
 
 class Columns:
@@ -140,3 +143,19 @@ def check_kind(value: Any, kind: type, what: str) -> None:
         needed = "text" if kind is str else "an object"
         found = "null" if value is None else type(value).__name__
         raise UserError(f"{what} must be {needed}, not {found}.")
+
+
+def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
+    """The columns of a prompt's record that a function asks for (`RewardFunction.columns`)."""
+    columns: dict[str, Any] = {}
+    for name in asked:
+        if name == ALL_COLUMNS:
+            columns |= {n: record[n] for n in record if n not in (*asked, *NOT_COLUMNS)}
+        elif name in record:
+            columns[name] = record[name]
+        else:
+            raise UserError(
+                f"there is no column '{name}', which the reward function asks for, but "
+                f"{sorted(record)}: add it, or name another one (of a job in model.data.columns)."
+            )
+    return columns

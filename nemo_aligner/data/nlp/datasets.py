@@ -507,6 +507,7 @@ class ResponseDataset(EncodedDataset):
 
     prompt_field = "prompt"
     read_fields: Sequence[str] = ("prompt", "response", *BESIDE)
+    in_chunks = True
     check_form = staticmethod(check_prompts_can_be_read)
     what = "responses"  # an index of the files that was made for other records is not used
 
@@ -578,6 +579,7 @@ class KTOModelDataset(ResponseDataset):
     """
 
     what = "labelled responses"
+    in_chunks = False
     read_fields = (*ResponseDataset.read_fields, "preference")
 
     def _choose_documents(self) -> None:

@@ -79,6 +79,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     lines_per_document = 1
     prompt_field: str | None = None  # that holds the prompt
     read_fields: Sequence[str] = ()  # of its records; empty: all
+    in_chunks = False  # a name of a file may stand for several (`data_files.CHUNK_ID`)
     lacks_prompts = False  # some of them are empty
     others_are = "columns that nothing reads"
     alike = ", to the token"  # how items are equal that are there twice

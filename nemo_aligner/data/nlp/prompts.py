@@ -16,10 +16,9 @@ from typing_extensions import Self
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
-from nemo_aligner.data.nlp.columns import is_number
+from nemo_aligner.data.nlp.columns import columns_asked, is_number
 from nemo_aligner.data.nlp.file_dataset import EncodedDataset, Part, accepts_nemo_aligner_call
 from nemo_aligner.data.nlp.sources import Record
-from nemo_aligner.servers.reward_function import columns_asked
 
 
 @accepts_nemo_aligner_call

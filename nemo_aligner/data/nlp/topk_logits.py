@@ -160,6 +160,8 @@ class KnowledgeDistillationDataset(FileDataset):
     [S], filled with 0. `collate_fn` makes batches of them.
     """
 
+    in_chunks = True
+
     def __init__(
         self,
         paths: Sequence[Any],

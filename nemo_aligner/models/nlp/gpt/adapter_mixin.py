@@ -14,7 +14,6 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters
-from nemo_aligner.checkpoint.hugging_face import peft
 from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.checkpoint.stored_weights import load_weights
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
@@ -236,6 +235,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         if self.lora is None:
             super()._write_hugging_face(folder, weights)
             return
+        from nemo_aligner.checkpoint.hugging_face import peft
+
         source = TorchDistTensors(weights)
         self._warn_of_head_bias(folder, source)
         peft.write_folder(folder, source, self.cfg, self.lora, self._base, drop_head_bias=True)

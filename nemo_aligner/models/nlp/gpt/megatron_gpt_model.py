@@ -28,7 +28,6 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters, nemo_writing
 from nemo_aligner.checkpoint.dist_ckpt import failing_together
-from nemo_aligner.checkpoint.hugging_face import reading, writing
 from nemo_aligner.checkpoint.sources import open_source
 from nemo_aligner.checkpoint.stored_weights import TensorSource, load_weights, sharded_tensors
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
@@ -490,6 +489,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def check_hugging_face(self) -> None:
         """Check that Hugging Face can express the model; `UserError` names the keys."""
+        from nemo_aligner.checkpoint.hugging_face import writing
+
         writing.check(self.cfg)
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
@@ -507,6 +508,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             ) from error
 
     def _write_hugging_face(self, folder: Path, weights: Path) -> None:
+        from nemo_aligner.checkpoint.hugging_face import reading, writing
+
         rows = reading.vocab_rows(self.cfg, lambda: self.tokenizer.vocab_size)
         source = TorchDistTensors(weights)
         self._warn_of_head_bias(folder, source)
@@ -515,6 +518,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     @staticmethod
     def _warn_of_head_bias(folder: Path, source: TensorSource) -> None:
+        from nemo_aligner.checkpoint.hugging_face import writing
+
         bias = writing.head_bias(source)
         if bias and any(bias):
             logging.warning(
