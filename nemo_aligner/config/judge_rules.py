@@ -114,6 +114,8 @@ def _messages(judge: Mapping, setting: str) -> dict[str, Any]:
     for role, key in (("system", "system"), ("user", "prompt")):
         try:
             text = "" if judge[key] is None else text_of(judge[key])
+            if key == "system" and text == judge[key] and re.fullmatch(r"\S+\.\w+", text):
+                raise ValueError("there is no such file")
             for _, name, form, conversion in string.Formatter().parse(text):
                 if name is not None and (form or conversion or not _COLUMN.fullmatch(name)):
                     raise ValueError(f"{{{name}...}} names no column")

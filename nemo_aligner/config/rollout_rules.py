@@ -56,6 +56,13 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     read_web_rewards(v.get(section), section)
     own = {k: v.get(k) for k in (f"{section}.reward_fn", f"{section}.judge.url", *turns)}
     given = [f"{key}={shown_url(str(name))}" for key, name in own.items() if name is not None]
+    for name, default in {"host": "127.0.0.1", "token_file": None}.items():
+        value = v.get(f"{environment}.{name}", default)
+        if value != default and own[turns[1]] is None:
+            raise ConfigError(
+                f"{environment}.{name}={value} has no effect: nothing listens for agents; set "
+                f"{turns[1]}, or {name}={default}."
+            )
     if not given:
         return
     gives = f"{given[0]} gives the rewards"

@@ -253,8 +253,9 @@ class Pool:
             worker.kill()
         for tasks in self._queues:
             tasks.put(None)
+        end = time.monotonic() + 5.0
         for thread in self.threads:
-            thread.join(5.0)
+            thread.join(max(0.0, end - time.monotonic()))
 
     # ---- the thread of a worker, which the kernel kills with it ----
 

@@ -68,6 +68,11 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             "model.ppo.environment.host=127.0.0.1",
         ),
         (
+            "model.ppo.environment.host=0.0.0.0",
+            ["environment.host=0.0.0.0 has no effect", "nothing listens for agents"],
+            "model.ppo.environment.host=127.0.0.1",
+        ),
+        (
             f"{GRPO}; model.ppo.environment.port=5600; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64 is for single responses", "environment.port=5600"],
             "trainer.ppo.overlong_buffer_len=0",
