@@ -1856,6 +1856,15 @@ MUTANTS = [
         _unit("test_watchdog.py", "test_a_rank_ends_when_the_machine_of_rank_0_is_lost"),
     ),
     Mutant(
+        "a note is gone while another rank reads it",
+        "servers/control_group.py",
+        '        self.put(key, "")\n',
+        "        self._ask(lambda store: store.delete_key(key))\n",
+        _unit(
+            "test_server_loop.py", "test_a_note_that_is_withdrawn_while_it_is_read_holds_no_rank"
+        ),
+    ),
+    Mutant(
         "a rank that waits for a slow one counts as hung",
         "launch/watchdog.py",
         "            if has_moved or total != of_all:",

@@ -103,15 +103,18 @@ class JobStore:
         self._ask(lambda store: store.set(key, text))
 
     def get(self, key: str) -> str | None:
-        return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+        found = self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return found or None
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, 0 at first, and return it; without other ranks that is always 0."""
         return self._ask(lambda store: store.add(key, amount)) or 0
 
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(Exception):  # not every kind of store can delete
-            self._ask(lambda store: store.delete_key(key))
+    def withdraw(self, key: str) -> None:
+        """Have `get` return None again. The key stays in the store: another rank that has just
+        found it there would wait for it, and with its connection be lost to all further notes.
+        """
+        self.put(key, "")
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:
         if self._store is None:

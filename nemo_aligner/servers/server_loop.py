@@ -356,7 +356,8 @@ class ServerLoop:
                 f"any more: {causes}"
             )
         if self.rank == 0:
-            self._store.delete("failure")
+            with contextlib.suppress(Exception):  # the store may be gone
+                self._store.withdraw("failure")
         # No rank starts the next operation while the note is still there.
         self.control.gather_objects(None)
         self._failure_deadline = None

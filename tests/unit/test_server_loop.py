@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from nemo_aligner.core.endings import ExitCode
+from nemo_aligner.servers.control_group import JobStore, StoreLostError
 
 PROGRAM = """
 import queue, sys, threading, time
@@ -46,3 +48,37 @@ def test_a_stop_and_its_guard_do_not_both_end_the_process(stops_s, kills_s, said
     found = [word for word in result.stdout.split() if word in ("killed", "ended")]
     assert (found, result.returncode) == (said, code), result.stdout + result.stderr
     assert result.stderr.count("ERROR: the reason") == (1 if code else 0)
+
+
+class _Meanwhile:
+    """A store of one rank; whenever a key is looked for, another rank does something next."""
+
+    def __init__(self, store, act):
+        self._store, self._act = store, act
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def check(self, keys):
+        found = self._store.check(keys)
+        self._act()
+        return found
+
+
+def test_a_note_that_is_withdrawn_while_it_is_read_holds_no_rank(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    mine, others = JobStore(2, "job", reply_s=2.0), JobStore(2, "job")
+
+    def read(key):
+        try:
+            return mine.get(key)
+        except StoreLostError:
+            return "lost"
+
+    others.put("failure", "on rank 1: why")
+    assert read("failure") == "on rank 1: why"
+    mine._store = _Meanwhile(mine._store, lambda: others.withdraw("failure"))
+    assert read("failure") is None
+    others.put("stop", "received SIGTERM")
+    assert read("stop") == "received SIGTERM"
