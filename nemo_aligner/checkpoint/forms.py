@@ -28,8 +28,8 @@ RNG_FOLDER = "rng"
 REFERENCE = "reference_policy"  # prefix of the keys of a reference policy among the weights
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
-# Folder of one rank: with one pipeline stage, and with several; NeMo's and Megatron-LM's.
 RELEASE = "release"  # in the place of a number of iterations, of a converted model
+# Folder of one rank: with one pipeline stage, and with several; NeMo's and Megatron-LM's.
 RANK_FOLDER = re.compile(r"(mp|tp)_rank_(?P<rank>\d+)(_(pp_rank_)?(?P<stage>\d+))?")
 
 CONVERTERS = "scripts/checkpoint_converters of NeMo 2.0 to 2.4"

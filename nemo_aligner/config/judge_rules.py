@@ -111,11 +111,14 @@ def _messages(judge: Mapping, setting: str) -> dict[str, Any]:
     """The templates by role, and the columns that they ask for."""
     messages: dict[str, str] = {}
     names: dict[str | None, str] = {}
+    system = str(judge["system"])
+    if re.fullmatch(r"\S+\.(txt|md|jinja|j2)", system) and not os.path.isfile(system):
+        raise ConfigError(
+            f"{setting}.system={system} is no file; correct its path, or give the text itself."
+        )
     for role, key in (("system", "system"), ("user", "prompt")):
         try:
             text = "" if judge[key] is None else text_of(judge[key])
-            if key == "system" and text == judge[key] and re.fullmatch(r"\S+\.\w+", text):
-                raise ValueError("there is no such file")
             for _, name, form, conversion in string.Formatter().parse(text):
                 if name is not None and (form or conversion or not _COLUMN.fullmatch(name)):
                     raise ValueError(f"{{{name}...}} names no column")

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.config.access import client_tls, read_token, server_token, shown_url
+from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.keys.common import PARALLEL
+from nemo_aligner.config.keys.rollouts import Environment
 from nemo_aligner.config.parallel_rules import EP_REMEDY
 from nemo_aligner.config.server_rules import check_kind_of_rewards, read_reward_models
 from nemo_aligner.config.values import Values, require_multiple
 from nemo_aligner.core.errors import ConfigError
+
+_ENVIRONMENT = Configuration("", {"": Environment}).tree
 
 RESHARD = ("none", "auto")
 
@@ -56,12 +60,12 @@ def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     read_web_rewards(v.get(section), section)
     own = {k: v.get(k) for k in (f"{section}.reward_fn", f"{section}.judge.url", *turns)}
     given = [f"{key}={shown_url(str(name))}" for key, name in own.items() if name is not None]
-    for name, default in {"host": "127.0.0.1", "token_file": None}.items():
-        value = v.get(f"{environment}.{name}", default)
-        if value != default and own[turns[1]] is None:
+    for name in ("host", "token_file"):
+        key, default = f"{environment}.{name}", _ENVIRONMENT[name]
+        if v.get(key, default) != default and own[turns[1]] is None:
             raise ConfigError(
-                f"{environment}.{name}={value} has no effect: nothing listens for agents; set "
-                f"{turns[1]}, or {name}={default}."
+                f"{key}={v.get(key)} has no effect: nothing listens for agents; set {turns[1]}, "
+                f"or {key}={'null' if default is None else default}."
             )
     if not given:
         return

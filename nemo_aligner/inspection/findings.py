@@ -20,7 +20,7 @@ from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.values import plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import Tokenizer, decode_with_special_tokens, special_ids
-from nemo_aligner.data.nlp import builders
+from nemo_aligner.data.nlp import builders, loading
 from nemo_aligner.data.nlp.chat import sft_chat_options
 from nemo_aligner.data.nlp.chat_records import ASSISTANT, holds_pair
 from nemo_aligner.data.nlp.file_dataset import FileDataset, Part
@@ -100,7 +100,7 @@ def _build(job: str, cfg: DictConfig, tokenizer: Any) -> FileDataset:
             return dataset.dataset
         return dataset
     build = builders.datasets_of_job(job, cfg)
-    dataset, *_others = builders.build_configured_datasets(
+    dataset, *_others = loading.build_configured_datasets(
         OmegaConf.create({"model": cfg}), build, tokenizer
     )
     return dataset

@@ -55,7 +55,7 @@ def build_dataloaders(
     """Loaders of the data that `model.data.data_prefix` names.
 
     Args:
-        cfg, build, tokenizer: as for `builders.build_configured_datasets`. Datasets whose items
+        cfg, build, tokenizer: as for `loading.build_configured_datasets`. Datasets whose items
             make no batch by themselves have a `collate_fn`.
         train_random, validation_random: shuffle. The test data keep their order.
         samples_per_item: how many of the samples that `model.micro_batch_size` and

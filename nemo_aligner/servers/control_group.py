@@ -111,8 +111,8 @@ class JobStore:
         return self._ask(lambda store: store.add(key, amount)) or 0
 
     def withdraw(self, key: str) -> None:
-        """Have `get` return None again. The key stays in the store: another rank that has just
-        found it there would wait for it, and with its connection be lost to all further notes.
+        """Have `get` return None again. The key stays in the store, empty: another rank that has
+        just found it would wait for it, and its connection would bring no further note.
         """
         self.put(key, "")
 

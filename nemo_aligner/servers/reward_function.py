@@ -18,7 +18,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,6 @@ from nemo_aligner.servers.user_code import Pool, Task, WorkerProcess, split_spec
 from nemo_aligner.servers.web import RewardServers
 from nemo_aligner.servers.worker import ALL_COLUMNS, Sample
 
-T = TypeVar("T")
-U = TypeVar("U")
 # Samples that a worker gets at once: they share the cost of a message, and wait behind a slow one.
 MAX_CHUNK = 32
 # Characters of a prompt or response in a message.

@@ -61,8 +61,8 @@ INSIDE = [module for module in MODULES if module not in {*DOORS, "nemo_aligner"}
 
 @functools.cache
 def _imports(module: str, only_itself: bool = False) -> set[str]:
-    """Modules of the package that `module` imports, anywhere in its text; or without those that
-    its functions import, and those for types.
+    """Modules of the package that `module` imports, anywhere in its text; `only_itself`: not those
+    that its functions import, nor those for types alone.
     """
     found = set()
     tree = ast.parse(MODULES[module].read_text())
@@ -124,7 +124,7 @@ def test_the_ppo_actor_imports_what_it_uses():
     new = loaded | {n.module for n in ast.walk(job) if isinstance(n, ast.ImportFrom)}
     while new:
         loaded |= new
-        new = {other for module in new for other in _imports(module, True)} - loaded
+        new = {other for module in new for other in _imports(module, only_itself=True)} - loaded
     unused = tuple(f"nemo_aligner.{name}" for name in NOT_OF_PPO)
     assert len(loaded) > 100 and not [name for name in loaded if name.startswith(unused)]
 

@@ -240,7 +240,7 @@ url=localhost:8000 | judge.url=localhost:8000 must be an address http://
 cache=null | judge.cache is not set; a judge
 most=0 | judge.least=0 must be below most=0
 prompt=rubric.txt | 'rubric.txt' is no file, or has no {response} to judge
-system=rules.txt | judge.system='rules.txt' cannot be used: there is no such file
+system=rules.txt | judge.system=rules.txt is no file; correct its path
 prompt='{response} {' | cannot be used: Single '{' encountered in format string. Write {{
 prompt='{response} {"score": 1}' | {"score"...} names no column. Write {{
 prompt='{response!r}' | {response...} names no column

@@ -73,6 +73,14 @@ def test_variants_that_work_pass_without_a_note(tmp_path, overrides):
             "model.ppo.environment.host=127.0.0.1",
         ),
         (
+            "model.ppo.environment.token_file=no.txt",
+            [
+                "environment.token_file=no.txt has no effect",
+                "model.ppo.environment.token_file=null",
+            ],
+            "model.ppo.environment.token_file=null",
+        ),
+        (
             f"{GRPO}; model.ppo.environment.port=5600; trainer.ppo.overlong_buffer_len=64",
             ["overlong_buffer_len=64 is for single responses", "environment.port=5600"],
             "trainer.ppo.overlong_buffer_len=0",

@@ -39,13 +39,11 @@ from nemo_aligner.data.nlp.steerlm import SteerLM2Dataset
 from nemo_aligner.data.nlp.topk_logits import KnowledgeDistillationDataset
 
 # At their place in NeMo-Aligner.
-build_configured_datasets = loading.build_configured_datasets
 build_dataloader = loading.build_dataloader
 build_dataset_generic = loading.build_dataset_generic
 collate_with_batch_max_sequence_length = prompts.collate_with_batch_max_sequence_length
 collate_with_pad_to_max_batch = prompts.collate_with_pad_to_max_batch
 identity_collate = prompts.identity_collate
-
 
 build_train_valid_test_rlhf_datasets = partial(build_train_valid_test_datasets, RLHFDataset)
 build_train_valid_test_rm_datasets = partial(build_train_valid_test_datasets, RewardModelDataset)

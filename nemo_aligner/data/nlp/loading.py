@@ -174,9 +174,8 @@ def _split_common_files(
 def build_configured_datasets(
     cfg: DictConfig, build: Callable[..., Datasets], tokenizer: Tokenizer
 ) -> Datasets:
-    """(train, validation, test) datasets of `build`, one of `build_train_valid_test_*_datasets`
-    (`builders.py`),
-    from the section `model.data`.
+    """(train, validation, test) datasets from the section `model.data`; `build` is one of
+    `build_train_valid_test_*_datasets` of `builders.py`.
     """
     data = cfg.model.data
     return build(
