@@ -29,6 +29,9 @@ from nemo_aligner.config.judge_rules import JudgeSpec, read_web_rewards
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.data.nlp.batch_iterators import get_batch_iterator_cls
+from nemo_aligner.data.nlp.chat import chat_form
+from nemo_aligner.data.nlp.chat_records import holds_conversation
+from nemo_aligner.data.nlp.chat_template import ChatTemplate
 from nemo_aligner.data.nlp.loading import (
     build_configured_datasets,
     build_dataloader,
@@ -67,7 +70,6 @@ if TYPE_CHECKING:
     from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 
     from nemo_aligner.servers.agents import AgentEnvironment
-    from nemo_aligner.servers.environment import PythonEnvironment
     from nemo_aligner.servers.reward_function import RewardFunction
     from nemo_aligner.servers.teachers import PolicyTeachers
 
@@ -273,8 +275,19 @@ def start_score_source(
     """
     options, section = cfg.model[kind].environment, f"model.{kind}.environment"
     if options.path is not None:
+        from nemo_aligner.servers.environment import PythonEnvironment
+
         with failing_together():
-            policy.environment = _environment(options, section, policy)
+            policy.environment = PythonEnvironment(
+                options.path,
+                policy.tokenizer,
+                max_turns=options.max_turns,
+                workers=options.workers,
+                timeout_s=options.timeout_s,
+                fallback=options.fallback,
+                section=section,
+                starts_workers=policy.generator.asks_environment,
+            )
             atexit.register(policy.environment.close)
         return policy.environment
     share = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -326,28 +339,10 @@ def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
         )
 
 
-def _environment(options: DictConfig, section: str, policy: Any) -> "PythonEnvironment":
-    from nemo_aligner.servers.environment import PythonEnvironment
-
-    return PythonEnvironment(
-        options.path,
-        policy.tokenizer,
-        max_turns=options.max_turns,
-        workers=options.workers,
-        timeout_s=options.timeout_s,
-        fallback=options.fallback,
-        section=section,
-        starts_workers=policy.generator.asks_environment,
-    )
-
-
 def _agents(
     cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
 ) -> "AgentEnvironment":
     """What talks to agents, on the copy of the weights that is number `place`."""
-    from nemo_aligner.data.nlp.chat import chat_form
-    from nemo_aligner.data.nlp.chat_records import holds_conversation
-    from nemo_aligner.data.nlp.chat_template import ChatTemplate
     from nemo_aligner.servers.agent_door import AgentDoor
     from nemo_aligner.servers.agents import AgentEnvironment
 
