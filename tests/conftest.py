@@ -4,7 +4,6 @@
 a test.
 """
 
-import gc
 import io
 import json
 import os
@@ -19,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402  (the environment comes first)
 
 from nemo_aligner.core.gpus import hide_gpus  # noqa: E402
-from tests import durations  # noqa: E402
+from tests import durations, imports_done  # noqa: E402
 from tests.patience import patience  # noqa: E402
 from tests.traces import Traces  # noqa: E402
 
@@ -59,10 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays out of collections, as in jobs (`launch.start_up.long_imports`):
-    Megatron Core collects garbage in every save, which took most of its time.
-    """
-    gc.freeze()
+    imports_done()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

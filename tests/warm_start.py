@@ -15,7 +15,6 @@ as they are with `Popen`. What they cannot show is a missing import, and what is
 
 import atexit
 import ctypes
-import gc
 import importlib
 import multiprocessing
 import os
@@ -35,8 +34,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+from tests import imports_done
+
 # By the process whose forks the ranks and jobs are.
 PRELOADED = [
+    "tests",
     "nemo_aligner.algorithms.critic_server_trainer",
     "nemo_aligner.algorithms.reward_server",
     "nemo_aligner.algorithms.ppo",
@@ -152,7 +154,7 @@ def _first_process(
     command: list[str], environment: dict, folder: str, log: str, ranks: int
 ) -> None:
     """Body of a `WarmProcess`."""
-    gc.freeze()  # as `long_imports` does
+    imports_done()
     os.setsid()
     _end_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_APPEND)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_aligner.checkpoint.forms import RNG_FOLDER
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples/nlp/gpt"
 PAUSE_LIMIT_S = 300.0
@@ -51,12 +53,23 @@ def at_step(step: int, method: str | None = None) -> Callable[[int, tuple], bool
     return is_it
 
 
+def save(number: int) -> Callable[[int, tuple], bool]:
+    """Of writes of files: that of the random states, by when the weights of a save are written."""
+    states = []
+
+    def is_it(_count: int, arguments: tuple) -> bool:
+        states.append(arguments[0].parent.name == RNG_FOLDER)
+        return states[-1] and sum(states) == number
+
+    return is_it
+
+
 TRAINER = "nemo_aligner.algorithms.rollout_trainer:RolloutTrainer"
 PPO = "nemo_aligner.algorithms.ppo:PPOTrainer"
 CRITIC = "nemo_aligner.algorithms.critic_server_trainer:CriticServerTrainer"
 REWARD = "nemo_aligner.algorithms.reward_server:RewardModelServer"
 CHECKPOINTS = "nemo_aligner.checkpoint.checkpointing"
-WRITING = "nemo_aligner.checkpoint.dist_ckpt"
+WRITING = "nemo_aligner.checkpoint.checksums"
 # Of the job and phase. An actor makes two updates per step, a critic counts updates.
 PLACES = {
     ("actor", "start"): Place(TRAINER, "__init__", call(1)),
@@ -69,12 +82,12 @@ PLACES = {
         "nemo_aligner.algorithms.rollout_trainer", "train_on_batch", call(4)
     ),
     ("actor", "critic train"): Place(PPO, "_finish_critic_update", at_step(1)),
-    ("actor", "save"): Place(WRITING, "write_durably", call(2)),  # weights are written
+    ("actor", "save"): Place(WRITING, "write_durably", save(2)),
     ("actor", "resume"): Place(f"{CHECKPOINTS}:CheckpointCallback", "_load", call(1)),
     ("critic", "start"): Place(CRITIC, "run_server", call(1)),
     ("critic", "score"): Place(CRITIC, "_score_rows", at_step(2)),
     ("critic", "train"): Place(CRITIC, "_train_step", at_step(3)),
-    ("critic", "save"): Place(WRITING, "write_durably", call(3)),  # first: before step 1
+    ("critic", "save"): Place(WRITING, "write_durably", save(3)),  # first: before step 1
     ("critic", "resume"): Place(f"{CHECKPOINTS}:CheckpointCallback", "_load", call(1)),
     ("reward server", "start"): Place(REWARD, "run_server", call(1)),
     ("reward server", "score"): Place(REWARD, "_score_rows", call(3)),
@@ -105,12 +118,16 @@ def run(script: str) -> None:
     exec(code, {"__name__": "__main__", "__file__": script, "__spec__": None})
 
 
+def owner_of(place: Place) -> Any:
+    module, _, name = place.owner.partition(":")
+    owner = importlib.import_module(module)
+    return getattr(owner, name) if name else owner
+
+
 def meet(fault: dict[str, Any]) -> None:
     """Have this process meet the fault if it is the process of the fault's rank."""
     place = PLACES[fault["side"], fault["phase"]]
-    module, _, name = place.owner.partition(":")
-    owner = importlib.import_module(module)
-    owner = getattr(owner, name) if name else owner
+    owner = owner_of(place)
     original = getattr(owner, place.function)
     calls, met = [], []
 

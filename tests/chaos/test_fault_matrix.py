@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from tests.chaos.pair import STEPS, Pair, chaos
+from tests.chaos.phases import PLACES, owner_of
 from tests.faulty_network import FAULTS, FaultyNetwork
 from tests.functional.test_ppo_job import inputs  # noqa: F401  (a fixture)
 
@@ -178,6 +179,11 @@ def undisturbed(new_pair, tmp_path_factory):
         return found[case]
 
     return outcome
+
+
+def test_the_places_of_faults_are_there():
+    absent = [place for place in PLACES.values() if not hasattr(owner_of(place), place.function)]
+    assert not absent
 
 
 @pytest.mark.slow

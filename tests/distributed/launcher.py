@@ -19,7 +19,6 @@ otherwise.
 """
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import re
@@ -38,6 +37,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests import imports_done
 from tests.patience import Deadline, wait_until
 from tests.warm_start import fork_server
 
@@ -214,7 +214,7 @@ def _end_with_the_test_run() -> None:
 def _rank_main(fn, rank: int, world_size: int, folder: Path, environment: dict, args) -> None:
     """Body of one rank: join the group, run, leave the result or the traceback in `folder`."""
     global _progress_file
-    gc.freeze()  # as jobs do, see `launch.start_up.long_imports`
+    imports_done()
     os.setsid()
     threading.Thread(target=_end_with_the_test_run, daemon=True).start()
     with open(folder / f"rank{rank}.stacks", "w") as stacks:

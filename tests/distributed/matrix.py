@@ -65,6 +65,7 @@ from tests.scripted_environment import ScriptedEnvironment
 from tests.tiny_models import PPO, tiny_config
 
 SAMPLES, WIDTH, ATTRIBUTES, STEPS = 8, 13, 2, 3
+STEP_SIZE = 2  # micro-batch of the updates, and of a batch in which no slot counts
 EVERYTHING = os.environ.get("MATRIX") == "all"
 FLOOR = {32: 1e-3, "bf16": 0.1}
 LENGTHS = torch.tensor([13, 5, 9, 7, 12, 4, 10, 6])
@@ -744,7 +745,7 @@ def compute(
     for reduction in ROLES[role].reductions:
         batch = global_batch(role, masked_value, empty=True)
         numbers[f"empty {reduction}"] = {
-            "loss": loss_and_gradient(model, batch, reduction, 1)["loss"]
+            "loss": loss_and_gradient(model, batch, reduction, STEP_SIZE)["loss"]
         }
         empty = gradient(model)
         if empty is not None:
@@ -754,7 +755,7 @@ def compute(
     for step in range(STEPS):
         progress(f"{architecture} {role}, step {step}")
         metrics = loss_and_gradient(
-            model, global_batch(role, masked_value), ROLES[role].reductions[0], 1
+            model, global_batch(role, masked_value), ROLES[role].reductions[0], STEP_SIZE
         )
         metrics["gradient norm"] = optimizer_step(optimizer, scheduler, 0.5)
         numbers[f"step {step + 1}"] = metrics

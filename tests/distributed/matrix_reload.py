@@ -21,6 +21,7 @@ from tests.distributed.launcher import progress
 from tests.distributed.matrix import (
     ROLES,
     SPLITS,
+    STEP_SIZE,
     apart,
     build,
     expected_file,
@@ -62,7 +63,7 @@ def _callback(
 def step(model, optimizer, scheduler, role: str) -> dict[str, float]:
     """One update with the batch of the matrix; loss, metrics and gradient norm."""
     metrics = loss_and_gradient(
-        model, global_batch(role, float("nan")), ROLES[role].reductions[0], 1
+        model, global_batch(role, float("nan")), ROLES[role].reductions[0], STEP_SIZE
     )
     metrics["gradient norm"] = optimizer_step(optimizer, scheduler, 0.5)
     return metrics
