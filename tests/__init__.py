@@ -18,4 +18,3 @@ def imports_done() -> None:
     """
     gc.enable()
     gc.freeze()
-

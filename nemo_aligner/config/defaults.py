@@ -88,6 +88,7 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     defaults belong together.
     """
     result = _copy(cfg)
+    given = plain_dict(result)
     defaults = JOBS[config_name].tree
     if OmegaConf.select(result, "model.optim", throw_on_missing=False) is not None:
         defaults = defaults | {"model": {**defaults["model"], "optim": {}}}
@@ -96,7 +97,7 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
         needs_value = any(required.startswith(f"{key}.") for required in REQUIRED[config_name])
         return isinstance(default, Mapping) and not needs_value
 
-    _fill(result, defaults, is_default)
+    _add(result, _missing(given, defaults, is_default))
     return result
 
 
@@ -121,8 +122,9 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
     def is_default(key: str, default: object) -> bool:
         return isinstance(default, Mapping) or key in NULL_IS_DEFAULT or key in _fallback_keys()
 
-    added = _fill(result, defaults, is_default, prefix=f"{section}.")
-    references = [key for key, value in added.items() if "${" in str(value)]
+    added = _missing(plain_dict(result), defaults, is_default, prefix=f"{section}.")
+    _add(result, added)
+    references = [key for key, value in leaves(added) if "${" in str(value)]
     if references:
         _resolve(result, references, tree, section)
     return result
@@ -191,35 +193,34 @@ def base_dropout(model_cfg: Mapping, base: Mapping, config_name: str | None) -> 
     return {key: base[key] for key in keys if base.get(key) and key not in model_cfg}
 
 
-def _fill(
-    result: DictConfig,
+def _missing(
+    given: Mapping,
     defaults: Mapping,
     is_default: Callable[[str, object], bool],
     prefix: str = "",
     path: str = "",
 ) -> dict[str, Any]:
-    """Add to `result`, at `path` of a section, what only `defaults` has; returns the added leaves.
+    """What only `defaults` has, of `given`, which is at `path` of a section: dotted keys and their
+    defaults.
 
     Args:
         is_default: `(key, default) -> bool`, whether a null at a dotted key reads as the default.
         prefix: dotted key of the whole section, with a dot at its end.
     """
-    added: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
     for name, default in defaults.items():
-        key = f"{prefix}{path}{name}"
-        absent = name not in result.keys()  # `in result` leaves out what is "???"
-        if not absent and (
-            OmegaConf.is_interpolation(result, name) or OmegaConf.is_missing(result, name)
-        ):
-            continue
-        is_null = not absent and result[name] is None and key not in (*FREE, *OFF_WHEN_NULL)
-        if absent or (is_null and default is not None and is_default(key, default)):
-            OmegaConf.update(result, name, copy.deepcopy(default), force_add=True)
-            added |= leaves({name: default}, path)
-        elif isinstance(default, Mapping) and isinstance(result[name], DictConfig):
-            if key not in FREE:
-                added |= _fill(result[name], default, is_default, prefix, f"{path}{name}.")
-    return added
+        key, value = f"{prefix}{path}{name}", given.get(name)
+        is_null = name in given and value is None and key not in (*FREE, *OFF_WHEN_NULL)
+        if name not in given or (is_null and default is not None and is_default(key, default)):
+            missing[f"{path}{name}"] = default
+        elif isinstance(default, Mapping) and isinstance(value, Mapping) and key not in FREE:
+            missing |= _missing(value, default, is_default, prefix, f"{path}{name}.")
+    return missing
+
+
+def _add(result: DictConfig, missing: Mapping[str, Any]) -> None:
+    for key, default in missing.items():
+        OmegaConf.update(result, key, copy.deepcopy(default), force_add=True)
 
 
 def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
@@ -270,6 +271,4 @@ def _section_tree(config_name: str | None) -> dict[str, Any]:
         tree.get("model", {}).pop(key, None)
     of_language_model = config_name and "model.reward_model_type" not in JOBS[config_name].keys
     fallbacks = _fallbacks(TrainedModel, *(() if of_language_model else (RewardHead, RMModel)))
-    result = OmegaConf.create(tree)
-    _fill(result, {"model": fallbacks}, lambda key, default: True)
-    return plain_dict(result)
+    return laid_over(tree, tree_of(_missing(tree, {"model": fallbacks}, lambda *_: True)))
