@@ -57,8 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
-def pytest_collection_finish() -> None:
-    imports_done()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    imports_done()  # here: the process that hands out the tests collects none
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
