@@ -30,7 +30,7 @@ class ScriptJob:
 
     Args:
         script: file name in examples/nlp/gpt, or an absolute path; or what stands behind
-            `nemo-aligner`, such as "train sft".
+            `nemo-aligner`, such as "train sft", with its words up to the overrides.
         log: path of its output.
         overrides: `key=value` arguments.
         ranks: processes on this machine.
@@ -55,7 +55,7 @@ class ScriptJob:
                 f"--nproc_per_node={ranks}",
                 f"--master_port={find_free_port()}",
             ]
-        is_command = str(script).startswith(("train ", "serve "))
+        is_command = str(script).startswith(("train ", "serve ", "generate ", "evaluate "))
         words = ["-m", "nemo_aligner", *script.split()] if is_command else [str(SCRIPTS / script)]
         command += [*words, f"trainer.devices={ranks}", *overrides]
         environment = {

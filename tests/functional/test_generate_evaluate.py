@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.core.endings import ExitCode
-from nemo_aligner.servers.ports import find_free_port
+from tests.functional.jobs import ScriptJob
 from tests.patience import patience
 from tests.tiny_models import tiny_config
 
@@ -28,21 +28,8 @@ LINES = ["the film", "a dull plot", "Review: the film was bad."]
 CPU = ("trainer.accelerator=cpu", "length_params.max_length=7")
 
 
-def command(
-    name: str,
-    *words: str,
-    torchrun: int = 0,
-    stdin: str = "",
-    limit_s: float = 120,
-    terminal=False,
-):
-    """`python -m nemo_aligner.<name> words`, or under torchrun with so many ranks; in a `terminal`
-    in place of this process.
-    """
-    launcher = [sys.executable]
-    if torchrun:
-        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={torchrun}"]
-        launcher += [f"--master_port={find_free_port()}"]
+def command(*words: str, stdin: str = "", terminal=False):
+    """`python -m nemo_aligner.generate words`; in a `terminal` in place of this process."""
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -50,17 +37,20 @@ def command(
     }
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    line = [*launcher, "-m", f"nemo_aligner.{name}", *words]
+    line = [sys.executable, "-m", "nemo_aligner.generate", *words]
     if terminal:
         os.execve(line[0], line, environment)
     return subprocess.run(
-        line,
-        input=stdin,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=patience(limit_s),
+        line, input=stdin, env=environment, capture_output=True, text=True, timeout=patience(120)
     )
+
+
+def ended(words: str, log: Path, *more: str, ranks: int = 1, launcher: str = "python"):
+    """Exit code and output of `nemo-aligner words more`."""
+    with ScriptJob(words, log, [*more, *CPU], ranks, launcher) as job:
+        code = job.wait()
+        assert not job.leftovers()
+    return code, job.log
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +72,6 @@ def folder(tiny_tokenizer_dir, tmp_path_factory) -> Path:
 def test_a_conversation_with_two_ranks(folder):
     """Rank 0 alone reads and prints; a prompt that is too long is refused by both."""
     ended = command(
-        "generate",
         str(folder / "policy.nemo"),
         *CPU,
         "sampling_params.use_greedy=True",
@@ -110,7 +99,7 @@ def test_ctrl_c_in_a_terminal_ends_two_ranks_in_one_line(folder, tmp_path, chats
         signal.signal(signal.SIGINT, signal.default_int_handler)
         two = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
         policy = str(folder / "policy.nemo")
-        command("generate", policy, *CPU, *two, *([] if chats else prompts), terminal=True)
+        command(policy, *CPU, *two, *([] if chats else prompts), terminal=True)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # for the bar
     shown = b""
     wait_until_s = time.monotonic() + patience(120)
@@ -131,14 +120,16 @@ def test_ctrl_c_in_a_terminal_ends_two_ranks_in_one_line(folder, tmp_path, chats
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_every_way_to_start_two_ranks_writes_the_same_file(folder, tmp_path):
-    words = [str(folder / "policy.nemo"), "--prompts", str(folder / "prompts.jsonl"), *CPU]
-    two = ["trainer.devices=2", "model.pipeline_model_parallel_size=2"]
-    found = []
-    for number, (extra, torchrun) in enumerate((([], 0), (two, 0), (two, 2))):
-        out = tmp_path / f"{number}.jsonl"
-        ended = command("generate", *words, "--out", str(out), *extra, torchrun=torchrun)
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.count("3 responses") == 1
+    words = f"generate {folder / 'policy.nemo'} --prompts {folder / 'prompts.jsonl'}"
+    two, found = "model.pipeline_model_parallel_size=2", []
+    for ranks, launcher in ((1, "python"), (2, "python"), (2, "torchrun")):
+        out = tmp_path / f"{ranks}-{launcher}.jsonl"
+        more = [two] * (ranks == 2)
+        code, log = ended(
+            f"{words} --out {out}", tmp_path / "log", *more, ranks=ranks, launcher=launcher
+        )
+        assert code == 0, log
+        assert log.count("3 responses") == 1
         records = [json.loads(line) for line in out.read_text().splitlines()]
         assert [record["prompt"] for record in records] == LINES
         for record in records:
@@ -151,14 +142,15 @@ def test_every_way_to_start_two_ranks_writes_the_same_file(folder, tmp_path):
 @pytest.mark.timeout(600)
 def test_evaluation_on_two_ranks_is_that_of_one(folder, tmp_path):
     policy = str(folder / "policy.nemo")
-    words = ["--prompts", str(folder / "prompts.jsonl"), "--reward", str(folder / "rm.nemo"), *CPU]
-    words += ["bootstrap.resamples=100"]
+    words = f"evaluate {policy} --prompts {folder / 'prompts.jsonl'} --reward {folder / 'rm.nemo'}"
     found = []
-    for extra in ([], ["trainer.devices=2"]):
-        out = tmp_path / str(len(extra))
-        ended = command("evaluate", policy, *words, "--out", str(out), *extra)
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.count("reward, mean") == 1
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        code, log = ended(
+            f"{words} --out {out}", tmp_path / "log", "bootstrap.resamples=100", ranks=ranks
+        )
+        assert code == 0, log
+        assert log.count("reward, mean") == 1
         assert (out / "evaluation.html").read_text().count("<h3>Samples") == 1
         found.append(json.loads((out / "metrics.json").read_text())["policies"][policy])
     assert found[0].keys() == found[1].keys()
@@ -169,17 +161,13 @@ def test_evaluation_on_two_ranks_is_that_of_one(folder, tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_mistake_ends_all_ranks_with_one_message(folder, tmp_path):
-    ended = command(
-        "generate",
-        str(folder / "policy.nemo"),
-        "--prompts",
-        str(folder / "prompts.jsonl"),
-        "--out",
-        str(tmp_path / "out.jsonl"),
+    words = f"generate {folder / 'policy.nemo'} --prompts {folder / 'prompts.jsonl'}"
+    code, log = ended(
+        f"{words} --out {tmp_path / 'out.jsonl'}",
+        tmp_path / "log",
         "sampling_params.add_BOS=True",
-        "trainer.devices=2",
-        *CPU,
+        ranks=2,
     )
-    assert ended.returncode == ExitCode.USER_ERROR
-    assert ended.stderr.count("ERROR: ") == 1 and "has no bos token" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert code == ExitCode.USER_ERROR
+    assert log.count("ERROR: ") == 1 and "has no bos token" in log
+    assert "Traceback" not in log
