@@ -88,7 +88,6 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     defaults belong together.
     """
     result = _copy(cfg)
-    given = plain_dict(result)
     defaults = JOBS[config_name].tree
     if OmegaConf.select(result, "model.optim", throw_on_missing=False) is not None:
         defaults = defaults | {"model": {**defaults["model"], "optim": {}}}
@@ -97,7 +96,7 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
         needs_value = any(required.startswith(f"{key}.") for required in REQUIRED[config_name])
         return isinstance(default, Mapping) and not needs_value
 
-    _add(result, _missing(given, defaults, is_default))
+    _add(result, _missing(plain_dict(result), defaults, is_default))
     return result
 
 

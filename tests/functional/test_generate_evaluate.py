@@ -45,7 +45,7 @@ def command(*words: str, stdin: str = "", terminal=False):
     )
 
 
-def ended(words: str, log: Path, *more: str, ranks: int = 1, launcher: str = "python"):
+def outcome(words: str, log: Path, *more: str, ranks: int = 1, launcher: str = "python"):
     """Exit code and output of `nemo-aligner words more`."""
     with ScriptJob(words, log, [*more, *CPU], ranks, launcher) as job:
         code = job.wait()
@@ -125,7 +125,7 @@ def test_every_way_to_start_two_ranks_writes_the_same_file(folder, tmp_path):
     for ranks, launcher in ((1, "python"), (2, "python"), (2, "torchrun")):
         out = tmp_path / f"{ranks}-{launcher}.jsonl"
         more = [two] * (ranks == 2)
-        code, log = ended(
+        code, log = outcome(
             f"{words} --out {out}", tmp_path / "log", *more, ranks=ranks, launcher=launcher
         )
         assert code == 0, log
@@ -146,7 +146,7 @@ def test_evaluation_on_two_ranks_is_that_of_one(folder, tmp_path):
     found = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
-        code, log = ended(
+        code, log = outcome(
             f"{words} --out {out}", tmp_path / "log", "bootstrap.resamples=100", ranks=ranks
         )
         assert code == 0, log
@@ -162,7 +162,7 @@ def test_evaluation_on_two_ranks_is_that_of_one(folder, tmp_path):
 @pytest.mark.timeout(300)
 def test_a_mistake_ends_all_ranks_with_one_message(folder, tmp_path):
     words = f"generate {folder / 'policy.nemo'} --prompts {folder / 'prompts.jsonl'}"
-    code, log = ended(
+    code, log = outcome(
         f"{words} --out {tmp_path / 'out.jsonl'}",
         tmp_path / "log",
         "sampling_params.add_BOS=True",
