@@ -10,6 +10,7 @@ that place, in the second step of the run: by then there is something to lose.
 import errno
 import functools
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -54,14 +55,13 @@ def at_step(step: int, method: str | None = None) -> Callable[[int, tuple], bool
 
 
 def save(number: int) -> Callable[[int, tuple], bool]:
-    """Of writes of files: that of the random states, by when the weights of a save are written."""
-    states = []
-
-    def is_it(_count: int, arguments: tuple) -> bool:
-        states.append(arguments[0].parent.name == RNG_FOLDER)
-        return states[-1] and sum(states) == number
-
-    return is_it
+    """Of `write_durably`: when a rank writes its random states in its save of that number; it has
+    written its weights.
+    """
+    saves = itertools.count(1)
+    return lambda _count, arguments: (
+        arguments[0].parent.name == RNG_FOLDER and next(saves) == number
+    )
 
 
 TRAINER = "nemo_aligner.algorithms.rollout_trainer:RolloutTrainer"
