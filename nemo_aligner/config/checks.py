@@ -71,7 +71,7 @@ def check_config(
 
     Args:
         cfg: the configuration as Hydra composed it.
-        config_name: one of `CONFIG_NAMES` or `COMMAND_NAMES`.
+        config_name: one of `jobs.JOBS`.
         visible_devices, env: as in `check_values`.
         may_have_other_keys: warn of unknown keys instead of refusing them; for a script that may
             read keys of its own.

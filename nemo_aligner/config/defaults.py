@@ -31,7 +31,7 @@ from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.jobs.reward_model import RMModel
 from nemo_aligner.config.keys.model import RewardHead, TrainedModel
 from nemo_aligner.config.schema import ARCHITECTURE_KEYS, FREE, REQUIRED
-from nemo_aligner.config.values import laid_over, leaves, plain_dict
+from nemo_aligner.config.values import Values, laid_over, leaves, plain_dict
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 
@@ -53,10 +53,6 @@ CONF = Path(__file__).parents[1] / "conf"  # in a checkout a link to conf/ of th
 
 # Keys for which null has no meaning of its own and reads as "the default".
 NULL_IS_DEFAULT = ("model.loss_reduction", "model.data.train_ds.prompt_template")
-# Keys of a job's YAML file that a section completed alone does not take from there.
-NOT_FROM_JOB = ("precision", "optim")  # of `model`
-# Sections of `model` that belong to a job rather than to a model.
-JOB_SECTIONS = ("data", "overwrite_base_config", "optim")
 # Jobs that compare log-probs in training with those of inference, or learn from single numbers: a
 # dropout of the checkpoint's pretraining would be noise in them.
 WITHOUT_DROPOUT = tuple(
@@ -64,7 +60,6 @@ WITHOUT_DROPOUT = tuple(
     for name, job in JOBS.items()
     if job.algo and job.keys["model.hidden_dropout"].default is ABSENT
 )
-DROPOUTS = ("hidden_dropout", "attention_dropout")
 # Sections that null switches off.
 OFF_WHEN_NULL = (
     *(f"trainer.{job.algo}.alarms" for job in JOBS.values() if job.algo),
@@ -113,9 +108,9 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
     """
     result = _copy({} if cfg is None else cfg)
     tree = _section_tree(config_name)
-    defaults = functools.reduce(lambda node, name: node.get(name) or {}, section.split("."), tree)
-    if section == "model":
-        absent = [key for key in JOB_SECTIONS if key not in result]
+    defaults = Values(tree).get(section, {})
+    if section == "model":  # these belong to a job
+        absent = {"data", "overwrite_base_config", "optim"} - set(result)
         defaults = {key: value for key, value in defaults.items() if key not in absent}
 
     def is_default(key: str, default: object) -> bool:
@@ -188,7 +183,7 @@ def base_dropout(model_cfg: Mapping, base: Mapping, config_name: str | None) -> 
     """The dropout of `base`, a checkpoint's configuration, that a job switches off: its keys are
     not in `model_cfg`.
     """
-    keys = DROPOUTS if config_name in WITHOUT_DROPOUT else ()
+    keys = ("hidden_dropout", "attention_dropout") if config_name in WITHOUT_DROPOUT else ()
     return {key: base[key] for key in keys if base.get(key) and key not in model_cfg}
 
 
@@ -266,7 +261,7 @@ def _fallbacks(*sections: type) -> dict[str, Any]:
 def _section_tree(config_name: str | None) -> dict[str, Any]:
     """The defaults of a job's sections, over the fallbacks of the model; not to be changed."""
     tree = {} if config_name is None else copy.deepcopy(JOBS[config_name].tree)
-    for key in NOT_FROM_JOB:
+    for key in ("precision", "optim"):  # a section alone does not take them from there
         tree.get("model", {}).pop(key, None)
     of_language_model = config_name and "model.reward_model_type" not in JOBS[config_name].keys
     fallbacks = _fallbacks(TrainedModel, *(() if of_language_model else (RewardHead, RMModel)))

@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from nemo_aligner.config.values import Values
@@ -96,9 +96,8 @@ class Key:
             values.choice(self.name, self.choices)
         elif self.kind is bool and not isinstance(value, bool):
             raise ConfigError(f"{self.name}={value!r} must be True or False.")
-        elif self.kind is str and isinstance(value, bool | Sequence | Mapping):
-            if not isinstance(value, str):
-                raise ConfigError(f"{self.name}={value!r} must be a text.")
+        elif self.kind is str and isinstance(value, bool | list | tuple | Mapping):
+            raise ConfigError(f"{self.name}={value!r} must be a text.")
         elif self.kind in (int, float):
             if self.kind is int:
                 values.whole(self.name)
@@ -176,14 +175,11 @@ class Configuration:
         bare = tuple(f"{name}." for name in self.bare)
         keys = {}
         for name, key in found.items():
-            changes: dict[str, Any] = {"default": self.defaults.get(name, key.default)}
-            if name.startswith(bare):
-                changes = {"default": self.defaults.get(name, ABSENT), "nullable": True}
-            if name in self.required:
-                changes["nullable"] = False
-            changes["default"] = self._own(changes["default"])
+            is_bare = name.startswith(bare)
+            default = self._own(self.defaults.get(name, ABSENT if is_bare else key.default))
+            nullable = (key.nullable or is_bare) and name not in self.required
             if name not in self.without:
-                keys[name] = dataclasses.replace(key, **changes)
+                keys[name] = dataclasses.replace(key, default=default, nullable=nullable)
         return keys
 
     @functools.cached_property

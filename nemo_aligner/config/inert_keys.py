@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.jobs import JOBS
-from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES, LIVE
+from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
@@ -306,7 +306,7 @@ def _table(job: Configuration) -> dict[str, Inert]:
     if "model.data.data_prefix" in job.keys:
         reason = "name the files under model.data.data_prefix"
         table |= {f"model.data.{split}": Inert(reason) for split in _SPLITS}
-    if job.name not in COMMAND_NAMES:  # top-level leftovers of NeMo's launchers
+    if job.name in CONFIG_NAMES:  # top-level leftovers of NeMo's launchers
         names = {"restore_from_path", "cluster_type", "run", "mode", "inference", "name"}
         for name in names - {key.split(".")[0] for key in job.keys}:
             table[name] = Inert(_NEMO, ("megatron_gpt",) if name == "name" else ())

@@ -121,12 +121,11 @@ def passed_fields(
             continue
         same_name = f"{section.removesuffix('.mcore_customization_config')}.{name}"
         own_key = same_name if same_name in own_keys else OWN_KEYS.get(name)
-        promises = (
+        broken = [
             promise
             for promise, patterns in refused.items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
-        )
-        promise = next(promises, None)
+        ]
         if own_key not in (None, key):
             raise ConfigError(f"{key}={value!r} does not act there; set {own_key}.")
         if name in settings:
@@ -136,10 +135,10 @@ def passed_fields(
                 f"{key}={value!r} is no field of Megatron Core's that is known here; a model that "
                 "needs it cannot be computed, else set it to null."
             )
-        if promise:
+        if broken:
             raise ConfigError(
                 f"{key}={value!r} is a field of Megatron Core that is not supported here, for it "
-                f"would break a promise: {promise}. A model that needs it cannot be computed, "
+                f"would break a promise: {broken[0]}. A model that needs it cannot be computed, "
                 "else set it to null."
             )
         passed[name] = _of_kind(key, value, default)

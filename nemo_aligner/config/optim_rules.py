@@ -102,10 +102,8 @@ def check_optim(optim: Mapping[str, Any]) -> None:
     )
     for key, names, others in known:
         name = v.get(key)
-        if name is not None and not isinstance(name, str):
-            raise ConfigError(f"{key}={name!r} is no name.")
-        if name is not None and name not in names:
-            reason = f" ({others[name]})" if name in others else ""
+        if name is not None and str(name) not in names:
+            reason = f" ({others[str(name)]})" if str(name) in others else ""
             raise ConfigError(
                 f"{key}={name!r} is not supported{reason}; use one of {', '.join(names)}."
             )

@@ -254,9 +254,7 @@ def is_uneven(v: Values) -> bool:
 
 def check_pipeline_stages(values: Mapping) -> None:
     """Raise `ConfigError` if the pipeline stages that `cfg.model` asks for cannot be built."""
-    sizes = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-    names = (*UNEVEN, *sizes, "num_layers")
-    v = Values({"model": {name: values.get(name) for name in names}})
+    v = Values({"model": values})
     if not is_uneven(v):
         return
     vpp = v.whole("model.virtual_pipeline_model_parallel_size", 1) or 1

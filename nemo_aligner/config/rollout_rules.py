@@ -17,8 +17,6 @@ from nemo_aligner.core.errors import ConfigError
 
 _ENVIRONMENT = Configuration("", {"": Environment}).tree
 
-RESHARD = ("none", "auto")
-
 
 def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prompt: str) -> None:
     """Check what the actors, of the `kind` "ppo", "rs" or "reinforce", have in common; `remote`:
@@ -112,7 +110,7 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
     if isinstance(v.get(key), Mapping):
         _check_sizes(v, section, key, dp)
     else:
-        v.choice(key, RESHARD)
+        v.choice(key, ("none", "auto"))
     value = asked_reshard(v.get(key.removesuffix(".generation.reshard")))
     merge = "model.peft.merge_for_generation"
     with_adapters = v.get("model.peft.peft_scheme") not in (None, "none")

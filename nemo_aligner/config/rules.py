@@ -64,11 +64,9 @@ def config_name_of(cfg: DictConfig) -> str | None:
     """
     if "rm_model_file" in cfg:
         return "inference_rm"
-    trainer = cfg.get("trainer")
-    sections = [name for name in SECTIONS.values() if trainer is not None and name in trainer]
-    if "ppo" in sections:
-        return "gpt_ppo_actor" if "remote_critic_rm" in cfg else "gpt_ppo_critic"
-    return next((job for job, name in SECTIONS.items() if name in sections), None)
+    trainer = cfg.get("trainer") or {}
+    job = next((job for job, name in SECTIONS.items() if name in trainer), None)
+    return "gpt_ppo_critic" if job == "gpt_ppo_actor" and "remote_critic_rm" not in cfg else job
 
 
 def job_of_model(model_cfg: DictConfig) -> str | None:

@@ -25,7 +25,6 @@ COMMAND_PAGES = {
     "compute_topk_logits": "distillation",
     "inference_teacher": "distillation",
 }
-COMMAND_NAMES = tuple(COMMAND_PAGES)
 CONFIG_NAMES = tuple(name for name in JOBS if name not in COMMAND_PAGES)
 
 _OF_JOB = {

@@ -9,7 +9,6 @@ fleet: `ip`, `port` or both are then lists. Nothing here talks to a server (see 
 """
 
 import importlib.util
-import math
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from nemo_aligner.config.access import (
 )
 from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.keys.rollouts import RewardAddress
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, is_number
 from nemo_aligner.core.errors import ConfigError
 
 FRONTENDS = ("triton", "asgi")
@@ -333,8 +332,7 @@ def _read_one(
             "weight."
         )
     weight = section.get("weight", 1.0)  # a member that has none counts as it is
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not math.isfinite(weight):
+    if not is_number(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
     given = (*section.items(), ("ip", ip), ("port", port))
     whole = REWARD_ADDRESS | {key: value for key, value in given if value is not None}

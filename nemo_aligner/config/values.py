@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -56,6 +56,11 @@ def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
         raise ConfigError(
             f"The configuration has a reference that cannot be resolved: {error}"
         ) from error
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite number that is not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Values:
@@ -113,8 +118,7 @@ class Values:
         value = self.get(key)
         if value is None:
             return
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        if not is_number(value):
             raise ConfigError(f"{key}={value!r} must be a finite number.")
         if not low <= value <= high or (above and value == low):
             bounds = [f"above {low}" if above else f"at least {low}"] if low > -math.inf else []

@@ -60,7 +60,8 @@ def libpython() -> Finding:
     try:
         return Finding(OK, "libpython", check_libpython())
     except UserError as error:
-        return Finding(MISSING, "libpython", *_sentences(error))
+        text, _, remedy = str(error).partition(". ")
+        return Finding(MISSING, "libpython", text, remedy)
 
 
 def c_library(system: str, machine: str, libc: tuple[str, str]) -> Finding:
@@ -175,12 +176,6 @@ def apex() -> Finding:
     there = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     text = "only model.gradient_accumulation_fusion uses it"
     return Finding(OK, "apex", f"{'installed' if there else 'not installed'}; {text}")
-
-
-def _sentences(error: Exception) -> tuple[str, str]:
-    """Text and remedy of a message: its first sentence and the others."""
-    text, _, remedy = str(error).partition(". ")
-    return text, remedy
 
 
 def _first_line(error: Exception) -> str:

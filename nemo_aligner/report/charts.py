@@ -13,7 +13,6 @@ from nemo_aligner.report.reading import Curve
 
 # Families whose metrics of the same name share a chart, because their steps count the same thing.
 PAIRED_FAMILIES = {"val_rollouts": "train_rollouts", "validation": "train", "test": "train"}
-TIMERS = "timers"
 COLORS, LINES = 6, 3  # in elements.py
 MAX_POINTS = 400  # per curve; more would be invisible and only make the file large
 
@@ -46,7 +45,7 @@ def group_curves(series: dict[str, Curve]) -> tuple[list[Chart], list[Chart]]:
 
 def is_time(key: str) -> bool:
     """Whether a metric is in seconds that a phase took."""
-    return key.startswith(f"{TIMERS}/")
+    return key.startswith("timers/")
 
 
 def chart_grid(charts: list[Chart], labels: bool = True) -> str:

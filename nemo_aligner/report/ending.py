@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from nemo.utils import logging
 
 from nemo_aligner.checkpoint.folders import CHECKPOINTS, STATE_FILE, complete_checkpoints
-from nemo_aligner.config.rules import RESTORE_KEY
+from nemo_aligner.config.fields import RESTORE_KEY
 from nemo_aligner.report.charts import format_number
 from nemo_aligner.report.page import write_report
 from nemo_aligner.report.reading import alarms, read_run, what_it_learned
@@ -90,7 +90,7 @@ def last_lines(folder: Path, config_name: str, nothing_is_kept: str | None = Non
         if found.key.startswith("val"):
             ends = sorted({min(found.curve), max(found.curve)})
             values = [f"{format_number(found.curve[step])} (step {step})" for step in ends]
-            validations.append(f"{found.title.partition(',')[0]} {' -> '.join(values)}")
+            validations.append(f"{found.chart} {' -> '.join(values)}")
     record = alarms(job)
     rung = record.active if record else []
     place = Path(os.path.relpath(folder))

@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.config.values import is_number
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.report.charts import chart_grid, color_of, format_number, group_curves, is_time
 from nemo_aligner.report.elements import document, folded, table, when
@@ -21,7 +22,6 @@ from nemo_aligner.report.reading import (
     Found,
     JobRecord,
     alarms,
-    is_number,
     read_run,
     what_it_learned,
 )
@@ -226,8 +226,6 @@ def _samples(key: str, rows: list[dict[str, Any]]) -> str:
     old = {row["prompt"]: row for row in rows if row.get("step") == first}
     new = {row["prompt"]: row for row in rows if row.get("step") == last}
     shared = [prompt for prompt in old if prompt in new] if first != last else []
-    names: tuple[str, ...]
-    cells: list[tuple[str, ...]]
     if shared:
         names = ("prompt", f"step {first}", f"step {last}")
         cells = [

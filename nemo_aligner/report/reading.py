@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
+from nemo_aligner.config.values import is_number
 from nemo_aligner.core.errors import UserError
 
 # The values of one metric by step.
@@ -75,11 +76,6 @@ def read_run(run_dir: Path) -> list[JobRecord]:
     jobs = [_read_job(path, run_dir) for path in sorted(run_dir.rglob("metrics.jsonl"))]
     jobs = [job for job in jobs if job.series]
     return sorted(jobs, key=lambda job: (job.place, job.started or math.inf, job.name))
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """True for a finite number that is not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _read_job(metrics_path: Path, run_dir: Path) -> JobRecord:
@@ -243,20 +239,14 @@ class AlarmRecord:
 
 def alarms(job: JobRecord) -> AlarmRecord | None:
     """The alarms of `job`; None if it logs none."""
-    counts = next(
-        (
-            job.series[key]
-            for key in ("train_rollouts/alarms_active", "train/alarms_active")
-            if key in job.series
-        ),
-        None,
-    )
+    series = job.series
+    counts = series.get("train_rollouts/alarms_active", series.get("train/alarms_active"))
     if counts is None:
         return None
     watched = []
     for title, key, large_is_bad in WATCHED:
-        if key in job.series:
-            curve = job.series[key]
+        if key in series:
+            curve = series[key]
             worst = max(curve.values()) if large_is_bad else min(curve.values())
             watched.append((title, worst, curve[max(curve)]))
     return AlarmRecord(len(counts), [s for s in sorted(counts) if counts[s] > 0], watched)

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 
 from nemo_aligner import __main__ as command
 from nemo_aligner.config.defaults import complete_config
-from nemo_aligner.config.schema import COMMAND_NAMES, CONFIG_NAMES, explained, meaning
+from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.schema import explained, meaning
 from nemo_aligner.config.values import leaves
 from nemo_aligner.core.endings import ExitCode
 from tests.cases import some_of
@@ -101,7 +102,7 @@ def test_a_job_is_configured_as_by_its_script(arguments, printed, tmp_path):
     assert printed in ended.stdout, ended.stderr
 
 
-@some_of("name", [*CONFIG_NAMES, *COMMAND_NAMES], keep=2)
+@some_of("name", JOBS, keep=2)
 def test_every_key_has_its_default_and_a_meaning(name):
     defaults = OmegaConf.to_container(complete_config({}, name))
     text = explained(name)

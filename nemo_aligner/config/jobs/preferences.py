@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DPO, IPO, RPO; KTO; SPIN."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from nemo_aligner.config.keys.data import Examples, Lines, ShuffledSet, SizedSet
 from nemo_aligner.config.keys.model import Peft, PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import Responses
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, is_number
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 
@@ -241,8 +240,7 @@ def _check_penalties(given: Any, iterations: int) -> None:
     """Check `model.spin.ref_policy_kl_penalty`, a number or one for each of `iterations`."""
     penalties = given if isinstance(given, list) else [given]
     for penalty in penalties:
-        is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
-        if not is_number or not 0 < penalty < math.inf:
+        if not is_number(penalty) or penalty <= 0:
             raise ConfigError(
                 f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list of "
                 "such numbers."

@@ -102,6 +102,8 @@ def check_steerlm2(values: Values) -> None:
             )
 
 
+_SIZES = {name: f"${{model.data.train_ds.{name}}}" for name in SIZES}
+
 JOB = Configuration(
     "gpt_sft",
     {
@@ -123,12 +125,8 @@ JOB = Configuration(
         **NO_LAYERS,
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
-        **below("model", {name: f"${{model.data.train_ds.{name}}}" for name in SIZES}),
-        **below("model.data.validation_ds", VALIDATION_SET),
-        **below(
-            "model.data.validation_ds",
-            {name: f"${{model.data.train_ds.{name}}}" for name in SIZES},
-        ),
+        **below("model", _SIZES),
+        **below("model.data.validation_ds", VALIDATION_SET | _SIZES),
     },
     required=VALIDATION_SIZES,
     check=check,
