@@ -27,7 +27,6 @@ JOBS = (*(job.name for job in CONFIGURATIONS.values() if job.algo and job.record
 
 
 def parser() -> CommandParser:
-    """The parser of the command line."""
     result = CommandParser(
         prog="nemo-aligner inspect",
         usage="%(prog)s FILE ... --model MODEL [--job JOB] [key=value ...]",
@@ -57,7 +56,6 @@ def parser() -> CommandParser:
 
 @user_errors_end_the_job
 def main(argv: list[str] | None = None) -> None:
-    """Inspect as the command line asks."""
     args, words, settings = parser().split(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["inspect"] or len(words) < 2:
         raise UserError("the command is: nemo-aligner inspect FILE ... --model MODEL")

@@ -35,7 +35,6 @@ SFT, PPO, RM, DPO, KTO = "gpt_sft", "gpt_ppo_actor", "training_rm", "gpt_dpo", "
 SPIN, DISTILLATION = "gpt_spin", "gpt_knowledge_distillation"
 STEERLM2 = "steerlm2"  # train_steerlm2.py, whose configuration is that of SFT
 ON_POLICY = "model.knowledge_distillation.on_policy.fraction"
-REWARD_MODEL_TYPE = "model.reward_model_type"
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _guess(file: str) -> tuple[str, list[str]]:
     if "preference" in record or isinstance(record.get("label"), bool):
         return KTO, []
     if "label" in record:
-        return RM, [f"{REWARD_MODEL_TYPE}=regression"]
+        return RM, ["model.reward_model_type=regression"]
     if "topk_logits" in record:
         return DISTILLATION, []
     if "prompt" in record and "response" in record:
@@ -226,8 +225,8 @@ class Findings:
 
     documents: int  # in the files
     served: int  # that the job gets
-    seen: int  # that lengths and findings are of
-    lengths: np.ndarray  # int64 [seen], tokens of the longest part of each sample
+    # int64 [those that were looked at], tokens of the longest part of each sample
+    lengths: np.ndarray
     limit: str  # the length that the job allows, in words
     # what will not be used as it stands, in this order: dropped, cut, empty, twice
     bad: list[Finding]
@@ -267,7 +266,6 @@ def look(job: InspectedJob, limit: int) -> Findings:
     return Findings(
         documents=documents,
         served=len(dataset),
-        seen=len(usable),
         lengths=np.array(lengths, dtype=np.int64),
         limit=dataset.limit(),
         bad=bad,
@@ -276,8 +274,6 @@ def look(job: InspectedJob, limit: int) -> Findings:
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     """(first length, last length, count) of each bin; bins are equally wide."""
-    if not len(lengths):
-        return []
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, -(-(high - low + 1) // BINS))
     starts = range(low, high + 1, width)

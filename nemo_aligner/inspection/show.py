@@ -32,7 +32,6 @@ Write = Callable[[Piece], str]  # a piece of a sample as text
 
 
 def show(job: InspectedJob, samples: Sequence[Sample], findings: Findings, write: Write) -> str:
-    """The whole text."""
     blocks = [summary(job, findings), *_legend(samples, write)]
     for head, parts in _texts(job, samples, write):
         blocks.append("\n".join([f"--- {head}", *(f"{facts}\n{text}" for facts, text in parts)]))
@@ -106,9 +105,8 @@ def render(job: InspectedJob, samples: Sequence[Sample], findings: Findings) -> 
 
 def summary(job: InspectedJob, findings: Findings) -> str:
     """What was read, how texts begin, and the form of conversations that nobody asked for."""
-    seen = (
-        "" if findings.seen >= findings.served else f" (the first {findings.seen} are looked at)"
-    )
+    count = len(findings.lengths)
+    seen = "" if count >= findings.served else f" (the first {count} are looked at)"
     text = (
         f"{job.name} reads {', '.join(job.files)} with the tokenizer of {job.model}: "
         f"{findings.documents} samples, of which it uses {findings.served}{seen}.{_beginning(job)}"

@@ -17,19 +17,19 @@ from yaml import YAMLError
 
 from nemo_aligner.config.checks import check_keys
 from nemo_aligner.config.parallel_rules import count_vocab_rows
-from nemo_aligner.config.values import plain_dict
+from nemo_aligner.config.values import Values, plain_dict
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.start_up import warn_of_unsupported_versions
 from nemo_aligner.plan.jobs import (
     ACTOR,
     JOBS,
+    ON_POLICY,
     REWARD_SERVER,
     STUDENT,
     TEACHER,
     Job,
     head_outputs,
-    is_on_policy,
     job_config,
     read_overrides,
 )
@@ -335,13 +335,13 @@ def chosen_jobs(kind: str, overrides: list[str]) -> tuple[Job, ...]:
     """
     jobs = JOBS[kind]
     given = read_overrides(overrides)
-    estimator = OmegaConf.select(given, "trainer.ppo.advantage_estimator")
-    if kind == "ppo" and isinstance(estimator, str) and estimator in ADVANTAGE_ESTIMATORS:
-        if not ADVANTAGE_ESTIMATORS[estimator].needs_critic:
-            jobs = (ACTOR, REWARD_SERVER)
+    name = OmegaConf.select(given, "trainer.ppo.advantage_estimator")
+    estimator = ADVANTAGE_ESTIMATORS.get(str(name))
+    if kind == "ppo" and estimator is not None and not estimator.needs_critic:
+        jobs = (ACTOR, REWARD_SERVER)
     if kind == "ppo" and OmegaConf.select(given, "trainer.ppo.teacher_kl_coef"):
         jobs = (*jobs, TEACHER)
-    if kind == "distill" and not is_on_policy(plain_dict(read_overrides(overrides))):
+    if kind == "distill" and Values(plain_dict(given)).get(ON_POLICY) is None:
         jobs = (STUDENT,)
     for text in overrides:
         if not any(knows(job, text) for job in jobs):

@@ -32,8 +32,6 @@ UNRELATED = {
     "model.data.validation_ds.file_path": "validation.jsonl",
 }
 
-
-SCRIPTS = "examples/nlp/gpt"
 ON_POLICY = "model.knowledge_distillation.on_policy.fraction"  # of a student's own responses
 
 
@@ -81,7 +79,7 @@ def _job(config_name: str, name: str = "", script: str = "", **more: Any) -> Job
         for key in ("forward_micro_batch_size", "log_prob_forward_micro_batch_size")
     ]
     more = {"forward_key": next((key for key in own if key in config.keys), "")} | more
-    script = f"{SCRIPTS}/{script or f'train_{config_name}'}.py"
+    script = f"examples/nlp/gpt/{script or f'train_{config_name}'}.py"
     return Job(name or str(config.algo).upper(), config, script, **more)
 
 
@@ -153,8 +151,7 @@ def job_config(
         ConfigError: a key that the job does not have or that needs a value, or a reference that
             leads nowhere.
     """
-    given = OmegaConf.merge(overrides, OmegaConf.create({}))
-    assert isinstance(given, DictConfig)
+    given = overrides.copy()
     OmegaConf.update(given, job.config.restore_key, path, force_add=True)
     cfg = complete_config(given, job.config.name)
     for key, value in UNRELATED.items():
@@ -182,10 +179,6 @@ def head_outputs(job: Job, model: Mapping[str, Any]) -> int:
     if not job.head:
         return 0
     return int((model.get("regression") or {}).get("num_attributes") or 1)
-
-
-def is_on_policy(cfg: Mapping[str, Any]) -> bool:
-    return Values(cfg).get(ON_POLICY) is not None
 
 
 def read_workload(job: Job, cfg: Mapping[str, Any], split: Split, on_gpu: bool) -> Workload:

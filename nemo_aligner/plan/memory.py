@@ -428,15 +428,14 @@ def rank_memory(a: Architecture, split: Split, stage: int, w: Workload) -> RankM
     """What a rank of a pipeline stage needs in each phase of its job."""
     weights = count_weights(a, split, stage)
     standing: Parts = {WEIGHTS: weight_bytes(a, weights)}
-    resting = dict(standing)
     if w.trains:
         standing |= {
             GRADIENTS: FP32 * weights.trained.total,
             OPTIMIZER: optimizer_bytes(a, weights, split, w),
         }
-        resting = dict(standing)
-        if w.offloads and w.on_gpu:
-            resting[OPTIMIZER] -= optimizer_bytes(a, weights, split, w, copies=False)
+    resting = dict(standing)
+    if w.trains and w.offloads and w.on_gpu:
+        resting[OPTIMIZER] -= optimizer_bytes(a, weights, split, w, copies=False)
     phases: dict[str, Parts] = {}
     if w.rollout_samples:
         phases["generation"] = resting | generation_parts(a, split, stage, w)

@@ -16,7 +16,6 @@ from nemo_aligner.config.peft_rules import SPLIT_BY_ROWS, LoRASettings, trains_a
 from nemo_aligner.config.values import Values
 
 BF16, FP32 = 2, 4  # bytes of a number
-LEARNED = "learned_absolute"
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def read_architecture(
     hidden, heads = v.size("model.hidden_size"), v.size("model.num_attention_heads")
     experts = v.whole("model.num_moe_experts") or 0
     ffn = v.size("model.ffn_hidden_size")
-    learned = model["position_embedding_type"] == LEARNED
+    learned = model["position_embedding_type"] == "learned_absolute"
     number_bytes = FP32 if dtype_name(model["precision"]) == "float32" else BF16
     narrow_head = str(model.get("force_head_dtype", "float32")).lower() in ("bf16", "bfloat16")
     return Architecture(

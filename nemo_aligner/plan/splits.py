@@ -16,21 +16,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_aligner.config.fields import tree_of
 from nemo_aligner.config.jobs.sft import check_steerlm2
+from nemo_aligner.config.keys.common import PARALLEL
 from nemo_aligner.config.parallel_rules import check_architecture, count_vocab_rows
 from nemo_aligner.config.rules import check_values
-from nemo_aligner.config.values import Values
+from nemo_aligner.config.values import Values, laid_over
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.plan.jobs import STEERLM2, Job, head_outputs, read_workload
 from nemo_aligner.plan.memory import RankMemory, Workload, job_memory, rank_memory
 from nemo_aligner.plan.parameters import Architecture, Split, read_architecture
 
-SIZE_KEYS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
 RECOMPUTE_KEYS = {
     "activations_checkpoint_granularity": "full",
     "activations_checkpoint_method": "uniform",
@@ -83,7 +79,7 @@ class Candidate:
 
 def powers_of_two(limit: int) -> list[int]:
     """1, 2, 4, ... up to `limit`."""
-    return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
+    return [1 << n for n in range(limit.bit_length())]
 
 
 def splits(gpus: int, gpus_per_node: int, model: Mapping[str, Any]) -> Iterator[Split]:
@@ -110,17 +106,9 @@ def split_keys(split: Split, gpus_per_node: int) -> dict[str, Any]:
     return {
         "trainer.devices": per_node,
         "trainer.num_nodes": split.ranks // per_node,
-        **{f"model.{key}": getattr(split, short) for short, key in SIZE_KEYS.items()},
+        **dict(zip(PARALLEL, (split.tp, split.pp, split.cp, split.ep), strict=True)),
         "model.sequence_parallel": split.sequence_parallel,
     }
-
-
-def with_split(cfg: Mapping[str, Any], split: Split, gpus_per_node: int) -> dict[str, Any]:
-    result = {**cfg, "model": {**cfg["model"]}, "trainer": {**cfg["trainer"]}}
-    for key, value in split_keys(split, gpus_per_node).items():
-        section, _, name = key.partition(".")
-        result[section][name] = value
-    return result
 
 
 def obstacle(job: Job, cfg: Mapping[str, Any], vocab_size: int) -> str:
@@ -252,15 +240,14 @@ def find_candidates(
     found, reason = [], ""
     own = item.cfg["model"].get("activations_checkpoint_granularity")
     for split in splits(gpus, machine.gpus_per_node, item.cfg["model"]):
-        cfg = with_split(item.cfg, split, machine.gpus_per_node)
+        cfg = laid_over(item.cfg, tree_of(split_keys(split, machine.gpus_per_node)))
         forbidden = obstacle(item.job, cfg, item.vocab_size)
         reason = reason or forbidden
         if forbidden:
             continue
         # Recomputation that the user or the checkpoint asks for stays.
         ways = ((own,) if own else (None, "full")) if item.job.trains else (None,)
-        for recompute in ways:
-            found.append(candidate(item, cfg, split, machine, recompute, limit))
+        found += [candidate(item, cfg, split, machine, way, limit) for way in ways]
     found.sort(key=lambda c: (c.memory.peak > limit, _order(c, limit)))
     return found, reason
 
@@ -292,10 +279,6 @@ class Plan:
     shared: bool = False  # the jobs are on the same GPU
 
 
-class NothingFitsError(UserError):
-    """No split of the given GPUs has room."""
-
-
 def shares(gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
     """Numbers of GPUs for an actor and its server: as many as possible in use, then as equal as
     possible, the actor with more.
@@ -313,7 +296,7 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
     """The plan for `gpus` GPUs.
 
     Raises:
-        NothingFitsError: no split has room; says how many GPUs would do.
+        UserError: no split has room; says how many GPUs would do.
         ConfigError: no split is allowed by the rules of the jobs.
     """
     plan, reason = try_plan(inputs, gpus, machine)
@@ -325,7 +308,7 @@ def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
     enough = next((count for count in more if try_plan(inputs, count, machine)[0]), None)
     what = f"{machine.memory / 2**30:.4g} GiB"
     names = " and ".join(item.job.name for item in inputs)
-    raise NothingFitsError(
+    raise UserError(
         f"nothing fits: no split of {gpus} GPUs of {what} has room for the {names}. "
         + (f"{enough} such GPUs do" if enough else f"Not even {MOST_GPUS} of them do")
         + "; or use larger ones, shorter samples (model.encoder_seq_length), or a smaller model."
