@@ -10,7 +10,7 @@ import torch
 
 from nemo_aligner.core.types import PPOTrainBatch, Rollout
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gather_tensor, gathered
+from nemo_aligner.parallel.collectives import gathered, rebalance_nd_tensor
 from nemo_aligner.servers.schema import Arrays, RequestError
 
 
@@ -86,34 +86,22 @@ def training_payload(batch: PPOTrainBatch) -> Arrays | None:
     several = parallel_state.get_data_parallel_world_size() > 1
     mask = batch["mask"]
     used = mask.bool().any(dim=0).nonzero()
-    own = int(used.max()) + 2 if len(used) else 2, len(mask)
-    shares = gathered(own, group) if several else [own]
-    width = max(columns for columns, _samples in shares)
-    tensors = {
+    own = int(used.max()) + 2 if len(used) else 2
+    width = max(gathered(own, group)) if several else own
+    samples = {
         "tokens": batch["response_tokens"][:, :width].long(),
         "returns": batch["returns"][:, : width - 1].float(),
         "prev_values": batch["values"][:, : width - 1].float(),
         "mask": mask[:, : width - 1].float(),
     }
     if "sample_order" in batch:
-        tensors["sample_order"] = batch["sample_order"][:, None]
-    most, samples = max(count for _width, count in shares), {}
-    for name, tensor in tensors.items():
-        if several:
-            padded = torch.nn.functional.pad(tensor, (0, 0, 0, most - len(tensor)))
-            found = gather_tensor(padded, 0, group)
-            if found is None:  # above rank 0
-                continue
-            tensor = torch.cat([part[:count] for part, (_, count) in zip(found, shares)])
-        samples[name] = tensor.cpu()
-    if not samples:
+        samples["order"] = batch["sample_order"]
+    if several:
+        samples = {name: rebalance_nd_tensor(each, group) for name, each in samples.items()}
+    if parallel_state.get_rank() != 0:
         return None
-    if "sample_order" in samples:
-        # The critic cuts its global batches from these samples: their order must not depend on
-        # the number of actor ranks.
-        order = samples.pop("sample_order").flatten().argsort()
-        samples = {name: tensor[order] for name, tensor in samples.items()}
-    elif not several:
-        # The request is sent in the background, and the batch belongs to the caller.
-        samples = {name: tensor.clone() for name, tensor in samples.items()}
-    return {name: tensor.numpy() for name, tensor in samples.items()}
+    # The critic cuts its global batches from these samples: their order must not depend on the
+    # number of actor ranks. And they are copied: the request is sent in the background, and the
+    # batch belongs to the caller.
+    order = samples.pop("order", torch.arange(len(samples["mask"]))).cpu().argsort()
+    return {name: tensor.cpu()[order].numpy() for name, tensor in samples.items()}
