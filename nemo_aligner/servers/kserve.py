@@ -80,13 +80,13 @@ def _from_bytes(data: memoryview, name: str, count: int) -> Array:
             raise ValueError("a text ends behind the body")
         texts.append(bytes(data[at + 4 : end]))
         at = end
-    return _text_array(texts)
+    return np.array(texts, dtype=object)
 
 
 def _from_list(content: Any, name: str) -> Array:
     if name == "BYTES":
         flat = np.array(content, dtype=object).reshape(-1)
-        return _text_array([text.encode() for text in flat])
+        return np.array([text.encode() for text in flat], dtype=object)
     found, dtype = np.array(content), _DTYPES[name]
     if found.size and found.dtype.kind not in _TAKES[dtype.kind]:
         raise ValueError(f"its data are no {name}")
@@ -94,12 +94,6 @@ def _from_list(content: Any, name: str) -> Array:
     if dtype.kind != "f" and not np.array_equal(array, found):
         raise ValueError(f"its data are no {name}")
     return array.reshape(-1)
-
-
-def _text_array(texts: list[bytes]) -> Array:
-    array = np.empty(len(texts), dtype=object)
-    array[:] = texts
-    return array
 
 
 # ---- lists of tensors ----
@@ -240,15 +234,11 @@ def decode_reply(body: bytes, head_size: int | None) -> Arrays:
 # ---- descriptions ----
 
 
-def _type_of(spec: TensorSpec) -> str:
-    return "BYTES" if spec.dtype is np.bytes_ else type_name(np.dtype(spec.dtype))
-
-
 def model_config(endpoint: Endpoint) -> dict[str, Any]:
     """What is said of an endpoint at /v2/models/NAME/config, in the form of Triton's."""
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
-        kind = _type_of(spec).replace("BYTES", "STRING")
+        kind = type_name(np.dtype(spec.dtype)).replace("BYTES", "STRING")
         return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape)}
 
     return {
@@ -265,7 +255,8 @@ def model_metadata(endpoint: Endpoint) -> dict[str, Any]:
     batch = [-1] if endpoint.batching else []
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
-        return {"name": spec.name, "datatype": _type_of(spec), "shape": [*batch, *spec.shape]}
+        kind = type_name(np.dtype(spec.dtype))
+        return {"name": spec.name, "datatype": kind, "shape": [*batch, *spec.shape]}
 
     return {
         "name": endpoint.name,

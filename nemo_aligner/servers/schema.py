@@ -72,7 +72,7 @@ class TensorSpec:
     def describe(self, batching: bool) -> str:
         """Name, dtype and shape, for error messages."""
         sizes = ["any" if size == -1 else size for size in self.shape]
-        dtype = "bytes" if self.dtype is np.bytes_ else np.dtype(self.dtype).name
+        dtype = np.dtype(self.dtype).name
         return f"{self.name}: {dtype} {['N', *sizes] if batching else sizes}"
 
 

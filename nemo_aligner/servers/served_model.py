@@ -36,6 +36,7 @@ from nemo_aligner.servers.schema import (
     RequestError,
     TensorSpec,
 )
+from nemo_aligner.servers.validation import NOT_COMBINED
 
 # Body of one piece: at most half of what a server of this package takes by default.
 PIECE_BYTES = 2**25
@@ -244,11 +245,7 @@ def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> N
         if spec.name not in served.outputs:
             problem = f"it has no output '{spec.name}' ({spec.meaning})"
             if spec.name == "rewards" and "values" in served.outputs:
-                problem += (
-                    ": its job has combine_rm_and_critic_server=False, this one "
-                    "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with "
-                    "False the reward model has its own server"
-                )
+                problem += f": {NOT_COMBINED}"
     if served.attributes > 1 and endpoint.outputs != (ATTRIBUTES,):
         problem = (
             f"it gives {served.attributes} attributes of each sample, but a reward is one number; "

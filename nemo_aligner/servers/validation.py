@@ -25,13 +25,11 @@ from nemo_aligner.servers.schema import (
 LARGEST_NUMBER = 1e6
 LONGEST_ID = 64
 
-_NOT_COMBINED = (
-    "The critic server gives no rewards: its job has "
-    "trainer.ppo.combine_rm_and_critic_server=False, this one "
+NOT_COMBINED = (
+    "its job has trainer.ppo.combine_rm_and_critic_server=False, this one "
     "remote_critic_rm.combine_rm_and_critic_server=True. Set both alike; with False the reward "
-    "model has its own server."
+    "model has its own server"
 )
-
 _NOT_MERGED = (
     "A reward model with several attributes must merge them into one number per sample "
     "(model.regression.merge_attributes=True with model.regression.attribute_weights)."
@@ -233,9 +231,11 @@ def validate_reply(
     for spec in endpoint.outputs:
         array = reply.get(spec.name)
         if array is None:
+            if endpoint.name == CRITIC_INFER:
+                other = f"The critic server gives no rewards: {NOT_COMBINED}."
             raise ReplyError(
                 f"the reply has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
-                + (_NOT_COMBINED if endpoint.name == CRITIC_INFER else other)
+                f"{other}"
             )
         if array.dtype.kind != np.dtype(spec.dtype).kind:
             raise ReplyError(
