@@ -20,7 +20,7 @@ class AsgiFront:
         self.address = "127.0.0.1", port or find_free_port()
         self.host = AsgiHost(*self.address, endpoints, access, tls)
         self.host.start(lambda: False)
-        self.admission = self.host._app.admission
+        self.admission = self.host.admission
 
     def close(self):
         self.host.stop()

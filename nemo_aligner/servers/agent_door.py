@@ -23,7 +23,6 @@ from nemo_aligner.core.errors import UserError, cause_of
 from nemo_aligner.servers.admission import BODY_S, JSON, RefusedError, body_length, check_token
 from nemo_aligner.servers.agents import AgentEnvironment
 from nemo_aligner.servers.front import HttpHandler, HttpServer
-from nemo_aligner.servers.threads import in_thread
 
 LARGEST_BODY = 2**24
 _PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")
@@ -39,12 +38,7 @@ class AgentDoor(HttpServer):
     ):
         self.environment, self.token = environment, token
         super().__init__((host, port), _Handler, key)
-        self.take_port(self.server_activate)
-        in_thread("door", self.serve_forever, 0.1)
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
+        self.open()
 
 
 class _Handler(HttpHandler):

@@ -52,7 +52,9 @@ STOP_S = 2.0  # for the last replies, when the server ends
 
 
 class AsgiHost:
-    """uvicorn in a thread of rank 0. `tls`: what a server that encrypts has; None: it does not."""
+    """uvicorn in a thread of rank 0, and the ASGI application that it runs. `tls`: what a server
+    that encrypts has; None: it does not.
+    """
 
     name = "uvicorn"
 
@@ -65,7 +67,7 @@ class AsgiHost:
         tls: ssl.SSLContext | None = None,
     ):
         self.host, self.port, self._tls = host, port, tls
-        self._app = App(endpoints, access)
+        self.admission = Admission(endpoints, access)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -76,7 +78,7 @@ class AsgiHost:
         except (OSError, OverflowError) as error:
             raise port_error(self.host, self.port, error) from error
         config = uvicorn.Config(
-            self._app,
+            self,
             http=_Connection,
             ws="none",
             loop="asyncio",
@@ -110,10 +112,65 @@ class AsgiHost:
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(STOP_S + 1.0)
-        self._app.admission.replies.close()
+        self.admission.replies.close()
 
     def kill(self) -> None:
         """End nothing: there is nothing outside this process."""
+
+    # ---- the ASGI application ----
+
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
+    ) -> None:
+        try:
+            status, headers, body = await self._reply(scope, receive)
+        except RefusedError as refusal:
+            status, headers, body = error_reply(refusal.status, str(refusal))
+        except Exception as error:
+            logging.error(f"{scope['path']}: {traceback.format_exc()}")
+            status, headers, body = error_reply(500, cause_of(error))
+        headers = self.admission.complete(headers, body)
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _reply(self, scope: dict[str, Any], receive: Callable[[], Any]) -> Reply:
+        found = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+
+        def header(name: str) -> str | None:
+            return found.get(name.lower())
+
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        path = (scope["raw_path"] + query).decode("latin-1")
+        request = self.admission.admit(scope["method"], path, header)
+        scope["state"][_ADMITTED]()
+        if request is None:
+            return 200, {}, b""
+        if request.what != "infer":
+            return 200, {"Content-Type": JSON}, self._describe(request)
+        with self.admission.leases.working_for(header(LEASE_HEADER)):
+            body = _Body(receive)
+            head = read_head(await body.read(request.head_size))
+            tensors = await body.read(request.length - request.head_size)
+            assert request.endpoint is not None
+            work = asyncio.wrap_future(
+                self.admission.replies.submit(request.endpoint, head, tensors, request.length)
+            )
+            while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
+                if header(HEARTBEAT_HEADER) is not None:
+                    scope["state"][_CONTINUE]()
+            return await work
+
+    def _describe(self, request: Admitted) -> bytes:
+        if request.what in ("live", "ready"):
+            return b""
+        if request.endpoint is None:
+            extensions = ["binary_tensor_data", "model_configuration"]
+            about: Any = {"name": "nemo_aligner", "version": "", "extensions": extensions}
+        else:
+            describe = model_config if request.what == "config" else model_metadata
+            about = describe(self.admission.endpoints[request.endpoint])
+        return json.dumps(about).encode()
 
 
 class _Connection(H11Protocol):
@@ -196,63 +253,3 @@ class _Body:
             self._rest = self._rest[len(part) :]
             at += len(part)
         return data
-
-
-class App:
-    """The ASGI application."""
-
-    def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
-        self.admission = Admission(endpoints, access)
-
-    async def __call__(
-        self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
-    ) -> None:
-        try:
-            status, headers, body = await self._reply(scope, receive)
-        except RefusedError as refusal:
-            status, headers, body = error_reply(refusal.status, str(refusal))
-        except Exception as error:
-            logging.error(f"{scope['path']}: {traceback.format_exc()}")
-            status, headers, body = error_reply(500, cause_of(error))
-        headers = self.admission.complete(headers, body)
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": encoded})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _reply(self, scope: dict[str, Any], receive: Callable[[], Any]) -> Reply:
-        found = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-
-        def header(name: str) -> str | None:
-            return found.get(name.lower())
-
-        query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        path = (scope["raw_path"] + query).decode("latin-1")
-        request = self.admission.admit(scope["method"], path, header)
-        scope["state"][_ADMITTED]()
-        if request is None:
-            return 200, {}, b""
-        if request.what != "infer":
-            return 200, {"Content-Type": JSON}, self._describe(request)
-        with self.admission.leases.working_for(header(LEASE_HEADER)):
-            body = _Body(receive)
-            head = read_head(await body.read(request.head_size))
-            tensors = await body.read(request.length - request.head_size)
-            assert request.endpoint is not None
-            work = asyncio.wrap_future(
-                self.admission.replies.submit(request.endpoint, head, tensors, request.length)
-            )
-            while not (await asyncio.wait([work], timeout=HEARTBEAT_S))[0]:
-                if header(HEARTBEAT_HEADER) is not None:
-                    scope["state"][_CONTINUE]()
-            return await work
-
-    def _describe(self, request: Admitted) -> bytes:
-        if request.what in ("live", "ready"):
-            return b""
-        if request.endpoint is None:
-            extensions = ["binary_tensor_data", "model_configuration"]
-            about: Any = {"name": "nemo_aligner", "version": "", "extensions": extensions}
-        else:
-            describe = model_config if request.what == "config" else model_metadata
-            about = describe(self.admission.endpoints[request.endpoint])
-        return json.dumps(about).encode()

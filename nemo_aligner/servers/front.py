@@ -59,6 +59,7 @@ from nemo_aligner.servers.exchange import (
 from nemo_aligner.servers.kserve import encode_request, rows_of
 from nemo_aligner.servers.ports import SERVER_PORT, port_error
 from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
+from nemo_aligner.servers.threads import in_thread
 
 PART_BYTES = 2**20
 # Parameter of a request that holds its name.
@@ -99,15 +100,26 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.address, self._key = address, key
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(address, handler, bind_and_activate=False)
-        self.take_port(self.server_bind)
+        self._is_open = False
+        self._take_port(self.server_bind)
 
-    def take_port(self, step: Callable[[], None]) -> None:
-        """Bind or listen."""
+    def _take_port(self, step: Callable[[], None]) -> None:
         try:
             step()
         except (OSError, OverflowError) as error:
             self.server_close()
             raise port_error(*self.address, error, self._key) from error
+
+    def open(self) -> None:
+        self._take_port(self.server_activate)
+        in_thread("http server", self.serve_forever, 0.1)
+        self._is_open = True
+
+    def close(self) -> None:
+        """Let no more connections in. Those that are open stay, for the replies."""
+        if self._is_open:
+            self.shutdown()
+        self.server_close()
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Close a connection at once while there are too many."""
@@ -142,19 +154,9 @@ class Front(HttpServer):
         self.admission = Admission(endpoints, access)
         self._passing: dict[object, Passing] = {}
         self._idle = threading.Condition()
-        self._serving = threading.Thread(
-            target=self.serve_forever, args=(0.1,), daemon=True, name="front"
-        )
-
-    def open(self) -> None:
-        self.take_port(self.server_activate)
-        self._serving.start()
 
     def close(self) -> None:
-        """Let no more connections in. Those that are open stay, for the replies."""
-        if self._serving.is_alive():
-            self.shutdown()
-        self.server_close()
+        super().close()
         self.admission.replies.close()
 
     def wait_for_replies(self, timeout_s: float) -> None:
