@@ -34,14 +34,7 @@ class JudgeWorker(UrlWorker):
         self._folder = Path(servers.spec.options["cache"]).expanduser()
 
     def load(self) -> Sequence[str]:
-        try:
-            self._spend()
-        except UserError:
-            raise
-        except ValueError as error:  # of the file that counts
-            raise UserError(
-                f"{self._judge.setting}.cache={self._folder} has no count of costs: {error}"
-            ) from None
+        self._spend()
         return "lengths", *self._judge.columns
 
     def send(self, samples: Sequence[Sample], timeout_s: float) -> None:
@@ -107,7 +100,12 @@ class JudgeWorker(UrlWorker):
     def _spend(self, requests: int = 0, tokens: int = 0) -> None:
         """Count a cost; `UserError`: a request for which nothing is left."""
         with self._locked("spent") as file:
-            spent = [*map(int, file.read().split())] or [0, 0]
+            try:
+                spent = [*map(int, file.read().split())] or [0, 0]
+            except ValueError as error:
+                raise UserError(
+                    f"{self._judge.setting}.cache={self._folder} has no count of costs: {error}"
+                ) from None
             for name, count in zip(("budget_requests", "budget_tokens"), spent):
                 budget = self._judge.options[name]
                 if requests > 0 and budget is not None and count >= budget:
@@ -125,8 +123,11 @@ class JudgeWorker(UrlWorker):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-                while not _lock(file):  # another has it, and may wait for its server
-                    progress.made()
+                while True:
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    progress.made()  # another has it, and may wait for its server
                     if self._closed.wait(LOOK_S):
                         raise UserError(f"{self._judge} is not asked any more: the job ends.")
                 try:
@@ -139,11 +140,3 @@ class JudgeWorker(UrlWorker):
                 f"{self._judge.setting}.cache={self._folder} cannot be used: {error}. Give a "
                 "folder with room that can be written, on a file system with locks."
             ) from None
-
-
-def _lock(file: BufferedRandom) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
