@@ -78,6 +78,7 @@ class Session:
         return len(self.messages) - 1 in self.turns
 
 
+@dataclass(eq=False)
 class AgentEnvironment(RewardingEnvironment):
     """An environment that replies to responses with what agents say.
 
@@ -90,22 +91,18 @@ class AgentEnvironment(RewardingEnvironment):
         idle_timeout_s: for a sign of any agent while sessions wait and nobody has one.
     """
 
-    def __init__(
-        self,
-        form: ChatTemplate,
-        tokenizer: Tokenizer,
-        record: Callable[[int], Record],
-        params: GenerationParams,
-        longest: int,
-        max_turns: int = 8,
-        timeout_s: float = 10.0,
-        fallback: float | None = None,
-        idle_timeout_s: float = 600.0,
-        section: str = "environment",
-    ):
-        self.form, self.tokenizer, self._record, self.params = form, tokenizer, record, params
-        self.longest, self.max_turns, self.timeout_s = longest, max_turns, timeout_s
-        self.fallback, self.idle_timeout_s, self.section = fallback, idle_timeout_s, section
+    form: ChatTemplate
+    tokenizer: Tokenizer
+    record: Callable[[int], Record]
+    params: GenerationParams
+    longest: int
+    max_turns: int = 8
+    timeout_s: float = 10.0
+    fallback: float | None = None
+    idle_timeout_s: float = 600.0
+    section: str = "environment"
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._sessions: dict[int, Session] = {}  # by number
         self._replies: dict[int, Reply] = {}
@@ -127,7 +124,7 @@ class AgentEnvironment(RewardingEnvironment):
         with self._changed:
             if len(responses) == 1:
                 assert details.record is not None
-                record = self._record(details.record)
+                record = self.record(details.record)
                 new = Session(number, seed, record, prompt_messages(record), length=len(prompt))
                 self._sessions[number] = new
             session = self._sessions[number]

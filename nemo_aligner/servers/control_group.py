@@ -73,7 +73,7 @@ class ControlGroup:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The `value` of every rank, in rank order, on every rank."""
-        return [value] if self.group is None else gathered(value, self.group)
+        return gathered(value, self.group)
 
 
 class StoreLostError(RuntimeError):

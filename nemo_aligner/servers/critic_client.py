@@ -25,7 +25,6 @@ from nemo_aligner.checkpoint.folders import mismatch_remedy, step_to_resume
 from nemo_aligner.config.server_rules import check_source_of_rewards
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.core.types import PPOTrainBatch, Rollout, Scores
-from nemo_aligner.parallel import parallel_state
 from nemo_aligner.servers import schema
 from nemo_aligner.servers.futures import (
     Awaitable,
@@ -33,7 +32,6 @@ from nemo_aligner.servers.futures import (
     PendingReply,
     RankZeroFuture,
     get_future_result,
-    outcome_or_error,
     try_on_source,
 )
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
@@ -57,6 +55,7 @@ class CriticStatus(TypedDict):
     checkpoints: dict[int, str]  # folder of each checkpoint, by its actor step
 
 
+@dataclasses.dataclass(eq=False)
 class RMCriticFutureResult(FutureScores):
     """Pending rewards and values of a rollout micro-batch.
 
@@ -68,20 +67,15 @@ class RMCriticFutureResult(FutureScores):
         og_seq_length: S of the micro-batch.
     """
 
-    def __init__(
-        self,
-        critic_future: PendingReply | Exception | None,
-        rm_future: FutureScores | None,
-        combine_rm_and_critic_server: bool,
-        og_seq_length: int,
-    ):
-        self.critic_future = critic_future
-        self.rm_future = rm_future
-        self.combine_rm_and_critic_server = combine_rm_and_critic_server
-        self.og_seq_length = og_seq_length
-        self.pending = () if critic_future is None else (critic_future,)
-        if rm_future is not None:
-            self.pending += rm_future.pending
+    critic_future: PendingReply | Exception | None
+    rm_future: FutureScores | None
+    combine_rm_and_critic_server: bool
+    og_seq_length: int
+
+    def __post_init__(self) -> None:
+        self.pending = () if self.critic_future is None else (self.critic_future,)
+        if self.rm_future is not None:
+            self.pending += self.rm_future.pending
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Rewards float32 [b] and values float32 [b, S-1], as NeMo-Aligner's client gives them."""
@@ -183,7 +177,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
 
         try:
             self.communicator.create_http_communicator_from_dict(servers, endpoints)
-            StatusFuture(_on_rank_zero(take_lease)).result()
+            StatusFuture(try_on_source(take_lease, 0)).result()
         except (ServerUnreachableError, ServerMismatchError, ServerRequestError):
             self.close()
             raise
@@ -220,7 +214,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         if payload is not None:  # on rank 0
             payload["request_id"] = np.array([uuid.uuid4().hex.encode()])
         check = functools.partial(validate_outcome, schema.critic_train_endpoint())
-        return TrainFuture(_on_rank_zero(lambda: self._send(self.train_name, payload, check)))
+        return TrainFuture(try_on_source(lambda: self._send(self.train_name, payload, check), 0))
 
     def save(self, actor_step: int | None = None) -> SaveFuture:
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
@@ -228,7 +222,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         if actor_step is not None:
             data["actor_step"] = np.array([actor_step], dtype=np.int64)
         check = functools.partial(validate_outcome, schema.critic_save_endpoint())
-        return SaveFuture(_on_rank_zero(lambda: self._send(self.save_name, data, check)))
+        return SaveFuture(try_on_source(lambda: self._send(self.save_name, data, check), 0))
 
     def _send(
         self, name: str, data: Arrays | None, check: Callable[[Arrays], None] | None = None
@@ -249,7 +243,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
             data = {"dummy_var": np.zeros(1, dtype=np.int64)}
             return self._send_to_added(self.status_name, schema.critic_status_endpoint(), data)
 
-        return StatusFuture(_on_rank_zero(ask)).result()
+        return StatusFuture(try_on_source(ask, 0)).result()
 
     def _send_to_added(self, name: str, endpoint: schema.Endpoint, data: Arrays) -> PendingReply:
         if name not in self.communicator.connections:
@@ -268,7 +262,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
             return self._send_to_added(self.resume_name, schema.critic_resume_endpoint(), data)
 
         try:
-            StatusFuture(_on_rank_zero(ask)).result()
+            StatusFuture(try_on_source(ask, 0)).result()
         except ServerRequestError as error:
             status = self.status()
             if status is None or actor_step in status["checkpoints"]:
@@ -325,8 +319,3 @@ class RemoteGPTRMCriticClient(RemoteClient):
             f"actor and critic do not match: this actor is at step {expected_actor_step}, the "
             f"critic at {where} is{moved}. {remedy}"
         )
-
-
-def _on_rank_zero(send: Callable[[], Awaitable]) -> Awaitable | Exception | None:
-    """`send()` on global rank 0, None elsewhere; an error is kept for `result()`."""
-    return outcome_or_error(send) if parallel_state.get_rank() == 0 else None

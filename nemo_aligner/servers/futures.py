@@ -202,16 +202,15 @@ def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[
     return [torch.from_numpy(np.array(reply[key])).to(get_device()) for key in keys]
 
 
-def try_on_source(send: Callable[[], T]) -> T | Exception | None:
-    """`send()`, or the exception it raises, of which the others learn when all ask for the result,
-    on the model-parallel source rank; None elsewhere.
+def try_on_source(send: Callable[[], T], source: int | None = None) -> T | Exception | None:
+    """`send()`, or the exception it raises as one that users can read, of which the others learn
+    when all ask for the result, on rank `source`, by default the model-parallel one; None
+    elsewhere.
     """
-    is_source = parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank()
-    return outcome_or_error(send) if is_source else None
-
-
-def outcome_or_error(send: Callable[[], T]) -> T | Exception:
-    """`send()`, or the exception it raises as one that users can read."""
+    if source is None:
+        source = parallel_state.get_model_parallel_src_rank()
+    if parallel_state.get_rank() != source:
+        return None
     try:
         return send()
     except Exception as error:
@@ -229,21 +228,12 @@ class RankZeroFuture(FutureResult[T]):
 
     def __init__(self, pending: Awaitable | Exception | None):
         self._pending = pending
-        self._outcome: Arrays | ServerRequestError | None = None
         self.pending = () if pending is None else (pending,)
 
     def reply(self) -> Arrays:
-        """Wait for the reply and return its arrays by wire name; can be called again."""
-        if self._outcome is None:
-            try:
-                self._outcome = await_on_source(
-                    self._pending, 0, dist.group.WORLD if dist.is_initialized() else None
-                )
-            except ServerRequestError as error:
-                self._outcome = error
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        """Wait for the reply and return its arrays by wire name."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        return await_on_source(self._pending, 0, world)
 
 
 def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:

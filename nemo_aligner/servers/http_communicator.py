@@ -6,6 +6,7 @@ import functools
 import ssl
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from nemo.utils import logging
@@ -55,6 +56,7 @@ class _of_class_or_instance:
         return functools.partial(self.method, owner() if instance is None else instance)
 
 
+@dataclass(eq=False)
 class HTTPCommunicator:
     """Clients of named servers (Triton endpoints).
 
@@ -68,17 +70,13 @@ class HTTPCommunicator:
         served: each server that was added with a schema, as it describes itself.
     """
 
-    def __init__(
-        self,
-        init_timeout_s: float = 600,
-        inference_timeout_s: float = 3600,
-        setting: str = "remote_critic_rm",
-        token: str | None = None,
-        tls: ssl.SSLContext | None = None,
-    ):
-        self.init_timeout_s = init_timeout_s
-        self.inference_timeout_s = inference_timeout_s
-        self.setting, self.token, self.tls = setting, token, tls
+    init_timeout_s: float = 600
+    inference_timeout_s: float = 3600
+    setting: str = "remote_critic_rm"
+    token: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
         self.connections: dict[str, ServerConnection] = {}
         self.served: dict[str, ServedModel] = {}
         self._endpoints: dict[str, Endpoint | None] = {}

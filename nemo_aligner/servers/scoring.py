@@ -13,6 +13,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,9 @@ def batcher_options(
         inference_micro_batch_size: samples per data-parallel rank at which it does not wait any
             more, a number or several.
     """
-    if isinstance(inference_micro_batch_size, int):
-        sizes = [inference_micro_batch_size]
-    else:
-        sizes = list(inference_micro_batch_size)
+    sizes = inference_micro_batch_size
+    if isinstance(sizes, int):
+        sizes = [sizes]
     dp_size = parallel_state.get_data_parallel_world_size()
     return {
         "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
@@ -93,6 +93,7 @@ def model_limits(model: Any) -> tuple[int | None, int | None]:
     return vocab_size, (getattr(model, "cfg", None) or {}).get("encoder_seq_length")
 
 
+@dataclass(eq=False)
 class Scorer:
     """Scores requests; every rank of the job holds one.
 
@@ -118,28 +119,21 @@ class Scorer:
         turns: what changes the model takes its turn there.
     """
 
-    def __init__(
-        self,
-        score_rows: ScoreRows,
-        tokenize_func: Callable[[list[str]], tuple],
-        micro_batch_size: int,
-        strip_sequence_length_to_multiple: int | None = None,
-        vocab_size: int | None = None,
-        max_length: int | None = None,
-        needs_prompt_lengths: bool = False,
-        tokenizer: Any = None,
-        passes: Sequence[ScoreRows] = (),
-        slice_rows: int | None = None,
-    ):
-        self.score_rows = score_rows
-        self.passes, self.slice_rows = passes or (score_rows,), slice_rows
+    score_rows: ScoreRows
+    tokenize_func: Callable[[list[str]], tuple]
+    micro_batch_size: int
+    strip_sequence_length_to_multiple: int | None = None
+    vocab_size: int | None = None
+    max_length: int | None = None
+    needs_prompt_lengths: bool = False
+    tokenizer: Any = None
+    passes: Sequence[ScoreRows] = ()
+    slice_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.passes = self.passes or (self.score_rows,)
         self.turns = Turns()
-        self.tokenize_func = tokenize_func
-        self.micro_batch_size = micro_batch_size
-        self.strip_sequence_length_to_multiple = strip_sequence_length_to_multiple
-        self.vocab_size, self.max_length = vocab_size, max_length
-        self.needs_prompt_lengths = needs_prompt_lengths
-        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.fingerprint = tokenizer_fingerprint(self.tokenizer)
         # Small and large requests have threads of their own, and a tokenizer is for one at a time.
         self._tokenizing = threading.Lock()
 
@@ -233,7 +227,10 @@ class Scorer:
         arrays, and may return {}; so does this function then.
         """
         outputs: Arrays = {}
-        slices = self._cut(arrays)
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        width, shares = arrays["tokens"].shape[1], parallel_state.get_data_parallel_world_size()
+        size = self.slice_rows or slice_size(max(width, 1), self.micro_batch_size, stages)
+        slices = cut_rows(arrays["sequence_lengths"], shares, size, self.slice_rows is None)
         if len(slices) == 1:
             return score(slices[0], arrays)
         for number in range(len(self.passes)):
@@ -245,13 +242,6 @@ class Scorer:
                         outputs[name] = np.empty(shape, found.dtype)
                     outputs[name][rows] = found
         return outputs
-
-    def _cut(self, arrays: Arrays) -> list[np.ndarray]:
-        width = max(arrays["tokens"].shape[1], 1)
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        size = self.slice_rows or slice_size(width, self.micro_batch_size, stages)
-        shares = parallel_state.get_data_parallel_world_size()
-        return cut_rows(arrays["sequence_lengths"], shares, size, self.slice_rows is None)
 
     def _score(self, arrays: Arrays) -> Arrays:
         arrays = dict(arrays)

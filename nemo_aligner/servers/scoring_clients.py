@@ -12,6 +12,7 @@ b is the number of samples of a data-parallel rank, S their padded length.
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -55,6 +56,7 @@ _JOB_OF_SECTION = {
 }
 
 
+@dataclass(eq=False)
 class RMFutureResult(FutureScores):
     """Pending rewards of a rollout micro-batch.
 
@@ -67,15 +69,12 @@ class RMFutureResult(FutureScores):
         weights: of each reward model of an ensemble, by name; None for a single reward model.
     """
 
-    def __init__(
-        self,
-        rm_future: PendingReply | Exception | None,
-        rollout: Rollout | None = None,
-        weights: Mapping[str, float] | None = None,
-    ):
-        self.rm_future, self.weights = rm_future, weights
-        self._rollout = rollout
-        self.pending = () if rm_future is None else (rm_future,)
+    rm_future: PendingReply | Exception | None
+    rollout: Rollout | None = None
+    weights: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.pending = () if self.rm_future is None else (self.rm_future,)
 
     def scores(self) -> Scores:
         """Wait for the scores, without values; every rank of the model-parallel group calls it.
@@ -93,9 +92,9 @@ class RMFutureResult(FutureScores):
         total = functools.reduce(torch.add, weighted).float()
         if not token_rewards:
             return Scores(total, parts=parts)
-        assert self._rollout is not None  # as there are rewards of tokens
-        lengths = self._rollout["response_lengths"]
-        width = self._rollout["response_tokens"].shape[1]
+        assert self.rollout is not None  # as there are rewards of tokens
+        lengths = self.rollout["response_lengths"]
+        width = self.rollout["response_tokens"].shape[1]
         for name in parts.keys() - token_rewards.keys():
             token_rewards[name] = reward_at_last_token(parts[name], lengths, width)
         of_all = add_token_rewards(token_rewards, self.weights)
@@ -103,9 +102,9 @@ class RMFutureResult(FutureScores):
 
     def _of_transitions(self, token_rewards: Array) -> Tensor:
         """[b, S-1], the reward of token t+1 in column t; NaN in columns that were not sent."""
-        if self._rollout is None:
+        if self.rollout is None:
             raise ValueError("rewards of tokens need rollout, the micro-batch that was scored")
-        width = self._rollout["response_tokens"].shape[1]
+        width = self.rollout["response_tokens"].shape[1]
         rewards = _on_device(token_rewards)[:, 1:width]
         return torch.nn.functional.pad(rewards, (0, width - 1 - rewards.shape[1]), value=np.nan)
 
@@ -176,6 +175,7 @@ class ScoreSource(Protocol):
         """The pending rewards of a micro-batch; see `RewardModels.score`."""
 
 
+@dataclass(eq=False)
 class RewardsInJob:
     """A `ScoreSource` for a reward of texts in the job that trains: each source rank has its
     samples scored, and its model-parallel group gets the scores.
@@ -185,25 +185,21 @@ class RewardsInJob:
         columns: from the numbers of records, int64 [b], to their columns; None: they have none.
     """
 
-    def __init__(
-        self,
-        function: "RewardFunction | None",
-        columns: Callable[[Tensor], Sequence[Mapping[str, Any]]] | None,
-    ):
-        self._function, self._columns = function, columns
+    function: "RewardFunction | None"
+    columns: Callable[[Tensor], Sequence[Mapping[str, Any]]] | None
 
     def score(
         self, rollout_batch: Rollout, make_payload: Callable[[], Arrays] | None = None
     ) -> RMFutureResult:
         def send() -> PendingReply:
-            assert self._function is not None  # on a source rank
-            rewards = self._function.submit(
+            assert self.function is not None  # on a source rank
+            rewards = self.function.submit(
                 rollout_batch["response_tokens"],
                 rollout_batch["response_lengths"],
                 rollout_batch["prompt_lengths"],
-                self._columns and self._columns(rollout_batch["record"]),
+                self.columns and self.columns(rollout_batch["record"]),
             )
-            title = self._function.title
+            title = self.function.title
             sent = SentRequest(then(rewards, _as_reply), lambda: title)
             return PendingReply({title: sent}, by_name=True)
 

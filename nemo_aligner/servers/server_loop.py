@@ -179,7 +179,7 @@ class ServerLoop:
         self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()
-        self._closed = False
+        self.is_closed = False  # no more jobs are taken
         self._current: _Job | None = None  # the job that the main thread works on
         self._operating: ServerSignal | None = None  # what this rank works on
         self._stop_reason: str | None = None
@@ -198,14 +198,10 @@ class ServerLoop:
         """
         job = _Job(signal_, inputs)
         with self._admission:
-            if self._closed:
+            if self.is_closed:
                 raise ServerStoppingError(f"{self.name} is shutting down")
             self._queue.put(job)
         return job.future.result()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     @property
     def _is_saving(self) -> bool:
@@ -318,13 +314,10 @@ class ServerLoop:
         kind = cause = None
         self._operating = signal_
         try:
-            if signal_ not in self.operations:
-                raise RuntimeError(f"{self.name} cannot handle the signal {signal_!r}")
             with progress.in_phase(signal_.name.lower()):
                 result = self.operations[signal_](**(job.inputs if job else {}))
         except Exception as error:
-            kind = type(error).__name__
-            cause = cause_of(error)
+            kind, cause = type(error).__name__, cause_of(error)
             self._log_error(f"{signal_.name} failed:\n{traceback.format_exc()}")
             with contextlib.suppress(Exception):  # for a rank that never reaches the next line
                 self._store.put("failure", f"on rank {self.rank}: {cause}")
@@ -374,7 +367,7 @@ class ServerLoop:
 
     def _fail_all(self, error: Exception) -> None:
         with self._admission:
-            self._closed = True
+            self.is_closed = True
         if self._current is not None:
             self._current.end(error)
         with contextlib.suppress(queue.Empty):
