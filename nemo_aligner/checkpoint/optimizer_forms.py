@@ -38,12 +38,6 @@ FULLY_RESHARDABLE = "fully_reshardable"
 _MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 
 
-def optimizer_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Settings of each parameter group, without those that come from the schedule."""
-    keys = ("max_lr", "min_lr", "betas", "eps")
-    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-
-
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, weights: State, is_loading: bool, metadata: dict[str, Any]
 ) -> State:
@@ -91,13 +85,11 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
     """Load a state into `optimizer`, whatever kind of optimizer saved it. The configuration of the
     job wins over the stored settings: a user may resume with another learning rate.
     """
-    settings = optimizer_settings(optimizer)
+    keys = ("max_lr", "min_lr", "betas", "eps")  # those that do not come from the schedule
+    groups = optimizer.param_groups
+    settings = [{key: group[key] for key in keys if key in group} for group in groups]
     own = chained_optimizers(optimizer)
     parts = [_in_form_of(part, state) for part, state in zip(own, _parts(loaded), strict=True)]
-    parts = [
-        _with_step(state) if is_pytorch_adam(part.optimizer) else state
-        for part, state in zip(own, parts, strict=True)
-    ]
     state = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
     with groups_in_order(own):
         optimizer.load_state_dict(state)
@@ -110,16 +102,6 @@ def _parts(state: State) -> list[State]:
     if state and all(isinstance(key, int) for key in state):
         return [state[key] for key in sorted(state)]
     return [state]
-
-
-def _with_step(state: State) -> State:
-    """`state` with a step count, which Megatron Core needs, but does not write before a step."""
-    if "state" in state:
-        state["state"].setdefault("common_step", torch.tensor(0.0))
-    for key, part in state.items():
-        if key == "optimizer" or isinstance(key, int):
-            _with_step(part)
-    return state
 
 
 def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
@@ -138,8 +120,7 @@ def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
     own = optimizer.state_dict()
     groups = (own if "param_groups" in own else own["optimizer"])["param_groups"]
     is_pytorch = is_pytorch_adam(optimizer.optimizer)
-    if not is_pytorch:
-        state = {key: value for key, value in state.items() if key != "common_step"}
+    state = {key: value for key, value in state.items() if key != "common_step"}
     if not is_sgd(optimizer) and (is_distributed or not is_pytorch):
         groups = [{**group, "step": float(step) if is_pytorch else int(step)} for group in groups]
     if is_distributed:
@@ -149,7 +130,8 @@ def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
             "param_state_sharding_type": FULLY_RESHARDABLE,
         }
     if is_pytorch:
-        state = {**state, "common_step": torch.tensor(float(step))}
+        # Megatron Core needs it, but does not write it before a step.
+        state["common_step"] = torch.tensor(float(step))
     plain = {"state": state, "param_groups": groups}
     if "param_groups" in own:
         return plain
