@@ -163,20 +163,19 @@ def merged(
     return EitherName(_MergedTensors(EitherName(base), adapters, settings, config))
 
 
+@dataclass(eq=False)
 class _MergedTensors:
     """A `TensorSource` of `merged`, each layer's by its number."""
 
-    def __init__(
-        self,
-        base: TensorSource,
-        adapters: TensorSource,
-        settings: LoRASettings,
-        config: Mapping[str, Any],
-    ):
-        self.base, self.adapters, self.settings = base, adapters, settings
-        self._config = config
-        self._own = {key: s for key, s in adapters.shapes().items() if not is_adapter(key)}
-        self._adapted = _adapted_layers(adapters.shapes())
+    base: TensorSource
+    adapters: TensorSource
+    settings: LoRASettings
+    config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        stored = self.adapters.shapes()
+        self._own = {key: stored[key] for key in stored if not is_adapter(key)}
+        self._adapted = _adapted_layers(stored)
         self._check()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -200,7 +199,7 @@ class _MergedTensors:
         a = self.adapters.read(adapter + "a", (a_rows, columns))
         b = whole_tensor(self.adapters, adapter + "b")
         if self.settings.variant == "canonical":
-            b = expanded(b, stem, self._config)
+            b = expanded(b, stem, self.config)
         # In float64 a part of a weight, merged alone, is the same as in the whole, also at another
         # split or on another machine: the checksum of adapters on adapters depends on it.
         change = lora.delta(a, b[rows], self.settings.scale, torch.float64)

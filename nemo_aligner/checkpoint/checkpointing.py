@@ -442,14 +442,6 @@ def _rng_bytes() -> bytes:
     return buffer.getvalue()
 
 
-def _read_rng(file: Path) -> dict[str, Any]:
-    """The states in a file of `_rng_bytes`, read as data alone; `UserError`: it holds others."""
-    array = np.zeros(1, np.uint32)  # that of NumPy's generator
-    classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
-    fault = f"{file} cannot be read as states of random-number generators"
-    return load_plain(file, fault, "of this package", classes)
-
-
 def _restore_rng(folder: Path) -> None:
     """Restore this rank's random generators; with another number of ranks warn instead."""
     files = sorted((folder / RNG_FOLDER).glob("rank_*.pt"))
@@ -460,7 +452,11 @@ def _restore_rng(folder: Path) -> None:
             "uninterrupted run."
         )
         return
-    state = _read_rng(files[parallel_state.get_rank()])
+    file = files[parallel_state.get_rank()]
+    array = np.zeros(1, np.uint32)  # that of NumPy's generator
+    classes: list[Any] = [array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]
+    fault = f"{file} cannot be read as states of random-number generators"
+    state = load_plain(file, fault, "of this package", classes)
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -28,11 +28,10 @@ from torch.distributed._shard.sharded_tensor import metadata as older_metadata
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.filesystem import _metadata_fn as METADATA_FILE
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from nemo_aligner.checkpoint.forms import BACKEND_FILE, form_of_weights
+from nemo_aligner.checkpoint.forms import BACKEND_FILE, METADATA_FILE, form_of_weights
 from nemo_aligner.core.errors import UserError
 
 # What a checkpoint holds beside tensors. Megatron Core 0.16 reads this file; 0.19 keeps the same

@@ -78,15 +78,15 @@ class _Copies:
     """
 
     def __init__(self, plan: Any, planner: Any):
-        self._data = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
+        self._data = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, torch.Tensor):  # objects are bytes of their own already
+                data = data.detach().to("cpu", copy=True)
+            self._data[item.index] = data
 
     def resolve_data(self, item: Any) -> Any:
         return self._data.pop(item.index)
-
-
-def _copied(data: Any) -> Any:
-    """A copy of a tensor in host memory; objects are bytes of their own already."""
-    return data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data
 
 
 class _Writer(FileSystemWriter):
@@ -111,11 +111,16 @@ class _Writer(FileSystemWriter):
         self._data = None  # an optimizer's is gathered for the save, and large
 
     def finish_together(self, metadata: Any) -> None:
-        """Write the metadata, which rank 0 has; all ranks call it after their `write`."""
+        """Write the metadata, which rank 0 has; all ranks call it after their `write`.
+
+        Megatron Core writes `metadata.json`, which names the format, again, on rank 0 alone. If
+        there were no space for it, the other ranks would wait without end; here they learn of it.
+        """
         results = gathered(self._results)
         with failing_together(Path(self.path)):
             if torch.distributed.get_rank() == 0:
                 self.finish(metadata, results)
+                save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
 
 
 class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
@@ -143,22 +148,7 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
         state = mcore_torch.mcore_to_pyt_state_dict(by_key, False)
         writer = self.writer = _Writer(checkpoint_dir, self.from_copies)
         planned, *_plans = save_state_dict_async_plan(state, writer, planner=planner)
-
-        def finish() -> None:
-            writer.finish_together(planned[1])
-            self._write_format(Path(checkpoint_dir))
-
-        return AsyncRequest(writer.write, (), [finish])
-
-    def _write_format(self, folder: Path) -> None:
-        """Write `metadata.json`, which names the format; all ranks call it.
-
-        Megatron Core writes the same file again, on rank 0 alone. If there were no space for it,
-        the other ranks would wait without end; here they learn of it.
-        """
-        with failing_together(folder):
-            if torch.distributed.get_rank() == 0:
-                save_config(CheckpointingConfig(self.backend, self.version), str(folder))
+        return AsyncRequest(writer.write, (), [lambda: writer.finish_together(planned[1])])
 
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> checksums.Checksums:

@@ -41,72 +41,65 @@ class Form:
 
     name: str  # of the form, as messages say it
     holds: str  # the files that it is recognised by
-    loads: bool  # whether `restore_from_path` may name it
     remedy: str = ""  # what to do with one that does not load; empty for one that does
+
+    @property
+    def loads(self) -> bool:
+        """Whether `restore_from_path` may name it."""
+        return not self.remedy
 
 
 FORMS = {
     "torch_dist": Form(
         ".nemo file or folder with a distributed checkpoint (torch_dist)",
         f"{CONFIG_FILE}, {WEIGHTS_FOLDER}/{BACKEND_FILE}",
-        loads=True,
     ),
     "zarr": Form(
         ".nemo file or folder with a distributed checkpoint (zarr, uncompressed)",
         f"{CONFIG_FILE}, {WEIGHTS_FOLDER}/{BACKEND_FILE} that says zarr",
-        loads=True,
     ),
     "ranks": Form(
         ".nemo file or folder with the weights of each rank, for any sizes",
         f"{CONFIG_FILE}, mp_rank_XX/{WEIGHTS_FILE} or tp_rank_XX_pp_rank_XXX/{WEIGHTS_FILE}",
-        loads=True,
     ),
     "one_file": Form(
         ".nemo file or folder with the weights of one rank",
         f"{CONFIG_FILE}, {WEIGHTS_FILE}",
-        loads=True,
     ),
     "nemo2": Form(
         "NeMo 2.0 folder",
         f"{NEMO2_CONTEXT}/model.yaml or {NEMO2_CONTEXT}/io.json, {NEMO2_WEIGHTS}/",
-        loads=True,
     ),
     "checkpoint": Form(
-        "checkpoint folder of a job", f"{CONFIG_FILE}, {CHECKPOINT_WEIGHTS}/, {MARKER}", loads=True
+        "checkpoint folder of a job", f"{CONFIG_FILE}, {CHECKPOINT_WEIGHTS}/, {MARKER}"
     ),
     "legacy_layers": Form(
         ".nemo file or folder with NeMo's own layers (mcore_gpt=False)",
         "weights that start with model.language_model",
-        loads=False,
         remedy=f"convert it with convert_gpt_nemo_to_mcore.py in {CONVERTERS}",
     ),
     "rank_experts": Form(
         ".nemo file or folder with the weights of each rank and a mixture of experts",
         f"mp_rank_XX/{WEIGHTS_FILE} with mlp.experts",
-        loads=False,
         remedy="load and save it with NeMo 2.0 to 2.4, which writes a distributed checkpoint",
     ),
     "compressed_zarr": Form(
         ".nemo file or folder with a distributed checkpoint (zarr, compressed)",
         "a compressor or filters in a .zarray file",
-        loads=False,
         remedy=f"convert it with convert_zarr_to_torch_dist.py in {CONVERTERS}",
     ),
     "hugging_face": Form(
         "Hugging Face folder",
         "config.json, model.safetensors or model.safetensors.index.json",
-        loads=True,
     ),
     "megatron": Form(
         "checkpoint of Megatron-LM or Megatron-Bridge, or the root of several",
         "latest_checkpointed_iteration.txt, or .metadata and common.pt, or run_config.yaml, or "
         "mp_rank_XX/model_optim_rng.pt",
-        loads=True,
     ),
     "training": Form(
         "checkpoint of a training run without a model configuration",
         f"{BACKEND_FILE} or checkpoint files, no {CONFIG_FILE}",
-        loads=False,
         remedy="name the .nemo that the run wrote, or write one from it "
         "(exp_manager.checkpoint_callback_params.save_nemo_on_train_end=True)",
     ),
