@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -54,8 +55,7 @@ def checked(values: Tensor, name: str, file: Path) -> Tensor:
 def sharded_tensors(item: Any) -> list[ShardedTensor]:
     """The tensors of one entry of a sharded state dict; a factory has several."""
     if isinstance(item, ShardedTensorFactory):
-        parts: Any = item.build()
-        return list(parts.values() if isinstance(parts, dict) else parts)
+        return list(nested_values(item.build()))
     return [item] if isinstance(item, ShardedTensor) else []
 
 
@@ -88,24 +88,18 @@ def load_weights(source: TensorSource, sharded: Sharded) -> Sharded:
     Raises:
         UserError: on all ranks; a file is damaged.
     """
+
+    def value(item: Any) -> Any:
+        if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
+            return item.merge_fn(dict_list_map_outplace(value, item.build()))
+        if isinstance(item, ShardedTensor):
+            return _tensor(source, item)
+        if isinstance(item, LocalNonpersistentObject):
+            return item.unwrap()
+        return item.data if isinstance(item, ShardedObject) else item
+
     with failing_together():
-        return {
-            chunk: {name: _value(source, item) for name, item in items.items()}
-            for chunk, items in sharded.items()
-        }
-
-
-def _value(source: TensorSource, item: Any) -> Any:
-    if isinstance(item, ShardedTensorFactory):  # several tensors in one, such as SwiGLU's
-        parts: Any = item.build()
-        if isinstance(parts, dict):
-            return item.merge_fn({name: _value(source, part) for name, part in parts.items()})
-        return item.merge_fn([_value(source, part) for part in parts])
-    if isinstance(item, ShardedTensor):
-        return _tensor(source, item)
-    if isinstance(item, LocalNonpersistentObject):
-        return item.unwrap()
-    return item.data if isinstance(item, ShardedObject) else item
+        return dict_list_map_outplace(value, sharded)
 
 
 def _tensor(source: TensorSource, wanted: ShardedTensor) -> Tensor:

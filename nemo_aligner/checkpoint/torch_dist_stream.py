@@ -21,10 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    create_default_global_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
@@ -101,10 +98,11 @@ class TarFiles(FileSystem):
             yield _create_file_view(stream, member.offset_data, member.size)
 
 
-class _WritePlanner(dcp.SavePlanner):
+class _WritePlanner(dcp.DefaultSavePlanner):
     """Reads each part when it is written."""
 
     def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor], states: bool):
+        super().__init__()
         self.chunks = {(chunk.key, chunk.offset): chunk for chunk in chunks}
         self.read = read
         names = [name for chunk in chunks for name in _extra_states(chunk)] if states else []
@@ -113,9 +111,6 @@ class _WritePlanner(dcp.SavePlanner):
             for name in names
         ]
 
-    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing to do: the parts are known."""
-
     def create_local_plan(self) -> dcp.SavePlan:
         return dcp.SavePlan([*map(_write_item, self.chunks.values()), *self.states])
 
@@ -123,9 +118,6 @@ class _WritePlanner(dcp.SavePlanner):
         self, all_plans: list[dcp.SavePlan]
     ) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
         return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: dcp.SavePlan) -> dcp.SavePlan:
-        return new_plan
 
     def resolve_data(self, write_item: dcp.WriteItem) -> Tensor | io.BytesIO:
         offset = write_item.index.offset
@@ -239,7 +231,7 @@ class TorchDistTensors:
         return planner
 
 
-class _ReadPlanner(DefaultLoadPlanner):
+class _ReadPlanner(dcp.DefaultLoadPlanner):
     """Puts what the caller reads of `file` into `result`, which begins at `offset`."""
 
     def __init__(self, result: Tensor, offset: Sequence[int], file: Path):

@@ -30,6 +30,7 @@ from nemo_aligner.checkpoint.file_references import is_outside
 from nemo_aligner.checkpoint.folders import replaced_folder
 from nemo_aligner.checkpoint.forms import HF_CONFIG
 from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
+from nemo_aligner.checkpoint.hugging_face.architecture import TABLES
 from nemo_aligner.checkpoint.sources import PeftFolder, Source, open_source
 from nemo_aligner.checkpoint.stored_weights import Slice, TensorSource, pieces, stored_dtype
 from nemo_aligner.checkpoint.torch_dist_stream import Chunk
@@ -40,7 +41,6 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
 _CONFIG_FILES = (HF_CONFIG, forms.CONFIG_FILE, forms.PEFT_CONFIG, forms.TRACKER)
-_TABLES = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -286,14 +286,14 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
         parts = _parts_of(weights, options)
         for chunk in parts:
             megatron.check_place(chunk.key, source)
-        rows = weights.shapes()[_TABLES[0]][0]
+        rows = weights.shapes()[TABLES[0]][0]
         padded = pad_vocab_size(rows, args["make_vocab_size_divisible_by"], 1)
         args |= {"padded_vocab_size": padded, "vocab_size": _rows_of(section) or None}
         args[reading.ORIGIN] = plain_dict(section).get(reading.ORIGIN)
         read_as = {}
         for chunk in parts:
-            size = (padded, chunk.shape[1]) if chunk.key in _TABLES else chunk.size
-            shape = size if chunk.key in _TABLES else chunk.shape
+            size = (padded, chunk.shape[1]) if chunk.key in TABLES else chunk.size
+            shape = size if chunk.key in TABLES else chunk.shape
             name = chunk.key.removeprefix("model.")
             read_as[dataclasses.replace(chunk, key=name, shape=shape, size=size)] = chunk
         total = sum(map(_nbytes, read_as))
@@ -303,7 +303,7 @@ def to_megatron(source: Path, target: Path, options: Options) -> str:
                 own = read_as[chunk]
                 values = weights.read(own.key, parts[own]).to(chunk.dtype).reshape(own.size)
                 bar.update(_nbytes(chunk))
-                return F.pad(values, (0, 0, 0, padded - rows)) if own.key in _TABLES else values
+                return F.pad(values, (0, 0, 0, padded - rows)) if own.key in TABLES else values
 
             release = folder / forms.RELEASE
             (release / megatron.TOKENIZER).mkdir(parents=True)

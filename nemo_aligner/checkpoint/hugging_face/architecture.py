@@ -351,6 +351,8 @@ def _plain(value: Any) -> Any:
 PREFIX = "model."  # of all names in a sharded state dict
 HEAD = "rm_head."
 HEAD_KEY = PREFIX + HEAD
+# Padded to the vocabulary of a split; the second may be tied to the first.
+TABLES = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
 KINDS = ("weight", "bias")
 
 

@@ -39,7 +39,6 @@ def _like_llama(
     always: Mapping[str, Any] | None = None,
     layer: Mapping[str, Rule] = parts.MLP,
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] | None = None,
-    windows: Part | None = None,
     more: Sequence[Part] = (),
     rope: Part = parts.ROPE,
     implied: Sequence[str] = (),
@@ -54,7 +53,7 @@ def _like_llama(
         always=parts.ALWAYS | dict(always or {}),
         names=Names("model.", parts.OUTSIDE, parts.ATTENTION | dict(layer)),
         choices={"hidden_act": parts.GATED_ACTIVATIONS} | dict(choices or {}),
-        parts=(rope, *([windows] if windows else []), *more),
+        parts=(rope, *more),
         implied=implied,
     )
 
@@ -63,10 +62,10 @@ def _like_llama(
 LLAMA = _like_llama("llama", "Llama", choices=_NO_BIAS | {"mlp_bias": {False: {}}})
 
 # Mistral: Llama with a sliding window.
-MISTRAL = _like_llama("mistral", "Mistral", windows=parts.WINDOW)
+MISTRAL = _like_llama("mistral", "Mistral", more=(parts.WINDOW,))
 
 # Qwen2 and Qwen2.5: biases of queries, keys and values only.
-QWEN2 = _like_llama("qwen2", "Qwen2", always={"qkv_bias": True}, windows=parts.SWITCHED_WINDOW)
+QWEN2 = _like_llama("qwen2", "Qwen2", always={"qkv_bias": True}, more=(parts.SWITCHED_WINDOW,))
 
 # Qwen3: queries and keys normalized per head.
 QWEN3 = _like_llama(
@@ -75,7 +74,7 @@ QWEN3 = _like_llama(
     always={"qk_layernorm": True},
     layer=parts.QUERY_KEY_NORM | parts.MLP,
     choices=_NO_BIAS,
-    windows=parts.SWITCHED_WINDOW,
+    more=(parts.SWITCHED_WINDOW,),
 )
 
 # Gemma: norms centred at zero, embeddings scaled by the root of the hidden size.
@@ -160,7 +159,7 @@ PHI3 = _like_llama(
         "mlp.linear_fc1.": made_of("mlp.gate_up_proj."),
     },
     rope=parts.PARTIAL_ROPE,
-    windows=parts.WINDOW,
+    more=(parts.WINDOW,),
     # Its original length counts with longrope only, which is refused.
     implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
 )
@@ -186,7 +185,7 @@ STARCODER2 = _like_llama(
     layer=_WITHOUT_GATE
     | {"mlp.linear_fc1.": made_of("mlp.c_fc."), "mlp.linear_fc2.": made_of("mlp.c_proj.")},
     choices={"hidden_act": _GELU, "use_bias": {True: {}}},
-    windows=parts.WINDOW,
+    more=(parts.WINDOW,),
     implied=("residual_dropout", "embedding_dropout"),
 )
 
@@ -208,7 +207,7 @@ MIXTRAL = _like_llama(
         "mlp.experts.experts.linear_fc2.": made_of(_EXPERT + "w2."),
         "pre_mlp_layernorm.": made_of("post_attention_layernorm."),
     },
-    windows=parts.WINDOW,
+    more=(parts.WINDOW,),
 )
 
 # Qwen2 with a mixture of experts and one that all tokens share, behind a gate.
@@ -231,8 +230,7 @@ QWEN2_MOE = _like_llama(
         "norm_topk_prob": parts.NORMALIZED_WEIGHTS,
         "qkv_bias": {True: {"qkv_bias": True}, False: {"qkv_bias": False}},
     },
-    windows=parts.SWITCHED_WINDOW,
-    more=(parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+    more=(parts.SWITCHED_WINDOW, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
 )
 
 # Qwen3 with a mixture of experts, in all layers or in some.
@@ -243,8 +241,7 @@ QWEN3_MOE = _like_llama(
     always={"qk_layernorm": True},
     layer=parts.QUERY_KEY_NORM | parts.MLP | parts.EXPERTS,
     choices=_NO_BIAS | {"norm_topk_prob": parts.NORMALIZED_WEIGHTS},
-    windows=parts.ALL_WINDOWS,
-    more=(parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
+    more=(parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
 )
 
 # By `model_type`. For a model that never was in Hugging Face's form, the first one that can

@@ -33,7 +33,7 @@ from nemo_aligner.core.errors import UserError
 
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE, INDEX_FILE = HF_WEIGHTS
-DTYPES = ("F32", "BF16", "F16", "F64")
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -67,10 +67,10 @@ class Tensors:
             opened = self._opened(file)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 tensor = opened.get_slice(name)
-                if tensor.get_dtype() not in DTYPES:
+                if tensor.get_dtype() not in DTYPES.values():
                     raise UserError(
                         f"{path / file} holds {name} of the type {tensor.get_dtype()}; what is "
-                        f"read: {', '.join(DTYPES)}. Name a folder that is not quantized."
+                        f"read: {', '.join(DTYPES.values())}. Name a folder that is not quantized."
                     )
                 if listed.get(name) == file or not listed:  # else it does not count
                     self.files[name] = file
@@ -174,20 +174,17 @@ class FolderWeights:
                 f"{path} lacks {lacking[0]!r} of a model with the keys of its config.json; copy "
                 "it again."
             )
-        if tied:
-            self._check_tied()
-            self._shapes.pop(hf.PREFIX + "output_layer.weight", None)
+        table, output_layer = hf.TABLES
+        if tied and output_layer in self._shapes:
+            self._check_tied(table, output_layer)
+            del self._shapes[output_layer]
 
-    def _check_tied(self) -> None:
-        """Raise `UserError` if an output layer is stored that is not the table it is tied to."""
-        key = hf.PREFIX + "output_layer.weight"
-        table = hf.PREFIX + "embedding.word_embeddings.weight"
-        if key not in self._shapes:
-            return
-        rows = self._shapes[key][0]
+    def _check_tied(self, table: str, output_layer: str) -> None:
+        """Raise `UserError` if the output layer is not the table that it is tied to."""
+        rows = self._shapes[output_layer][0]
         for start in (0, max(rows - _COMPARED_ROWS, 0)):
             part: Slice = (slice(start, min(start + _COMPARED_ROWS, rows)), slice(None))
-            if not torch.equal(self.read(key, part), self.read(table, part)):
+            if not torch.equal(self.read(output_layer, part), self.read(table, part)):
                 raise UserError(
                     f"{self.path} has an lm_head.weight that differs from its embeddings, but "
                     "config.json says tie_word_embeddings=true; set it to false there if the "

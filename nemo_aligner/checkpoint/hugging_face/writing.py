@@ -38,9 +38,6 @@ from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.tokenizer import PADDING
 
 SHARD_BYTES = 5_000_000_000  # of a file, as in transformers
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-# Padded to the vocabulary of a split
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def plan(
                 "something else."
             )
         rest = shape
-        if name in _VOCABULARY:
+        if key in hf.TABLES:
             rest = (vocab_rows, *rest[1:])
         part: Slice = (*index, *map(functools.partial(slice, 0), map(min, rest, shape)))
         result.append(Written(key, part, place, layout.shapes(place, rest), dtype_of(key)))
@@ -180,7 +177,7 @@ def _write_file(
     for item in items:
         for name, size in item.sizes().items():
             header[name] = {
-                "dtype": DTYPES[item.dtype],
+                "dtype": reading.DTYPES[item.dtype],
                 "shape": list(item.shapes[name]),
                 "data_offsets": [end, end + size],
             }
@@ -198,8 +195,6 @@ def _write_file(
 
 # transformers 5 writes the one and reads both; 4 knows the other.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_CONFIG_FILES = (HF_CONFIG, PEFT_CONFIG)
-_TOKENIZER_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 
 
 def describe(
@@ -435,10 +430,10 @@ def copy_tokenizer(section: DictConfig, folder: Path) -> None:
     tokenizer = section.get("tokenizer") or OmegaConf.create({})
     source = Path(str(tokenizer.get("type")))
     if tokenizer.get("library") == "huggingface" and source.is_dir():
-        for pattern in _TOKENIZER_FILES:
+        for pattern in ("*.json", "*.model", "*.jinja", "*.txt"):
             for file in source.glob(pattern):
-                of_weights = file.name in _CONFIG_FILES or file.name.endswith(".index.json")
-                if not of_weights:
+                is_config = file.name in (HF_CONFIG, PEFT_CONFIG)
+                if not is_config and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
         template = OmegaConf.select(tokenizer, f"{KEPT_FORM}.chat_template")
         if template and os.path.isfile(template):
