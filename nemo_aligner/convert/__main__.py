@@ -163,7 +163,11 @@ def _run(args: argparse.Namespace) -> None:
         print(conversions.to_megatron(args.source, args.target, options))
         return
     elif (adapters := conversions.are_adapters(args.source, key="NEMO")) and not args.merged:
-        _refuse_options(args, "architecture")
+        if args.architecture:
+            raise UserError(
+                f"--architecture chooses how all weights are written, but {args.source} holds "
+                "adapters; add --merged to write them with their base, or leave it out."
+            )
         conversions.to_peft(args.source, args.target, options)
     else:
         if not adapters:
@@ -176,19 +180,13 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _refuse_options(args: argparse.Namespace, *names: str) -> None:
-    """Raise `UserError` if an option is given that has no meaning for the source."""
+    """Raise `UserError` if an option for adapters is given, of which the source holds none."""
     for name in names:
-        if not getattr(args, name):
-            continue
-        if name == "architecture":
+        if getattr(args, name):
             raise UserError(
-                f"--architecture chooses how all weights are written, but {args.source} holds "
-                "adapters; add --merged to write them with their base, or leave it out."
+                f"--{name} is for adapters, but {args.source} holds a model with all its weights; "
+                "leave it out."
             )
-        raise UserError(
-            f"--{name} is for adapters, but {args.source} holds a model with all its weights; "
-            "leave it out."
-        )
 
 
 if __name__ == "__main__":
