@@ -226,7 +226,6 @@ def _rank_tensors(folder: Path) -> RankTensors:
     return tensors
 
 
-_NEMO2_PREFIX = "module."
 _NEMO2_REMEDY = (
     "convert it to a .nemo with scripts/checkpoint_converters of NeMo 2.0 to 2.4, or use another "
     "checkpoint"
@@ -248,7 +247,8 @@ NEMO2_MODELS: dict[str, dict[str, Any]] = {
 }
 # Llama 3.1's change of the rotary frequencies: `scale_factor` is a key, the others are constants.
 ROPE_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
-TOKEN_KINDS = ("mask", "bos", "eos", "pad", "sep", "cls", "unk")
+_SPECIAL_TOKENS = """mask_token bos_token eos_token pad_token sep_token cls_token unk_token
+additional_special_tokens""".split()
 
 
 def nemo2_weights(path: Path) -> TorchDistTensors:
@@ -256,7 +256,7 @@ def nemo2_weights(path: Path) -> TorchDistTensors:
     folder = path / forms.NEMO2_WEIGHTS
     if not folder.is_dir():
         raise UserError(f"{path} has no folder {forms.NEMO2_WEIGHTS}; copy it again.")
-    return TorchDistTensors(folder, prefix=_NEMO2_PREFIX)
+    return TorchDistTensors(folder, prefix="module.")
 
 
 def read_nemo2_config(path: Path) -> DictConfig:
@@ -302,9 +302,10 @@ def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str,
     context = file.parent
     kind = last_name(arguments.get("_target_"))
     if kind == "AutoTokenizer":
-        names = (*(f"{name}_token" for name in TOKEN_KINDS), "additional_special_tokens")
         special = {
-            name: arguments[name] for name in names if arguments.get(name) not in (None, [])
+            name: arguments[name]
+            for name in _SPECIAL_TOKENS
+            if arguments.get(name) not in (None, [])
         }
         # NeMo writes names such as megatron-gpt-345m_vocab where it was given none.
         files = {

@@ -12,7 +12,6 @@ those count that say what the model computes: `ARGUMENTS`, what `argument_keys` 
 """
 
 import dataclasses
-import functools
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -114,6 +113,8 @@ _EXPERTS_IGNORED = frozenset(
 BALANCING = "moe_router_load_balancing_type"
 _BALANCED_IN_TRAINING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+
 Refusal = Callable[[str, Any], UserError]  # of the field of this name with this value
 
 
@@ -154,16 +155,11 @@ def check_neutral(fields: Mapping[str, Any], refusal: Refusal, experts: bool) ->
             return True
         if name == BALANCING and value:
             return set(value if isinstance(value, list) else [value]) <= _BALANCED_IN_TRAINING
-        return value in (None, False, [], {}, "") or value == defaults().get(name, ...)
+        return value in (None, False, [], {}, "") or value == _DEFAULTS.get(name, ...)
 
     for name, value in sorted(fields.items(), key=lambda item: item[0] != NUMBER_OF_EXPERTS):
         if not has_no_effect(name, value):
             raise refusal(name, value)
-
-
-@functools.cache
-def defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
 
 
 def last_name(target: Any) -> str:
@@ -258,7 +254,7 @@ def argument_keys(args: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
     spec = args.get("spec")
     if spec and str(spec[-1]) not in LAYER_SPECS:
         raise refusal("spec", spec)
-    fields = defaults().keys() - ARGUMENTS.keys() - _NOT_READ
+    fields = _DEFAULTS.keys() - ARGUMENTS.keys() - _NOT_READ
     rest = {name: args[name] for name in fields & args.keys()}
     check_neutral(rest, refusal, experts)
     return keys

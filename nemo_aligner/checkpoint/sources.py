@@ -6,7 +6,6 @@ what it returns is passed on from there.
 
 import contextlib
 import dataclasses
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
@@ -22,7 +21,9 @@ _BASE = "base of the adapters"  # as messages call its path
 
 
 class Source(PathLike[str]):
-    """A checkpoint of one form; as a path, and as text, it is where it lies."""
+    """A `.nemo`, or the checkpoint folder of a job; those of other forms derive from it. As a
+    path, and as text, it is where it lies.
+    """
 
     def __init__(self, path: Path) -> None:
         self._given, self.path = path, path.resolve()
@@ -32,20 +33,20 @@ class Source(PathLike[str]):
 
     __str__ = __fspath__
 
-    @abstractmethod
     def stored_config(self, model: DictConfig | None = None) -> DictConfig:
         """As `config`, with the sections `lora_base` and `peft` of adapters. `model`:
         configuration of their base, for folders of PEFT, which do not hold it; None: of what they
         name.
         """
+        return nemo_archive.read_archive(self.path)
 
-    @abstractmethod
     def own_tensors(
         self, model: DictConfig | None = None
     ) -> contextlib.AbstractContextManager[TensorSource]:
         """As `tensors`, of adapters alone; `model` as for `stored_config`. A file whose form
         allows it is read in place.
         """
+        return nemo_archive.archive_tensors(self.path)
 
     def config(self, base: "Source | None" = None) -> DictConfig:
         """The configuration of the model; the files in it that it refers to get absolute paths,
@@ -101,18 +102,6 @@ class Source(PathLike[str]):
                 "or start from the base with model.peft.restore_from_path naming the adapters."
             )
         return open_source(named.path, key=_BASE)
-
-
-class Archive(Source):
-    """A `.nemo`, or the checkpoint folder of a job."""
-
-    def stored_config(self, model: DictConfig | None = None) -> DictConfig:
-        return nemo_archive.read_archive(self.path)
-
-    def own_tensors(
-        self, model: DictConfig | None = None
-    ) -> contextlib.AbstractContextManager[TensorSource]:
-        return nemo_archive.archive_tensors(self.path)
 
 
 class PeftFolder(Source):
@@ -187,7 +176,7 @@ def open_source(
         if form == "nemo2":
             return ForeignFolder(found, megatron.read_nemo2_config, megatron.nemo2_weights)
         return ForeignFolder(found, megatron.read_config, megatron.weights)
-    return Archive(found)
+    return Source(found)
 
 
 def read_config(path: str | PathLike[str]) -> DictConfig:

@@ -324,7 +324,7 @@ def test_every_architecture_has_its_projections_all_apart_or_all_together():
     kinds = {hugging_face.FOLDERS[name]().config.model_type for name in MODULES}
     assert kinds == set(ARCHITECTURES)
     for architecture in ARCHITECTURES.values():
-        layer = architecture.names.layer
+        layer = architecture.layer
         separate = len(layer["self_attention.linear_qkv."].names) == 3
         gated = len(layer["mlp.linear_fc1."].names) if "mlp.linear_fc1." in layer else 1
         assert separate or gated == 1, architecture.model_type

@@ -59,7 +59,7 @@ def test_adapters_of_peft_give_the_same_logits(write_folder, name):
     base, folder, model = with_adapters(write_folder, name)
     with torch.no_grad():
         expected = model(TOKENS).logits
-    fused = ARCHITECTURES[load_base(base).config.model_type].names.layer
+    fused = ARCHITECTURES[load_base(base).config.model_type].layer
     fused = len(fused["self_attention.linear_qkv."].names) == 1
     beside = start_from(base, folder)
     assert beside.lora.variant == ("nemo" if fused else "canonical")

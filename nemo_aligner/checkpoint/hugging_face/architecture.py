@@ -149,21 +149,6 @@ class Unsupported(UserError):
 
 
 @dataclass(frozen=True)
-class Names:
-    """Names of the weights.
-
-    A name in `outside` that starts with "/" is not below `base`: it is that of a head.
-    """
-
-    base: str  # prefix of all weights but those of the heads; a folder of the base model lacks it
-    # for tensors of Megatron Core outside the layers, how they are made
-    outside: Mapping[str, Rule]
-    layer: Mapping[str, Rule]  # the same within a layer, for names after `decoder.layers.`
-    layers: str = "layers.{layer}."  # where Hugging Face has the tensors of a layer, after `base`
-    token_head: str = "/score."  # of the head of a critic, in the place of `rm_head.` in `outside`
-
-
-@dataclass(frozen=True)
 class Part:
     """One aspect of a configuration in both directions."""
 
@@ -182,7 +167,14 @@ class Architecture:
     class_name: str  # of its model classes, without their endings
     same: Mapping[str, str]  # keys of `config.json` -> keys of `model` with the same value
     always: Mapping[str, Any]  # keys of `model` that every model of the architecture has
-    names: Names  # of the weights
+    # names of the weights:
+    base: str  # prefix of all but those of the heads; a folder of the base model lacks it
+    # for tensors of Megatron Core outside the layers, how they are made; a name that starts with
+    # "/" is not below `base`: it is that of a head
+    outside: Mapping[str, Rule]
+    layer: Mapping[str, Rule]  # the same within a layer, for names after `decoder.layers.`
+    layers: str = "layers.{layer}."  # where Hugging Face has the tensors of a layer, after `base`
+    token_head: str = "/score."  # of the head of a critic, in the place of `rm_head.` in `outside`
     # keys of `config.json` -> accepted values -> the keys of `model` that each means
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
     parts: Sequence[Part] = ()  # positions, windows and what else takes more than a table
@@ -371,10 +363,10 @@ class Layout:
     """The names of the weights of one model, with the section `model` in `keys`, in both forms."""
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
-        self.names = architecture.names
-        self.outside = dict(self.names.outside)
+        self.architecture = architecture
+        self.outside = dict(architecture.outside)
         if keys.get("output_sequence"):
-            self.outside[HEAD] = made_of(self.names.token_head)
+            self.outside[HEAD] = made_of(architecture.token_head)
         self.heads = heads_of(keys)
         self.layers = int(keys["num_layers"])
         self.experts = int(keys.get("num_moe_experts") or 0)
@@ -403,7 +395,7 @@ class Layout:
         """Names but for `weight` or `bias`, with their rules, and whether they are a layer's."""
         for name, rule in self.outside.items():
             yield PREFIX + name, rule, False
-        for name, rule in self.names.layer.items():
+        for name, rule in self.architecture.layer.items():
             yield LAYERS + name, rule, True
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
@@ -423,8 +415,8 @@ class Layout:
     def name(self, template: str, place: Place) -> str:
         if template.startswith("/"):
             return template[1:] + place.kind
-        layer = self.names.layers if place.layer is not None else ""
-        name = self.names.base + layer + template + place.kind
+        layer = self.architecture.layers if place.layer is not None else ""
+        name = self.architecture.base + layer + template + place.kind
         return name.format(layer=place.layer, expert=place.expert)
 
     def runs(self, place: Place, rows: int) -> list[Run]:

@@ -9,7 +9,6 @@ from nemo_aligner.checkpoint.hugging_face import parts
 from nemo_aligner.checkpoint.hugging_face.architecture import (
     CAUSAL_LM,
     Architecture,
-    Names,
     Part,
     Rule,
     Unsupported,
@@ -51,7 +50,9 @@ def _like_llama(
         class_name=class_name,
         same=parts.SIZES | {norm_eps: "layernorm_epsilon"} | dict(same or {}),
         always=parts.ALWAYS | dict(always or {}),
-        names=Names("model.", parts.OUTSIDE, parts.ATTENTION | dict(layer)),
+        base="model.",
+        outside=parts.OUTSIDE,
+        layer=parts.ATTENTION | dict(layer),
         choices={"hidden_act": parts.GATED_ACTIVATIONS} | dict(choices or {}),
         parts=(rope, *more),
         implied=implied,
@@ -114,26 +115,24 @@ GPT2 = Architecture(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },
-    names=Names(
-        base="transformer.",
-        outside={
-            "embedding.word_embeddings.": made_of("wte."),
-            "embedding.position_embeddings.": made_of("wpe."),
-            "decoder.final_layernorm.": made_of("ln_f."),
-            "output_layer.": made_of("/lm_head."),
-            "rm_head.": made_of("/score."),
-        },
-        layer={
-            "self_attention.linear_qkv.": attention("attn.c_attn.", transposed=True),
-            "self_attention.linear_qkv.layer_norm_": made_of("ln_1."),
-            "self_attention.linear_proj.": made_of("attn.c_proj.", transposed=True),
-            "mlp.linear_fc1.": made_of("mlp.c_fc.", transposed=True),
-            "mlp.linear_fc1.layer_norm_": made_of("ln_2."),
-            "mlp.linear_fc2.": made_of("mlp.c_proj.", transposed=True),
-        },
-        layers="h.{layer}.",
-        token_head="/classifier.",
-    ),
+    base="transformer.",
+    outside={
+        "embedding.word_embeddings.": made_of("wte."),
+        "embedding.position_embeddings.": made_of("wpe."),
+        "decoder.final_layernorm.": made_of("ln_f."),
+        "output_layer.": made_of("/lm_head."),
+        "rm_head.": made_of("/score."),
+    },
+    layer={
+        "self_attention.linear_qkv.": attention("attn.c_attn.", transposed=True),
+        "self_attention.linear_qkv.layer_norm_": made_of("ln_1."),
+        "self_attention.linear_proj.": made_of("attn.c_proj.", transposed=True),
+        "mlp.linear_fc1.": made_of("mlp.c_fc.", transposed=True),
+        "mlp.linear_fc1.layer_norm_": made_of("ln_2."),
+        "mlp.linear_fc2.": made_of("mlp.c_proj.", transposed=True),
+    },
+    layers="h.{layer}.",
+    token_head="/classifier.",
     choices={
         "activation_function": {"gelu_new": _GELU["gelu_pytorch_tanh"]}
         | _GELU

@@ -74,12 +74,12 @@ class Modules:
     """
 
     def __init__(self, architecture: hf.Architecture, keys: Mapping[str, Any]):
-        self.architecture, self.keys = architecture, keys
+        self.keys = keys
         self.layout = hf.Layout(architecture, keys)
         sizes = self.layout.sizes()
         experts = bool(keys.get("num_moe_experts"))
         self.weights = {
-            target: Weight(target, architecture.names.layer[path + "."], *sizes[path + "."])
+            target: Weight(target, architecture.layer[path + "."], *sizes[path + "."])
             for target, path in TARGETS.items()
             if not (experts and target in TARGET_GROUPS["mlp"])
         }
@@ -291,9 +291,10 @@ class PeftTensors:
 
     def _no_place(self, name: str) -> UserError:
         there = sorted({self.modules.short_name(w, i) for w, i, _ in self.modules.places.values()})
+        layout = self.modules.layout
         return hf.Unsupported(
             f"{self.path / WEIGHTS_FILE} holds {name!r}, which has no place in a model of "
-            f"{self.modules.architecture.class_name} with {self.modules.layout.layers} layers; "
+            f"{layout.architecture.class_name} with {layout.layers} layers; "
             f"adapters are those (lora_A, lora_B) of {', '.join(there)}. {peft_config.REMEDY}"
         )
 

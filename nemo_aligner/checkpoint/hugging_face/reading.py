@@ -193,7 +193,7 @@ class FolderWeights:
 
     def _full_name(self, name: str) -> str:
         """A name as a model with a head has it: folders of base models lack the prefix."""
-        base = self.layout.names.base
+        base = self.layout.architecture.base
         templates = [rule.names[0] for rule in self.layout.outside.values()]
         heads = tuple(name[1:] for name in templates if name.startswith("/"))
         return name if name.startswith((base, *heads)) else base + name

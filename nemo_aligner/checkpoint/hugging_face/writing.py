@@ -60,7 +60,6 @@ class Written:
 
 def plan(
     source: TensorSource,
-    architecture: hf.Architecture,
     layout: hf.Layout,
     vocab_rows: int,
     dtype: torch.dtype | None,
@@ -83,8 +82,8 @@ def plan(
         place = layout.place(key, index)
         if place is None:
             raise hf.Unsupported(
-                f"{architecture.class_name} has no weight for {name}; the model would compute "
-                "something else."
+                f"{layout.architecture.class_name} has no weight for {name}; the model would "
+                "compute something else."
             )
         rest = shape
         if key in hf.TABLES:
@@ -265,7 +264,7 @@ def write_folder(
             config["pad_token_id"] = _set_padding(folder, config, keys)
             vocab_rows = max(vocab_rows, (config["pad_token_id"] or 0) + 1)
         layout = hf.Layout(architecture, keys)
-        items = plan(source, architecture, layout, vocab_rows, dtype, skipped)
+        items = plan(source, layout, vocab_rows, dtype, skipped)
         bytes_of: collections.Counter[torch.dtype] = collections.Counter()
         for item in items:
             bytes_of[item.dtype] += sum(item.sizes().values())
