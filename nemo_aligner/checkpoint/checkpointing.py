@@ -196,7 +196,7 @@ class CheckpointCallback:
             checksums = begun.save.finish()
             with failing_together(begun.folder):
                 if parallel_state.get_rank() == 0:
-                    self._finish_writing(begun.writing, begun.folder, begun.state, checksums)
+                    self._finish_writing(begun, checksums)
         self.folder = begun.folder
 
     def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
@@ -251,13 +251,12 @@ class CheckpointCallback:
                 shutil.rmtree(writing, ignore_errors=True)
             raise
 
-    def _finish_writing(
-        self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
-    ) -> None:
-        """Complete `writing`, make it the checkpoint `folder`, and remove outdated ones."""
+    def _finish_writing(self, begun: _Begun, checksums: Checksums) -> None:
+        """Complete what was written, give it its place, and remove outdated checkpoints."""
+        writing, folder = begun.writing, begun.folder
         previous = folders.complete_checkpoints(self.root)
         number = previous[-1][1]["save_number"] + 1 if previous else 0
-        text = json.dumps({"save_number": number, **state}, indent=1)
+        text = json.dumps({"save_number": number, **begun.state}, indent=1)
         (writing / folders.STATE_FILE).write_text(text)
         self.model.save_config_to(writing)
         known = {f"{CHECKPOINT_WEIGHTS}/{name}": found for name, found in checksums.items()}

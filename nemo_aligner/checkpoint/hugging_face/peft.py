@@ -199,7 +199,7 @@ def file_tensors(path: Path) -> Tensors:
 class _Adapter:
     stem: str  # its name in the file but for `A` and `B`
     rank: int
-    factor: float  # what its B is multiplied by, since all adapters have one scale here
+    alpha: float  # `alpha / rank` is what its output is multiplied by
 
 
 class PeftTensors:
@@ -223,6 +223,7 @@ class PeftTensors:
         self._has_head = "reward_model_type" in model
         self._heads = self._find_heads()
         self._found = self._find_adapters()
+        self._rank, self._alpha = max((each.rank, each.alpha) for each in self._found.values())
         self._check_complete()
         self.settings = self._settings()
         self._shapes = {key: self.file.shapes()[name] for key, name in self._heads.items()}
@@ -268,7 +269,7 @@ class PeftTensors:
 
     def _find_adapters(self) -> dict[tuple[str, int, int], _Adapter]:
         """The adapters by target, layer (from 0) and number of the projection in the weight."""
-        found: dict[tuple[str, int, int], tuple[str, int, float]] = {}
+        found: dict[tuple[str, int, int], _Adapter] = {}
         for name in self.file.shapes():
             if name in self._heads.values():
                 continue
@@ -279,15 +280,10 @@ class PeftTensors:
             stem = f"{NAME_PREFIX}{module}."
             rank = self._checked_rank(module, stem, weight, index)
             alpha = self.config.alpha_for(module, rank)
-            found[weight.target, layer, index] = stem, rank, alpha
+            found[weight.target, layer, index] = _Adapter(stem, rank, alpha)
         if not found:
             raise UserError(f"{self.path / WEIGHTS_FILE} holds no adapters.")
-        self._rank, self._alpha = max((rank, alpha) for _stem, rank, alpha in found.values())
-        scale = self._alpha / self._rank
-        return {
-            key: _Adapter(stem, rank, alpha / rank / scale)
-            for key, (stem, rank, alpha) in found.items()
-        }
+        return found
 
     def _no_place(self, name: str) -> UserError:
         there = sorted({self.modules.short_name(w, i) for w, i, _ in self.modules.places.values()})
@@ -384,8 +380,9 @@ class PeftTensors:
             adapter = self._found.get((weight.target, layer, index))
             if adapter is not None:
                 values = self.file.read(adapter.stem + B, (theirs, slice(0, adapter.rank)))
-                if adapter.factor != 1:
-                    values = values.float() * adapter.factor
+                factor = adapter.alpha / adapter.rank / self.settings.scale
+                if factor != 1:  # all adapters have one scale here
+                    values = values.float() * factor
                 result[own, : adapter.rank] = values
         return result
 
@@ -415,8 +412,7 @@ def write_folder(
         UserError: Hugging Face cannot express the model, or the source is damaged.
     """
     modules = modules_of(section)
-    role = writing.role_of(modules.keys, source)
-    skipped = writing.left_out(role, modules.keys, source, drop_head_bias)
+    role, skipped = writing.role_of(modules.keys, source, drop_head_bias)
     tensors, targets, wide = _adapters(modules, source, settings)
     heads = [] if role == hf.CAUSAL_LM else [modules.head("").rstrip(".").rpartition(".")[2]]
     for kind in hf.KINDS if heads else ():

@@ -252,8 +252,7 @@ def write_folder(
         UserError: Hugging Face cannot express the model, or the source is damaged.
     """
     architecture, config, keys = describe(section, model_type)
-    role = role_of(keys, source)
-    skipped = left_out(role, keys, source, drop_head_bias)
+    role, skipped = role_of(keys, source, drop_head_bias)
     config = _as_it_came(architecture, config, keys) | _head_config(role, keys)
     config["architectures"] = [architecture.class_for(role)]
     generation = config.pop(reading.GENERATION, None)
@@ -282,12 +281,6 @@ def write_folder(
             _write_end_tokens(folder, config, keys["tokenizer"].get("end_token_ids"))
 
 
-def role_of(keys: Mapping[str, Any], weights: TensorSource) -> str:
-    if hf.HEAD_KEY + "weight" not in weights.shapes():
-        return hf.CAUSAL_LM
-    return hf.PER_TOKEN if keys["output_sequence"] else hf.PER_SAMPLE
-
-
 def _check_head(keys: Mapping[str, Any]) -> None:
     """Raise `Unsupported` where a head computes what Hugging Face's does not."""
     regression = keys["regression"]
@@ -307,22 +300,26 @@ def _check_head(keys: Mapping[str, Any]) -> None:
             )
 
 
-def left_out(
-    role: str, keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
-) -> Sequence[str]:
-    """Weights that Hugging Face has no place for; `Unsupported` if the model would change."""
-    if role == hf.CAUSAL_LM:
-        return ()
+def role_of(
+    keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
+) -> tuple[str, Sequence[str]]:
+    """What the model is for, and the weights that Hugging Face has no place for; `Unsupported` if
+    the model would change.
+    """
+    if hf.HEAD_KEY + "weight" not in weights.shapes():
+        return hf.CAUSAL_LM, ()
     _check_head(keys)
     bias = head_bias(weights)
-    if role == hf.PER_TOKEN or bias is None:
-        return ()
+    if keys["output_sequence"]:
+        return hf.PER_TOKEN, ()
+    if bias is None:
+        return hf.PER_SAMPLE, ()
     if any(bias) and not drop_head_bias:
         raise hf.Unsupported(
             f"the head of the reward model has the bias {bias}, for which Hugging Face's "
             "has no place: all rewards would shift by it. Leave it out with --drop-head-bias."
         )
-    return (hf.HEAD + "bias",)
+    return hf.PER_SAMPLE, (hf.HEAD + "bias",)
 
 
 def head_bias(source: TensorSource) -> list[float] | None:
