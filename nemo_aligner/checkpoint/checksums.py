@@ -99,9 +99,6 @@ class ChecksummedFiles(FileSystem):
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         opened = self.open_weights if str(path).endswith(DEFAULT_SUFFIX) else None
         with Path(path).open(mode) if opened is None else opened(Path(path).name) as file:
-            if mode != "wb":
-                yield file
-                return
             stream = _Stream(file, self._note)
             yield stream
         self.checksums[Path(path).name] = stream.hash.hexdigest()

@@ -52,28 +52,28 @@ class Tensors:
     """A `TensorSource` of tensors in the safetensors of a folder, by their own names.
 
     Args:
-        files: the file that holds each tensor, or the only one; None: those of a model.
+        file: the only one; None: those of a model.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, str] | str | None = None):
+    def __init__(self, path: Path, file: str | None = None):
         self.path = path
-        files = _files(path) if files is None else files
+        files = file or _files(path)
         listed = {} if isinstance(files, str) else files
         names = [files] if isinstance(files, str) else list(dict.fromkeys(files.values()))
         self.files: dict[str, str] = {}
         self._open: tuple[str, Any] | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in names:
-            opened = self._opened(file)
+        for each in names:
+            opened = self._opened(each)
             for name in opened.keys():  # noqa: SIM118 (not a dict)
                 tensor = opened.get_slice(name)
                 if tensor.get_dtype() not in DTYPES.values():
                     raise UserError(
-                        f"{path / file} holds {name} of the type {tensor.get_dtype()}; what is "
+                        f"{path / each} holds {name} of the type {tensor.get_dtype()}; what is "
                         f"read: {', '.join(DTYPES.values())}. Name a folder that is not quantized."
                     )
-                if listed.get(name) == file or not listed:  # else it does not count
-                    self.files[name] = file
+                if listed.get(name) == each or not listed:  # else it does not count
+                    self.files[name] = each
                     self._shapes[name] = tuple(tensor.get_shape())
         absent = sorted(listed.keys() - self._shapes.keys())
         if absent:
