@@ -77,13 +77,6 @@ def settings_in(config: DictConfig) -> LoRASettings:
     return LoRASettings.from_config(plain_dict(peft.lora_tuning))
 
 
-def without_adapter_keys(config: DictConfig) -> DictConfig:
-    """`config` as that of a model with all weights."""
-    for key in (BASE_SECTION, "peft"):
-        config.pop(key, None)
-    return config
-
-
 # --- checksum of the base ---
 
 

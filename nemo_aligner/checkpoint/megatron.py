@@ -20,8 +20,7 @@ Of NeMo 2.0:
     context/<files>      the tokenizer
     weights/             distributed checkpoint (torch_dist), in which `module.` precedes the names
 
-No class of either is imported: `megatron_keys.py` and `NEMO2_MODELS` say what becomes of each
-argument.
+No class of either is imported: `megatron_keys.py` says what becomes of each argument.
 """
 
 import argparse
@@ -37,7 +36,6 @@ from nemo_aligner.checkpoint import forms, megatron_keys
 from nemo_aligner.checkpoint.data_only import COMMON_FILE, COMMON_OBJECT, read_objects
 from nemo_aligner.checkpoint.file_references import OUTSIDE, read_yaml
 from nemo_aligner.checkpoint.hugging_face.reading import ORIGIN, end_token_ids
-from nemo_aligner.checkpoint.megatron_keys import last_name
 from nemo_aligner.checkpoint.old_weights import RankTensors, files_of_ranks
 from nemo_aligner.checkpoint.stored_weights import EitherName, TensorSource, unnumbered
 from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
@@ -226,25 +224,10 @@ def _rank_tensors(folder: Path) -> RankTensors:
     return tensors
 
 
-_NEMO2_REMEDY = (
-    "convert it to a .nemo with scripts/checkpoint_converters of NeMo 2.0 to 2.4, or use another "
-    "checkpoint"
-)
-
-# Model classes that are Megatron Core's GPT with these arguments, and keys that the class itself
-# stands for.
-NEMO2_MODELS: dict[str, dict[str, Any]] = {
-    "GPTModel": {},
-    "LlamaModel": {},
-    "MistralModel": {},
-    "NemotronModel": {},
-    "Qwen2Model": {},
-    "Qwen3Model": {},
-    "StarcoderModel": {},
-    "Starcoder2Model": {},
-    "Phi3Model": {},
-    "GemmaModel": {"apply_embedding_scaling": True},
-}
+_NEMO2_REMEDY = f"convert it to a .nemo with {forms.CONVERTERS}, or use another checkpoint"
+# Model classes that are Megatron Core's GPT with these arguments; the last scales its embeddings.
+NEMO2_MODELS = """GPTModel LlamaModel MistralModel NemotronModel Qwen2Model Qwen3Model
+StarcoderModel Starcoder2Model Phi3Model GemmaModel""".split()
 # Llama 3.1's change of the rotary frequencies: `scale_factor` is a key, the others are constants.
 ROPE_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 _SPECIAL_TOKENS = """mask_token bos_token eos_token pad_token sep_token cls_token unk_token
@@ -272,13 +255,15 @@ def read_nemo2_config(path: Path) -> DictConfig:
     for section in ("config", "tokenizer"):
         if not isinstance(arguments, Mapping) or not isinstance(arguments.get(section), Mapping):
             raise UserError(f"{file} has no section {section}; it is not NeMo 2.0's.")
-    model_class = last_name(arguments.get("_target_"))
+    model_class = megatron_keys.last_name(arguments.get("_target_"))
     if model_class not in NEMO2_MODELS:
         raise UserError(
             f"{file} describes a {model_class}; models that load from NeMo 2.0: "
             f"{', '.join(NEMO2_MODELS)}. {_NEMO2_REMEDY.capitalize()}."
         )
-    keys = _nemo2_keys(arguments["config"], file) | NEMO2_MODELS[model_class]
+    keys = _nemo2_keys(arguments["config"], file)
+    if model_class == "GemmaModel":
+        keys["apply_embedding_scaling"] = True
     keys["tokenizer"] = _nemo2_tokenizer_keys(arguments["tokenizer"], file)
     return OmegaConf.create(keys)
 
@@ -300,7 +285,7 @@ def _nemo2_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str, Any]:
     context = file.parent
-    kind = last_name(arguments.get("_target_"))
+    kind = megatron_keys.last_name(arguments.get("_target_"))
     if kind == "AutoTokenizer":
         special = {
             name: arguments[name]

@@ -59,8 +59,10 @@ class Source(PathLike[str]):
                 is one that is not supported.
         """
         config = self.stored_config(None if base is None else base.config())
-        has_all_weights = adapters.base_in(config) is None
-        return config if has_all_weights else adapters.without_adapter_keys(config)
+        if adapters.base_in(config) is not None:
+            for key in (adapters.BASE_SECTION, "peft"):
+                config.pop(key, None)
+        return config
 
     @contextlib.contextmanager
     def tensors(self, base: "Source | None" = None) -> Iterator[TensorSource]:
