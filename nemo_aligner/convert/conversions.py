@@ -28,7 +28,6 @@ from nemo_aligner.checkpoint import (
 )
 from nemo_aligner.checkpoint.file_references import is_outside
 from nemo_aligner.checkpoint.folders import replaced_folder
-from nemo_aligner.checkpoint.forms import HF_CONFIG
 from nemo_aligner.checkpoint.hugging_face import peft, reading, writing
 from nemo_aligner.checkpoint.hugging_face.architecture import TABLES
 from nemo_aligner.checkpoint.sources import PeftFolder, Source, open_source
@@ -40,7 +39,7 @@ from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 
-_CONFIG_FILES = (HF_CONFIG, forms.CONFIG_FILE, forms.PEFT_CONFIG, forms.TRACKER)
+_CONFIG_FILES = (forms.HF_CONFIG, forms.CONFIG_FILE, forms.PEFT_CONFIG, forms.TRACKER)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,7 +96,7 @@ def to_nemo(source: Path, target: Path, options: Options) -> None:
     target = check_target(source, target, options)
     source = source.expanduser().absolute()
     if not forms.is_hugging_face(source):
-        raise UserError(f"{source} is not a Hugging Face folder: it has no {HF_CONFIG}.")
+        raise UserError(f"{source} is not a Hugging Face folder: it has no {forms.HF_CONFIG}.")
     section = reading.model_section(source)
     weights = reading.weights(source)
     if "tokenizer" in section:

@@ -165,8 +165,7 @@ def adapter_section(path: Path, model: DictConfig) -> DictConfig:
     folder is damaged or does not fit the model.
     """
     tensors = PeftTensors(path, model)
-    section = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
-    assert isinstance(section, DictConfig)
+    section = OmegaConf.create(plain_dict(model, resolve=True))
     section.update(tensors.head_keys())
     name = tensors.config.base
     local = name is not None and Path(name).expanduser().exists()

@@ -97,8 +97,7 @@ def _order(item: Written) -> tuple[int, int, int, str]:
     """The embedding, the layers, then the rest."""
     place = item.place
     if place.layer is None:
-        last = 0 if "embedding" in item.key else 2
-        return (last, 0, 0, item.key)
+        return (0 if "embedding" in item.key else 2, 0, 0, item.key)
     return (1, place.layer, -1 if place.expert is None else place.expert, item.key)
 
 
@@ -127,25 +126,17 @@ def write_tensors(
     its own) and their index; `progress` is called with the number of bytes that were written.
     """
     shards = _shards(items, shard_bytes)
-    names = [reading.WEIGHTS_FILE]
-    if len(shards) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-    for name, shard in zip(names, shards, strict=True):
+    if len(shards) == 1:
+        _write_file(folder / reading.WEIGHTS_FILE, source, layout, items, progress)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, source, layout, shard, progress)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(sum(item.sizes().values()) for item in items)},
-            "weight_map": {
-                tensor: name
-                for name, shard in zip(names, shards, strict=True)
-                for item in shard
-                for tensor in item.shapes
-            },
-        }
-        (folder / reading.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        weight_map |= {tensor: name for item in shard for tensor in item.shapes}
+    total = sum(sum(item.sizes().values()) for item in items)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / reading.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _shards(items: Sequence[Written], shard_bytes: int) -> list[list[Written]]:
