@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "log-probs of the reference that are kept belong to the next token",
-        "data/nlp/reference_log_probs.py",
+        "algorithms/reference_log_probs.py",
         "row[item[mask][1:] != 0].float()",
         "row[item[mask][:-1] != 0].float()",
         _unit("test_reference_log_probs.py", "test_the_data_have_what_was_computed_once"),

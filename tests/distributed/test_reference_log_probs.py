@@ -12,9 +12,8 @@ import pytest
 import torch
 from megatron.core.parallel_state import destroy_model_parallel
 
-from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
+from nemo_aligner.algorithms.reference_log_probs import ShardWriter, with_reference_log_probs
 from nemo_aligner.data.nlp.datasets import DPOModelDataset
-from nemo_aligner.data.nlp.reference_log_probs import ShardWriter
 from tests.distributed import matrix
 from tests.distributed.launcher import progress, run_ranks
 

@@ -16,15 +16,15 @@ from torch.utils.data import default_collate
 
 from nemo_aligner.algorithms import reference_log_probs
 from nemo_aligner.algorithms.dpo import DPOTrainer
-from nemo_aligner.algorithms.reference_log_probs import with_reference_log_probs
-from nemo_aligner.core.errors import SaveError, UserError
-from nemo_aligner.data.nlp.datasets import DPOModelDataset
-from nemo_aligner.data.nlp.reference_log_probs import (
+from nemo_aligner.algorithms.reference_log_probs import (
     META,
     ShardWriter,
     WithReferenceLogProbs,
     checksum,
+    with_reference_log_probs,
 )
+from nemo_aligner.core.errors import SaveError, UserError
+from nemo_aligner.data.nlp.datasets import DPOModelDataset
 from nemo_aligner.launch.supervised_job import build_preference_dataloaders
 from nemo_aligner.models.nlp.gpt.megatron_gpt_dpo_model import MegatronGPTDPOModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
