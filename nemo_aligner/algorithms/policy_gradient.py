@@ -272,9 +272,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Before the first update of a fresh run the policy must be its reference, unless it
         starts from other weights.
         """
-        if not self.compute_init_policy_kl or self.optimization_step or self.resumed:
-            return {}
-        if not self.model.starts_as_reference:
+        is_fresh = not (self.optimization_step or self.resumed)
+        if not (self.compute_init_policy_kl and is_fresh and self.model.starts_as_reference):
             return {}
         return check_policy_equals_reference(local["logprobs"], local["init_logprobs"], mask)
 

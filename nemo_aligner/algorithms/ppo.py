@@ -68,12 +68,9 @@ from nemo_aligner.training.finite import naming_step
 
 
 class PPOTrainer(PolicyGradientTrainer):
-    """Trains a policy with PPO; see `fit`.
+    """Trains a policy with PPO; see `fit`, and the base class for attributes.
 
-    Attributes:
-        step: finished PPO steps (one rollout each).
-        consumed_samples: prompts that rollouts have used.
-        ppo_optimization_step: finished optimizer updates.
+    `ppo_optimization_step` counts the finished optimizer updates.
     """
 
     SECTION, NAME = "ppo", "PPO"
@@ -233,14 +230,8 @@ class PPOTrainer(PolicyGradientTrainer):
     def run_training(
         self, dataloader_iter: Iterable[dict[str, Tensor]]
     ) -> tuple[float, dict[str, Any]]:
-        """One optimizer update per global batch (each rank has its share of it); all ranks call
-        it.
-
-        With `target_kl`, the updates after one that found the policy farther than that from the
-        one that generated the rollout are skipped.
-
-        Returns:
-            Loss and metrics of the last update.
+        """As the base class. With `target_kl`, the updates after one that found the policy farther
+        than that from the one that generated the rollout are skipped.
         """
         metrics: dict[str, Any] = {"loss": 0.0}
         target_kl, is_reached, skipped = self.cfg.target_kl, False, 0
@@ -327,9 +318,6 @@ class PPOTrainer(PolicyGradientTrainer):
         If the actor saves in the background, the next save, or the end of the job, waits for both.
         So each has two checkpoints at least when it begins a third, and the two are never farther
         apart than one.
-
-        Args:
-            extra_candidates: metrics that a checkpoint may be ranked by, beside the counters.
         """
         self.finish_saves()
         with self.ready_to_save():

@@ -70,25 +70,12 @@ from nemo_aligner.training.token_counts import (
 VALIDATION_STEP = -(2**31)
 
 
-def compute_num_optimizer_steps(
-    steps: int, samples_per_step: int, global_batch_size: int, epochs: int = 1
-) -> int:
-    """Updates in `steps` steps: the horizon of the learning-rate schedule, which counts updates.
-
-    Args:
-        steps: rollouts of the run.
-        samples_per_step: samples of a rollout that are trained on.
-        global_batch_size: samples of one update.
-        epochs: passes over each rollout. Updates that `target_kl` skips are counted, so the
-            schedule then does not come to its end.
-    """
-    return steps * epochs * (samples_per_step // global_batch_size)
-
-
 def updates_of_rollouts(
     kind: str, settings: DictConfig, model_cfg: DictConfig, steps_per_epoch: int
 ) -> int:
-    """`compute_num_optimizer_steps` of the job `kind` ("ppo", "rs" or "reinforce").
+    """Updates of the job `kind` ("ppo", "rs" or "reinforce"): the horizon of the learning-rate
+    schedule. Updates that `target_kl` skips are counted, so the schedule then does not come to its
+    end.
 
     Args:
         settings: complete section `trainer.<kind>`.
@@ -99,12 +86,10 @@ def updates_of_rollouts(
         responses = rollout.top_n_rollouts
     else:
         responses = (settings if kind == "reinforce" else rollout).num_rollouts_per_prompt
-    return compute_num_optimizer_steps(
-        compute_max_steps(steps_per_epoch, settings.max_epochs, settings.max_steps),
-        rollout.num_rollout_samples * responses,
-        model_cfg.global_batch_size,
-        settings.ppo_epochs if kind == "ppo" else 1,
-    )
+    steps = compute_max_steps(steps_per_epoch, settings.max_epochs, settings.max_steps)
+    epochs: int = settings.ppo_epochs if kind == "ppo" else 1  # over each rollout
+    samples: int = rollout.num_rollout_samples * responses
+    return steps * epochs * (samples // int(model_cfg.global_batch_size))
 
 
 class RolloutTrainer(TrainingLoop):
@@ -351,7 +336,7 @@ class RolloutTrainer(TrainingLoop):
                 scores = [dataclasses.replace(each, values=None) for each in scores]
             width = collected.rollout["response_tokens"].size(1)
             gathered = gather_scores(scores, width, collected.order)
-        check_rewards(collected.columns, gathered, self.model.tokenizer)
+        check_rewards(collected.rollout.columns, gathered, self.model.tokenizer)
         return gathered
 
     def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
@@ -375,8 +360,8 @@ class RolloutTrainer(TrainingLoop):
         with self.inference():
             collected = self.collect(self.validation_prompts(), 1, VALIDATION_STEP)
             scores = self.wait_for_scores(collected, with_values=False)
-        metrics = self.rollout_metrics(collected.columns, scores)
-        metrics["table"] = sample_table(collected.columns, scores, self.model.tokenizer)
+        metrics = self.rollout_metrics(collected.rollout.columns, scores)
+        metrics["table"] = sample_table(collected.rollout.columns, scores, self.model.tokenizer)
         return metrics
 
     def validate(self) -> dict[str, Any]:
@@ -386,9 +371,17 @@ class RolloutTrainer(TrainingLoop):
             naming_step(f"validation after {self.step} {self.NAME} steps"),
         ):
             metrics = self.run_validation()
-        timings = training_loop.consume_timings(self.timer)
-        self.val_df = training_loop.log_validation(
-            self.logger, self.val_df, metrics, timings, self.step
+        samples, timings = metrics.pop("table"), training_loop.consume_timings(self.timer)
+        self.logger.log_samples("val_samples", samples, step=self.step)
+        self.logger.log_metrics(metrics, step=self.step, prefix="val_rollouts/")
+        shown = samples[: training_loop.VAL_TABLE_ROWS]
+        self.val_df = training_loop.log_table(
+            self.logger, "table/val_rollouts", self.val_df, shown, self.step
+        )
+        total = timings.pop("validation_time")
+        inner = {f"validation_{name}": seconds for name, seconds in timings.items()}
+        self.logger.log_metrics(
+            {"validation_time": total} | inner, step=self.step, prefix="timers/"
         )
         return metrics
 
@@ -441,8 +434,10 @@ class RolloutTrainer(TrainingLoop):
         without the table.
         """
         metrics = metrics | self.alarms.watch(metrics, self.step)
-        self.train_df = training_loop.log_rollouts(
-            self.logger, self.train_df, metrics, self.step, epoch=self.epoch + 1
+        samples, logged = metrics.pop("table"), metrics | {"epoch": self.epoch + 1}
+        self.logger.log_metrics(logged, step=self.step, prefix="train_rollouts/")
+        self.train_df = training_loop.log_table(
+            self.logger, "table/train_rollouts", self.train_df, samples, self.step
         )
         return metrics
 

@@ -9,9 +9,11 @@ length (prompt + response). `nemo_aligner.core.types` names the columns and thei
 
 from __future__ import annotations
 
+import itertools
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -61,21 +63,16 @@ class PPORolloutBatch(UserDict[str, Tensor]):
                     "(inference.rewards_per)."
                 )
             parts = [rollout[key].to(get_device()) for rollout in rollout_batches]
-            if width is None:
-                empty = torch.empty(0, dtype=dtype, device=get_device())
-                batch[key] = torch.cat(parts) if parts else empty
-                continue
-            is_tokens = key == "response_tokens"
-            if rollout_batch_seq_length is not None:
-                least = rollout_batch_seq_length if is_tokens else rollout_batch_seq_length - 1
-                width = max(width, least)
-            pad_value = eos_id if is_tokens else 0
-            padded = [
-                torch.nn.functional.pad(part, (0, width - part.size(1)), value=pad_value)
-                for part in parts
-            ]
-            empty = torch.empty((0, width), dtype=dtype, device=get_device())
-            batch[key] = torch.cat(padded) if padded else empty
+            shape: tuple[int, ...] = (0,)
+            if width is not None:
+                is_tokens = key == "response_tokens"
+                if rollout_batch_seq_length is not None:
+                    width = max(width, rollout_batch_seq_length - (not is_tokens))
+                pad = partial(torch.nn.functional.pad, value=eos_id if is_tokens else 0)
+                parts = [pad(part, (0, width - part.size(1))) for part in parts]
+                shape = (0, width)
+            empty = torch.empty(shape, dtype=dtype, device=get_device())
+            batch[key] = torch.cat(parts) if parts else empty
         return batch
 
     def gather_and_balance_globally(self) -> PPORolloutBatch:
@@ -114,29 +111,21 @@ class PPORolloutBatch(UserDict[str, Tensor]):
         return self.select(permutation[deal(num_samples, rank, split_size, global_batch_size)])
 
 
-_Layout = dict[str, tuple[torch.dtype, "int | None"]]
-
-
-def _common_layout(rollout_batches: list[Any]) -> _Layout:
+def _common_layout(
+    rollout_batches: list[Any],
+) -> dict[str, tuple[torch.dtype, int | None]]:
     """`{key: (dtype, width or None for 1-D)}` over all ranks, which all call it, once."""
-    layout: _Layout = {}
-    for rollout in rollout_batches:
-        for key, tensor in rollout.items():
-            width = tensor.size(1) if tensor.dim() > 1 else None
-            _widen(layout, key, tensor.dtype, width)
-    if parallel_state.get_world_size() == 1:
-        return layout
+    own = dict.fromkeys(
+        (key, tensor.dtype, tensor.size(1) if tensor.dim() > 1 else None)
+        for rollout in rollout_batches
+        for key, tensor in rollout.items()
+    )
+    layout: dict[str, tuple[torch.dtype, int | None]] = {}
     # A rank whose queue was empty knows neither keys nor dtypes: it learns them from the others.
-    common: _Layout = {}
-    for other in gathered(layout):
-        for key, (dtype, width) in other.items():
-            _widen(common, key, dtype, width)
-    return common
-
-
-def _widen(layout: _Layout, key: str, dtype: torch.dtype, width: int | None) -> None:
-    known = layout[key][1] if key in layout else None
-    layout[key] = (dtype, width if width is None or known is None else max(width, known))
+    for key, dtype, width in itertools.chain(*gathered(own)):
+        known = layout[key][1] if key in layout else None
+        layout[key] = dtype, width if width is None or known is None else max(width, known)
+    return layout
 
 
 def deal(
@@ -314,11 +303,6 @@ class CollectedRollout:
     order: Tensor
     # the scores of this rank's micro-batches, in the order of generation
     pending: list[PendingScores]
-
-    @property
-    def columns(self) -> RolloutBatch:
-        """The columns of `rollout`."""
-        return self.rollout.columns
 
 
 # ---------------------------------------------------------------------------------- measurements

@@ -13,10 +13,8 @@ Shapes: N samples of a rollout over all DP ranks (prompts x responses to each), 
 B of these on this rank, S padded length (prompt + response). Tensors per transition are
 `[B, S-1]`; `nemo_aligner.core.types` has their alignment.
 
-As in PPO, the split of the work does not change the numbers: a sample's random stream depends on
-(seed, step, dataset index, number of the response), the gathered samples are put in the order of
-(dataset index, number of the response), and one seeded permutation of the selected ones is dealt
-to the updates and ranks.
+As in PPO (`policy_gradient.py`), the split of the work does not change the numbers; the
+permutation is one of the selected samples.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,20 +54,6 @@ from nemo_aligner.models.alignable_interface import AlignableGenerativeInterface
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.training.schedule import endless_batches
-
-
-def compute_global_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
-    """Means over all samples of a step, gathered from all ranks; lengths in tokens.
-
-    `global_response_lengths_mean` is that of the responses alone, `response_lengths` counts the
-    prompt too.
-    """
-    metrics = compute_rollout_metrics(rollout, scores)
-    return {
-        "global_rewards": metrics.pop("rewards"),
-        "global_response_lengths_mean": metrics.pop("generation_length"),
-        "global_prompt_lengths": metrics.pop("prompt_lengths"),
-    } | metrics
 
 
 class RSTrainer(RolloutTrainer):
@@ -161,12 +145,12 @@ class RSTrainer(RolloutTrainer):
 
         table = sample_table(best.columns, best_scores, self.model.tokenizer, TRAIN_TABLE_ROWS)
         metrics = {
-            **self.rollout_metrics(sampled.columns, all_scores),
+            **self.rollout_metrics(sampled.rollout.columns, all_scores),
             "selected_rewards": compute_rollout_metrics(best.columns, best_scores)["rewards"],
             "consumed_samples": self.consumed_samples,
             "table": table,
         }
-        timings = self.generation_timings(sampled.columns)
+        timings = self.generation_timings(sampled.rollout.columns)
         return self.generate_rs_data(share.columns), metrics, timings
 
     def generate_rs_data(self, rollout_batches: Rollout | Sequence[Rollout]) -> Any:
@@ -224,4 +208,12 @@ class RSTrainer(RolloutTrainer):
         return selected, Scores(selected.pop("rewards"))
 
     def rollout_metrics(self, rollout: Rollout, scores: Scores) -> dict[str, Any]:
-        return compute_global_rollout_metrics(rollout, scores)
+        """As the base class, with names of NeMo-Aligner: `global_response_lengths_mean` is of the
+        responses alone, `response_lengths` counts the prompt too.
+        """
+        metrics = super().rollout_metrics(rollout, scores)
+        return {
+            "global_rewards": metrics.pop("rewards"),
+            "global_response_lengths_mean": metrics.pop("generation_length"),
+            "global_prompt_lengths": metrics.pop("prompt_lengths"),
+        } | metrics

@@ -215,39 +215,6 @@ def consume_timings(*timers: ScopedTimer) -> dict[str, float]:
     )
 
 
-def log_rollouts(
-    logger: Logger, table: pd.DataFrame, metrics: dict[str, Any], step: int, epoch: int
-) -> pd.DataFrame:
-    """Log what `generate_rollouts` measured; its samples leave `metrics` for `table`, which has
-    the newest ones and is returned.
-    """
-    table = _append_rows(table, step, metrics.pop("table"))
-    logger.log_metrics(metrics | {"epoch": epoch}, step=step, prefix="train_rollouts/")
-    logger.log_table(key="table/train_rollouts", dataframe=table, step=step)
-    return table
-
-
-def log_validation(
-    logger: Logger,
-    table: pd.DataFrame,
-    metrics: dict[str, Any],
-    timings: dict[str, float],
-    step: int,
-) -> pd.DataFrame:
-    """Log what `run_validation` measured, and `timings`; its samples leave `metrics` for `table`,
-    which has the newest ones and is returned.
-    """
-    samples = metrics.pop("table")
-    logger.log_samples("val_samples", samples, step=step)
-    table = _append_rows(table, step, samples[:VAL_TABLE_ROWS])
-    logger.log_metrics(metrics, step=step, prefix="val_rollouts/")
-    logger.log_table(key="table/val_rollouts", dataframe=table, step=step)
-    total = timings.pop("validation_time")
-    inner = {f"validation_{name}": seconds for name, seconds in timings.items()}
-    logger.log_metrics({"validation_time": total} | inner, step=step, prefix="timers/")
-    return table
-
-
 def empty_table() -> pd.DataFrame:
     """The table of samples before the first one."""
     import pandas as pd  # takes a second to import
@@ -255,14 +222,20 @@ def empty_table() -> pd.DataFrame:
     return pd.DataFrame(columns=TABLE_COLUMNS, index=pd.RangeIndex(0))
 
 
-def _append_rows(table: pd.DataFrame, step: int, rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The newest `KEPT_ROWS` rows, with the numbers that they have in the table of all rows."""
+def log_table(
+    logger: Logger, key: str, table: pd.DataFrame, rows: list[dict[str, Any]], step: int
+) -> pd.DataFrame:
+    """`table` with `rows`, of `step`, logged: the newest `KEPT_ROWS` rows, with the numbers that
+    they have in the table of all rows.
+    """
     import pandas as pd
 
     new = pd.DataFrame([{"step": step} | row for row in rows], columns=TABLE_COLUMNS)
     new.index = pd.RangeIndex(table.index.stop, table.index.stop + len(new))
     # An empty table has columns of no type, which must not decide those of the result.
-    return pd.concat([table, new]).tail(KEPT_ROWS) if len(table) else new.tail(KEPT_ROWS)
+    table = pd.concat([table, new]).tail(KEPT_ROWS) if len(table) else new.tail(KEPT_ROWS)
+    logger.log_table(key=key, dataframe=table, step=step)
+    return table
 
 
 def progress_bar(name: str, step: int, max_steps: int) -> tqdm:

@@ -158,7 +158,7 @@ def test_tables_stay_small_and_the_file_holds_each_row_once(tmp_path, monkeypatc
     table = training_loop.empty_table()
     for step, count in enumerate([1, 1, 0, 3, 2]):
         rows = [{"prompt": "p", "response": "r", "reward": 0.5}] * count
-        table = training_loop.log_rollouts(logger, table, {"table": rows}, step, epoch=1)
+        table = training_loop.log_table(logger, "table/train_rollouts", table, rows, step)
     sent = [[row["step"] for row in rows] for _, _, rows in shown.tables]
     assert sent == [[0], [0, 1], [0, 1], [3, 3, 3], [3, 4, 4]]
     assert list(table.columns) == ["step", "prompt", "response", "reward"]

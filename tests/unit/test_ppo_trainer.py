@@ -12,7 +12,6 @@ import torch
 from nemo.utils import logging
 
 from nemo_aligner.algorithms import ppo
-from nemo_aligner.algorithms.rollout_trainer import compute_num_optimizer_steps
 from nemo_aligner.algorithms.rollouts import PPORolloutBatch, compute_rollout_metrics, deal
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ConfigError, UserError
@@ -449,14 +448,9 @@ def test_micro_batches_must_divide_the_rollout():
         ppo.compute_num_rollout_microbatches(loader)
 
 
-def test_horizons():
+def test_horizon():
     assert compute_max_steps(10, 3, -1) == 30
     assert compute_max_steps(10, 3, 7) == 7
-    for size, epochs in ((512, 2), (512 * 2, 1)):
-        steps = compute_num_optimizer_steps(
-            7, samples_per_step=size, global_batch_size=64, epochs=epochs
-        )
-        assert steps == 112
 
 
 # ------------------------------------------------------------------------ numbers of one rollout
