@@ -14,7 +14,6 @@ Shapes: B samples of a global batch on this rank, S padded length.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.algorithms.supervised import SupervisedTrainer
-from nemo_aligner.core.errors import ConfigError
+from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.masks import create_mask
 from nemo_aligner.core.tensors import batch_pad_to_fixed_len, sample_seeds
 from nemo_aligner.core.types import InferenceBatch, SelfPlayBatch, SelfPlayPrompts
-from nemo_aligner.data.nlp.sft import collate_prompts
+from nemo_aligner.data.nlp.sft import response_span
 from nemo_aligner.parallel import parallel_state
 
 SHOWN_SAMPLES = 5  # of each generation, in train_samples.jsonl
@@ -176,12 +175,11 @@ class SPINTrainer(SupervisedTrainer):
             for key, end, row in zip(keys, ends, rollout["response_tokens"].cpu(), strict=True):
                 tokens[key] = row[:end]
             is_end[keys] = rollout["is_end"].cpu()
-        responses, start = [], 0
-        for end in itertools.accumulate(len(batch["lengths"]) for batch in batches):
-            mine = [tokens[key] for key in range(start, end)]
-            responses.append({"tokens": mine, "is_end": is_end[start:end]})
-            start = end
-        return responses
+        sizes = [len(batch["lengths"]) for batch in batches]
+        return [
+            {"tokens": [tokens[key] for key in own.tolist()], "is_end": is_end[own]}
+            for own in torch.split(torch.arange(len(lengths)), sizes)
+        ]
 
     def _pairs(self, batch: Mapping[str, Tensor], responses: Mapping[str, Any]) -> SelfPlayBatch:
         """Both responses to the prompts of `batch`, with the reference's log-probs."""
@@ -283,7 +281,26 @@ def spin_custom_collate(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> SelfPlayPrompts:
-    """A batch of items of `build_sft_dataset`, padded with `eos_id`, by NeMo-Aligner's name; its
-    other arguments are not used: attention is causal over whole samples.
+    """A batch of items of `build_sft_dataset`, prompts with responses to them, padded with
+    `eos_id`, by NeMo-Aligner's name; its other arguments are not used: attention is causal over
+    whole samples.
+
+    Raises:
+        UserError: an example has no prompt that the policy could respond to.
     """
-    return collate_prompts(batch, eos_id)
+    spans = [response_span(item) for item in batch]
+    for item, (start, _end) in zip(batch, spans, strict=True):
+        if not start:
+            raise UserError(
+                f"example {item['idx']} (index in the data set) has no prompt, so the policy "
+                "cannot give a response of its own to it; remove it, or begin each example with a "
+                "token (add_bos=True in the data section)."
+            )
+    starts, ends = zip(*spans, strict=True)
+    whole = [torch.tensor(item["tokens"][:end]) for item, end in zip(batch, ends, strict=True)]
+    return {
+        "prompts_and_answers": batch_pad_to_fixed_len(whole, max(ends), eos_id),
+        "prompt_lengths": torch.tensor(starts),
+        "combined_lengths": torch.tensor(ends),
+        "idx": torch.tensor([item["idx"] for item in batch]),
+    }

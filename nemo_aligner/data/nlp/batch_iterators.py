@@ -22,8 +22,7 @@ from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.rollout_rules import check_shared_queue
 from nemo_aligner.core.types import InferenceBatch
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered
-from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.collectives import gathered, on_rank_zero
 
 Item = Mapping[str, torch.Tensor]
 
@@ -105,13 +104,9 @@ class StoreBatchIterator(DefaultBatchIterator):
     def _take_ticket(self, store: dist.Store) -> int:
         """The next number of the queue, the same on all ranks of this model-parallel group."""
         group = parallel_state.get_model_parallel_group()
-        if group is None or dist.get_world_size(group) == 1:
+        if group is None:  # not the ranks of the whole job
             return store.add(self.key, 1) - 1
-        source = parallel_state.get_model_parallel_src_rank()
-        number = store.add(self.key, 1) - 1 if dist.get_rank() == source else -1
-        ticket = torch.tensor([number], dtype=torch.int64, device=get_device())
-        dist.broadcast(ticket, source, group)
-        return int(ticket.item())
+        return on_rank_zero(lambda: store.add(self.key, 1) - 1, group)
 
 
 class HTTPBatchIterator(StoreBatchIterator):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from nemo.utils import logging
 
+from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.data.nlp.sft import Examples
 
 Batch = dict[str, torch.Tensor]
@@ -92,10 +93,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         is_padded = self.dataset.pad_to_max_length
         width = self.size if is_padded else min(-(-longest // 16) * 16, self.size)
         batch = {
-            key: torch.stack(
-                [torch.nn.functional.pad(row[key], (0, width - len(row[key]))) for row in rows]
-            )
-            for key in rows[0]
+            key: batch_pad_to_fixed_len([row[key] for row in rows], width, 0) for key in rows[0]
         }
         for row, positions in zip(rows, batch["packed_position_ids"], strict=True):
             used = len(row["tokens"])

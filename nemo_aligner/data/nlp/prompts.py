@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from typing_extensions import Self
 
 from nemo_aligner.core.errors import ConfigError, UserError
+from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import A_SAMPLE, Message, prompt_messages
 from nemo_aligner.data.nlp.columns import columns_asked, is_number
@@ -245,8 +246,7 @@ def collate_with_batch_max_sequence_length(
     """
     texts = [item["text"] for item in data_batch]
     width = max(map(len, texts)) + response_token_length
-    pad = torch.nn.functional.pad
-    batch = {"text": torch.stack([pad(x, (0, width - len(x)), value=eos_id) for x in texts])}
+    batch = {"text": batch_pad_to_fixed_len(texts, width, eos_id)}
     for key in ("length", "loss_multiplier", "idx", "record"):
         if key in data_batch[0]:
             batch[key] = torch.stack([item[key] for item in data_batch])

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Examples for supervised fine-tuning, prompts with responses and conversations; and for SPIN the
-prompts of such examples.
-"""
+"""Examples for supervised fine-tuning: prompts with responses, and conversations."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,6 @@ from nemo.utils import logging
 
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.tokenizer import Tokenizer, begins_with_bos
-from nemo_aligner.core.types import SelfPlayPrompts
 from nemo_aligner.data.nlp.chat_records import (
     BESIDE,
     CONVERSATIONS,
@@ -23,7 +20,13 @@ from nemo_aligner.data.nlp.chat_records import (
     speaks_to_assistant,
 )
 from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
-from nemo_aligner.data.nlp.file_dataset import FileDataset, Part, labelled_part, pad
+from nemo_aligner.data.nlp.file_dataset import (
+    FileDataset,
+    Part,
+    labelled_part,
+    pad,
+    response_mask,
+)
 from nemo_aligner.data.nlp.record_encoder import EXTRA_TOKENS
 from nemo_aligner.data.nlp.sources import Record
 
@@ -334,9 +337,7 @@ def collate_examples(
         width = min(-(-longest // 16) * 16, max_seq_length)
     tokens = torch.stack([pad(example, width + 1, pad_id) for example in examples])
     # A column of the loss mask belongs to the prediction of the next token.
-    mask = torch.zeros(len(examples), width + 1)
-    for row, counts in enumerate(trained):
-        mask[row, : len(counts)] = torch.tensor(counts, dtype=torch.float32)
+    mask = torch.stack([response_mask(counts, 0, width + 1) for counts in trained])
     return {
         "tokens": tokens[:, :-1].contiguous(),
         "labels": tokens[:, 1:].contiguous(),
@@ -380,27 +381,3 @@ def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
     while start and trained[start - 1]:
         start -= 1
     return (start, end) if end else (len(trained), len(trained))
-
-
-def collate_prompts(items: Sequence[Mapping[str, Any]], eos_id: int) -> SelfPlayPrompts:
-    """A batch of items of `Examples`: prompts, and responses to them.
-
-    Raises:
-        UserError: an example has no prompt that the policy could respond to.
-    """
-    spans = [response_span(item) for item in items]
-    for item, (start, _end) in zip(items, spans, strict=True):
-        if not start:
-            raise UserError(
-                f"example {item['idx']} (index in the data set) has no prompt, so the policy "
-                "cannot give a response of its own to it; remove it, or begin each example with a "
-                "token (add_bos=True in the data section)."
-            )
-    starts, ends = zip(*spans, strict=True)
-    whole = [list(item["tokens"][:end]) for item, end in zip(items, ends, strict=True)]
-    return {
-        "prompts_and_answers": torch.stack([pad(ids, max(ends), eos_id) for ids in whole]),
-        "prompt_lengths": torch.tensor(starts),
-        "combined_lengths": torch.tensor(ends),
-        "idx": torch.tensor([item["idx"] for item in items]),
-    }

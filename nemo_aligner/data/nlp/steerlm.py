@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.core.preference import target_weights
+from nemo_aligner.core.tensors import batch_pad_to_fixed_len
 from nemo_aligner.core.tokenizer import Tokenizer
 from nemo_aligner.data.nlp.chat_records import Message
 from nemo_aligner.data.nlp.columns import check_kind, is_number
@@ -327,10 +328,7 @@ class SteerLM2Dataset(Examples):
         )
         collated = {key: value.unflatten(0, (len(batch), n)) for key, value in examples.items()}
         for key in ("ws", LOG_Q):
-            padded = [
-                torch.nn.functional.pad(item[key], (0, n - len(item[key]))) for item in batch
-            ]
-            collated[key] = torch.stack(padded)
+            collated[key] = batch_pad_to_fixed_len([item[key] for item in batch], n, 0)
         return collated
 
 
