@@ -4,6 +4,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,6 @@ It prints a table and writes evaluation.html, metrics.json, scores.jsonl (each r
 reward) and the responses of policies to --out.
 """
 RESPONSES = "responses_{}.jsonl"  # of the source with this number
-EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 
 
 def parser() -> CommandParser:
@@ -64,7 +64,7 @@ def parser() -> CommandParser:
         usage="%(prog)s SOURCE [SOURCE] --reward REWARD [--prompts FILE] [--out FOLDER] "
         "[key=value ...]",
         description=DESCRIPTION,
-        epilog=EPILOG,
+        epilog="Every setting is explained in docs/generate_evaluate.md.",
     )
     result.add_argument("--reward", help="reward model, or path/to/file.py:function")
     result.add_argument("--prompts", metavar="FILE", help="jsonl, lines as for PPO")
@@ -115,10 +115,9 @@ def evaluate(
     files: dict[str, list[Response]],
 ) -> None:
     """Get the responses, but for those in `files`, score them, show the numbers; on all ranks."""
-    from nemo_aligner.evaluate.measures import Bootstrap, Scored, check_pairs, measure
+    from nemo_aligner.evaluate.measures import Scored, check_pairs, measure
     from nemo_aligner.evaluate.rewards import (
         function_rewards,
-        is_function,
         model_rewards,
         reward_model_settings,
     )
@@ -128,7 +127,7 @@ def evaluate(
         names = [f"{source} ({number})" for number, source in enumerate(sources, start=1)]
     if len(files) == len(sources) == 2:  # before a model is loaded
         check_pairs(files[sources[0]], files[sources[1]], names)
-    by_function = is_function(args.reward)
+    by_function = re.search(r"\.py(:\w*)?$", args.reward) is not None
     if by_function and args.prompts:
         samples = [Response("", "", columns=prompt) for prompt in read_prompts(args.prompts)]
         function_rewards(args.reward, [samples], cfg.inference, check=True)
@@ -155,7 +154,7 @@ def evaluate(
     if rewards is None:
         rewards = function_rewards(args.reward, responses, cfg.inference)
     sides = [Scored(*each) for each in zip(names, responses, rewards, strict=True)]
-    results = measure(sides, Bootstrap(**cfg.bootstrap))
+    results = measure(sides, **cfg.bootstrap)
     facts = (("reward", args.reward), ("prompts", args.prompts or "those of the responses"))
     _report(results, sides, Path(args.out), cfg, facts)
 

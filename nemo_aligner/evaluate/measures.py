@@ -30,15 +30,6 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Bootstrap:
-    """How intervals are made: `bootstrap` of `conf/evaluate.yaml`."""
-
-    resamples: int
-    confidence: float
-    seed: int
-
-
-@dataclass(frozen=True)
 class Number:
     value: float  # of all samples
     # lower and upper end of the bootstrap interval; None for a number without one
@@ -75,13 +66,17 @@ def _shown(text: str, width: int = 80) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-def measure(sides: Sequence[Scored], bootstrap: Bootstrap) -> Results:
-    """The numbers of one policy or of two, which have responses to the same prompts."""
+def measure(sides: Sequence[Scored], resamples: int, confidence: float, seed: int) -> Results:
+    """The numbers of one policy or of two, which have responses to the same prompts.
+
+    Args:
+        resamples, confidence, seed: how intervals are made: `bootstrap` of `conf/evaluate.yaml`.
+    """
     groups = prompt_numbers(sides[0].responses)
-    weights = resample(groups, bootstrap.resamples, bootstrap.seed)
+    weights = resample(groups, resamples, seed)
 
     def number(statistic: Callable[[Tensor | None], Tensor]) -> Number:
-        ends = bootstrap_interval(statistic, weights, bootstrap.confidence)
+        ends = bootstrap_interval(statistic, weights, confidence)
         return Number(float(statistic(None)), ends)
 
     policies = {

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of responses: by a reward model on the ranks of this job, or by a Python function."""
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.values import plain_dict
 from nemo_aligner.core.errors import UserError
-from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens
+from nemo_aligner.core.tokenizer import begins_with_bos, text_tokens, tokenizer_fingerprint
 from nemo_aligner.generate.responses import Response
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 BATCHES_AT_ONCE = 8  # micro-batches per data-parallel rank that are scored between two gatherings
-
-
-def is_function(reward: str) -> bool:
-    """Whether `--reward` names a function, path/to/file.py:function, and not a model."""
-    return re.search(r"\.py(:\w*)?$", reward) is not None
 
 
 def function_rewards(
@@ -143,8 +137,6 @@ def tokens_of(response: Response, tokenizer: Any) -> list[int]:
     Those that the policy read and wrote if its tokenizer is the same, as in training; else those
     of the texts, with the end token unless the response was cut off.
     """
-    from nemo_aligner.core.tokenizer import tokenizer_fingerprint
-
     has_tokens = response.prompt_tokens is not None and response.response_tokens is not None
     if has_tokens and response.tokenizer == tokenizer_fingerprint(tokenizer):
         return [*response.prompt_tokens, *response.response_tokens]  # type: ignore[misc]

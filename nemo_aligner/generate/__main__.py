@@ -5,8 +5,10 @@
 import sys
 
 from nemo_aligner.core.errors import UserError
+from nemo_aligner.generate.responses import check_writable, read_prompts, write_responses
 from nemo_aligner.generate.settings import RESTORE_KEY, CommandParser, compose_settings
 from nemo_aligner.launch.endings import user_errors_end_the_job
+from nemo_aligner.parallel.environment import is_rank_zero
 
 DESCRIPTION = """\
 Use a trained policy: talk to it in the terminal, or have it respond to a file of prompts.
@@ -23,7 +25,6 @@ examples:
     nemo-aligner generate sft.nemo sampling_params.temperature=0.7 \\
         length_params.max_length=200 trainer.devices=2 model.tensor_model_parallel_size=2
 """
-EPILOG = "Every setting is explained in docs/generate_evaluate.md."
 
 
 def parser() -> CommandParser:
@@ -31,7 +32,7 @@ def parser() -> CommandParser:
         prog="nemo-aligner generate",
         usage="%(prog)s MODEL [--prompts FILE --out FILE] [--chat | --plain] [key=value ...]",
         description=DESCRIPTION,
-        epilog=EPILOG,
+        epilog="Every setting is explained in docs/generate_evaluate.md.",
     )
     result.add_argument("--prompts", metavar="FILE", help="jsonl, lines as for PPO")
     result.add_argument("--out", metavar="FILE", help="jsonl to write the responses to")
@@ -68,19 +69,18 @@ def main(argv: list[str] | None = None) -> None:
         )
 
     from nemo_aligner.config.checks import check_config
-    from nemo_aligner.generate.policy import ChatForm
 
     if args.prompts is not None:
-        from nemo_aligner.generate.responses import check_writable, read_prompts
-
-        read_prompts(args.prompts)  # before anything expensive
+        prompts = read_prompts(args.prompts)  # before anything expensive
         check_writable(args.out)
     check_config(cfg, "generate")
-    form = ChatForm.of_options(args.chat, args.plain, args.system, terminal=args.prompts is None)
 
-    from nemo_aligner.generate.policy import load_policy, quiet_logs
+    from nemo_aligner.generate.policy import ChatForm, load_policy, quiet_logs
     from nemo_aligner.launch.processes import resolve_and_create_trainer
 
+    # Texts of a file mostly have a form of their own; the terminal takes the template, if any.
+    takes_template = not args.plain and (args.prompts is None or args.system)
+    form = ChatForm(args.chat or (None if takes_template else False), args.system)
     quiet_logs()
     policy = load_policy(cfg, resolve_and_create_trainer(cfg))
     if args.prompts is None:
@@ -88,9 +88,13 @@ def main(argv: list[str] | None = None) -> None:
 
         converse(policy, form)
     else:
-        from nemo_aligner.generate.batch import respond_to_file
+        from nemo_aligner.generate.batch import respond
 
-        respond_to_file(policy, args.prompts, args.out, form)
+        responses = respond(policy, prompts, form, args.prompts)
+        if is_rank_zero():
+            write_responses(args.out, responses)
+            ended = sum(bool(response.is_end) for response in responses)
+            print(f"{len(responses)} responses, {ended} of them ended by themselves: {args.out}")
 
 
 if __name__ == "__main__":

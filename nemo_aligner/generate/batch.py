@@ -9,7 +9,6 @@ alone, so the responses are the same for any split, number of ranks and micro-ba
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from nemo.utils import logging
@@ -22,7 +21,7 @@ from nemo_aligner.core.tokenizer import response_text, tokenizer_fingerprint
 from nemo_aligner.data.nlp.chat_records import CONVERSATIONS
 from nemo_aligner.data.nlp.sources import Record
 from nemo_aligner.generate.policy import ChatForm, Policy, prompt_text
-from nemo_aligner.generate.responses import Response, read_prompts, write_responses
+from nemo_aligner.generate.responses import Response
 from nemo_aligner.generation.interface import Prompts
 from nemo_aligner.parallel import parallel_state
 
@@ -35,21 +34,6 @@ class Sample:
     prompt: int  # number of its prompt
     tokens: list[int]  # of its prompt
     seed: int  # of its random stream
-
-
-def respond_to_file(
-    policy: Policy, prompts_file: str | Path, out: str | Path, form: ChatForm
-) -> None:
-    """Write the responses of `policy` to the prompts of a file; all ranks call it.
-
-    Raises:
-        UserError: an unusable prompt, or `out` cannot be written.
-    """
-    responses = respond(policy, read_prompts(prompts_file), form, str(prompts_file))
-    if parallel_state.get_rank() == 0:
-        write_responses(out, responses)
-        ended = sum(bool(response.is_end) for response in responses)
-        print(f"{len(responses)} responses, {ended} of them ended by themselves: {out}")
 
 
 def respond(

@@ -171,15 +171,6 @@ class ChatForm:
     chat: bool | None
     system: str | None = None  # system message, or None
 
-    @classmethod
-    def of_options(cls, chat: bool, plain: bool, system: str | None, terminal: bool) -> "ChatForm":
-        """What the command line asks for; without an option a terminal takes the template if there
-        is one, and texts of a file, which mostly have a form of their own, are left as they are.
-        """
-        if chat or plain:
-            return cls(chat, system)
-        return cls(None if terminal or system else False, system)
-
     def resolve(self, form: ConversationForm | None) -> bool:
         """Whether texts are written in `form`; `UserError`: it is asked for, and there is none."""
         wanted = self.chat or (self.chat is None and self.system is not None)

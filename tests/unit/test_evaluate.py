@@ -17,7 +17,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.evaluate import page
 from nemo_aligner.evaluate.__main__ import main
-from nemo_aligner.evaluate.measures import Bootstrap, Number, Scored, measure
+from nemo_aligner.evaluate.measures import Number, Scored, measure
 from nemo_aligner.evaluate.page import render, share_below, spread
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.__main__ import main as generate
@@ -34,7 +34,7 @@ PROMPTS = ["the film", "a dull plot and a", "I loved the", "Review: the film was
 CPU = "trainer.accelerator=cpu"
 FUNCTION = "def even(prompts, responses, lengths):\n    return [1 - n % 2 for n in lengths]\n"
 FUNCTION += "def asked(prompts, responses, lengths, answer):\n    return answer\n"
-SMALL = Bootstrap(resamples=200, confidence=0.95, seed=0)
+SMALL = dict(resamples=200, confidence=0.95, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def scored(name, rewards, texts=None, **fields):
 def test_numbers_by_hand():
     first = scored("one", [1.0, 2.0, 3.0, 4.0], ["a", "bb", "", "dddd"], length=3, is_end=True)
     second = scored("two", [1.0, 3.0, 1.0, 0.0], ["aa", "bb", "cc", "dd"])
-    results = measure([first, second], SMALL)
+    results = measure([first, second], **SMALL)
     one, two = results.policies["one"], results.policies["two"]
     assert one["reward"].value == 2.5 and two["reward"].value == 1.25
     assert one["reward_std"].value == pytest.approx(1.25**0.5)
@@ -220,14 +220,14 @@ def test_numbers_by_hand():
 
 
 def test_rows_of_the_table():
-    results = measure([scored("one", [0.0, 1.0]), scored("two", [1.0, 0.5])], SMALL)
+    results = measure([scored("one", [0.0, 1.0]), scored("two", [1.0, 0.5])], **SMALL)
     lines = page.as_text(page.policy_rows(results)).splitlines()
     assert lines[0].split() == ["one", "two"]
     assert re.fullmatch(r"reward, mean +0\.5 \[0\.5, 0\.5\] +0\.75 \[0\.75, 0\.75\]", lines[3])
     assert page.comparison_rows(results)[0] == ("", "one against two")
     assert page.shown("win_rate", Number(0.5, (0.25, 1.0))) == "50.0% [25.0%, 100.0%]"
     assert page.shown("reward", Number(1.25)) == "1.25"
-    assert page.comparison_rows(measure([scored("one", [0.0, 1.0])], SMALL)) == []
+    assert page.comparison_rows(measure([scored("one", [0.0, 1.0])], **SMALL)) == []
 
 
 def test_a_reward_model_reads_the_tokens_of_its_own_tokenizer(
@@ -280,7 +280,7 @@ def test_page_stands_alone_and_escapes_texts():
         scored("one", [float(n) for n in range(40)], [f"{evil} {n}" for n in range(40)]),
         scored("two & co", [20.0] * 39 + [0.0], ["y"] * 40),
     ]
-    page = Page(render(measure(sides, SMALL), sides, [("reward", "rm.nemo")]))
+    page = Page(render(measure(sides, **SMALL), sides, [("reward", "rm.nemo")]))
     assert not {"script", "link", "img"} & {tag for tag, _ in page.tags}
     assert not any("http" in str(value) for _, attrs in page.tags for value in attrs.values())
     text = "".join(page.texts)
