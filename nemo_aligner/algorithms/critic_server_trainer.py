@@ -286,10 +286,8 @@ class CriticServerTrainer:
         """Handle `critic_save`; the reply comes when the checkpoint is complete. If that is
         written in the background, other requests are worked on before.
         """
-        sent = inputs.get("actor_step")
-        actor_step = schema.UNKNOWN_STEP if sent is None else int(sent.reshape(-1)[0])
-        arrays = {"actor_step": np.array([actor_step], dtype=np.int64)}
-        reply = self._submit(ServerSignal.SAVE, arrays)
+        actor_step = inputs.get("actor_step", schema.UNKNOWN_STEP)
+        reply = self._submit(ServerSignal.SAVE, {"actor_step": np.ravel(actor_step)})
         # Requests to this endpoint come one after the other: nobody has begun another save.
         save = self._last_save
         while save is not None and not concurrent.futures.wait([save.outcome], 0.2).done:
@@ -301,10 +299,8 @@ class CriticServerTrainer:
 
     def server_resume(self, **inputs: Array) -> Arrays:
         """Handle `critic_resume`."""
-        actor_step = int(np.asarray(inputs["actor_step"]).reshape(-1)[0])
-        arrays = {"actor_step": np.array([actor_step], dtype=np.int64)}
         with self._scorer.turns.changing():
-            self._submit(ServerSignal.RESUME, arrays)
+            self._submit(ServerSignal.RESUME, {"actor_step": np.ravel(inputs["actor_step"])})
         return self.server_status()
 
     def server_status(self, **_inputs: Array) -> Arrays:
