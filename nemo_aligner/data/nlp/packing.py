@@ -85,7 +85,7 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return {"examples": examples, "is_empty": index < 0}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> Batch:
-        """Collate packs as `collate_examples` does examples, with `packed_position_ids` int64
+        """Collate packs as `Examples` does examples, with `packed_position_ids` int64
         [B, S] in place of `position_ids`: 0 where an example begins, and where the padding does.
         """
         rows = [self._row(item) for item in items]

@@ -107,10 +107,27 @@ class Examples(FileDataset):
         return {"tokens": tokens, "trained": trained, "idx": index}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """See `collate_examples`."""
-        examples, trained = ([item[key] for item in items] for key in ("tokens", "trained"))
-        how = (self.max_seq_length, self.tokenizer.eos_id, self.pad_to_max_length)
-        return collate_examples(examples, trained, *how)
+        """Collate B items to a batch of width S, their longest length rounded up to 16; the last
+        token of one with `max_seq_length` + 1 is a label only.
+
+        Returns:
+            `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
+            `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
+        """
+        width = self.max_seq_length
+        if not self.pad_to_max_length:
+            longest = max(len(item["tokens"]) for item in items)
+            width = min(-(-longest // 16) * 16, width)
+        eos_id = self.tokenizer.eos_id
+        tokens = torch.stack([pad(item["tokens"], width + 1, eos_id) for item in items])
+        # A column of the loss mask belongs to the prediction of the next token.
+        mask = torch.stack([response_mask(item["trained"], 0, width + 1) for item in items])
+        return {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": mask[:, 1:].contiguous(),
+            "position_ids": torch.arange(width).expand(len(items), width).contiguous(),
+        }
 
     # --- for people ---
 
@@ -311,39 +328,6 @@ class SFTChatDataset(Examples):
         tokens, is_response = self.form.conversation(record)
         limit = self.max_seq_length + 1
         return Encoded(tokens[:limit], is_response[:limit])
-
-
-def collate_examples(
-    examples: Sequence[list[int]],
-    trained: Sequence[list[bool]],
-    max_seq_length: int,
-    pad_id: int,
-    pad_to_max_length: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Collate B examples to a batch of width S, their longest length rounded up to 16.
-
-    Args:
-        examples: ids; one more than `max_seq_length` at most, of which the last is a label only.
-        trained: True for the tokens that are trained on.
-        pad_to_max_length: S is `max_seq_length` in any case.
-
-    Returns:
-        `tokens`, `labels` int64 [B, S], padded with `pad_id` (labels: the token that follows);
-        `loss_mask` float32 [B, S], 1.0 where the label counts; `position_ids` [B, S].
-    """
-    longest = max(map(len, examples))
-    width = max_seq_length
-    if not pad_to_max_length:
-        width = min(-(-longest // 16) * 16, max_seq_length)
-    tokens = torch.stack([pad(example, width + 1, pad_id) for example in examples])
-    # A column of the loss mask belongs to the prediction of the next token.
-    mask = torch.stack([response_mask(counts, 0, width + 1) for counts in trained])
-    return {
-        "tokens": tokens[:, :-1].contiguous(),
-        "labels": tokens[:, 1:].contiguous(),
-        "loss_mask": mask[:, 1:].contiguous(),
-        "position_ids": torch.arange(width).expand(len(examples), width).contiguous(),
-    }
 
 
 def _field(record: Record, field: str | None) -> str:

@@ -317,7 +317,7 @@ class SteerLM2Dataset(Examples):
 
         Returns:
             `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`, as
-            `collate_examples` makes them; `ws` and `log(Q(y|a,x))` float64 `[B, n]`. A
+            `Examples` makes them; `ws` and `log(Q(y|a,x))` float64 `[B, n]`. A
             response that is missing has no label that counts.
         """
         n = self.num_responses
