@@ -241,11 +241,10 @@ class CriticServerTrainer:
         whole = self._put_together(request_id, piece, arrays)
         if whole is None:
             return {"loss_mean": np.array([np.nan], dtype=np.float32)}
-        arrays = {name: pad_rows(array, self.gbs) for name, array in whole.items()}
         with self._scorer.turns.changing():
             if request_id is None:
-                return self._submit(ServerSignal.TRAIN, arrays)
-            self._train_once(request_id, arrays)
+                return self._submit(ServerSignal.TRAIN, whole)
+            self._train_once(request_id, whole)
         return self._reply_to(request_id)
 
     def _reply_to(self, request_id: str) -> Arrays:
@@ -385,11 +384,6 @@ class CriticServerTrainer:
         ):
             yield
 
-    def _prepare_training(self, inputs: Inputs) -> Arrays:
-        """The checked arrays of a train request, with empty rows (mask 0) up to whole batches."""
-        arrays = self._check_training(inputs)
-        return {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
-
     def _check_training(self, inputs: Inputs) -> Arrays:
         """Return the arrays of a train request, or of a piece of one, after checking them."""
         names = ("tokens", "returns", "prev_values", "mask")
@@ -422,15 +416,17 @@ class CriticServerTrainer:
             return self.run_training(**tokens)
         named = {"tokens": tokens, "returns": returns, "prev_values": prev_values, "mask": mask}
         inputs = {name: array for name, array in named.items() if array is not None}
-        return self._update(self.control.from_rank_zero(lambda: self._prepare_training(inputs)))
+        return self._update(self.control.from_rank_zero(lambda: self._check_training(inputs)))
 
     def _train(self, **arrays: Array) -> Arrays:
-        """Run `ServerSignal.TRAIN`; rank 0 has the arrays of `_prepare_training`."""
+        """Run `ServerSignal.TRAIN`; rank 0 has the arrays of `_check_training`."""
         return self._update(self.control.from_rank_zero(lambda: arrays))
 
     def _update(self, arrays: Arrays) -> Arrays:
-        """`run_training` on the arrays of `_prepare_training`, which every rank has."""
+        """`run_training` on the arrays of `_check_training`, which every rank has."""
         losses = []
+        # Empty rows, whose mask is 0, up to whole batches.
+        arrays = {name: pad_rows(array, self.gbs) for name, array in arrays.items()}
         with (
             logged_phase(self.logger, self.step, "train"),
             self._prepared(self.model.prepare_for_training, self.model.finish_training),
@@ -462,7 +458,6 @@ class CriticServerTrainer:
         return float(metrics["loss"])
 
     def _save(self, **inputs: Array) -> Arrays:
-        """Run `ServerSignal.SAVE`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
         # The same request again, whose first reply was lost, finds its checkpoint written, or
         # waits for it.
@@ -474,7 +469,6 @@ class CriticServerTrainer:
         return {"status": np.zeros(1, dtype=np.int64)}
 
     def _resume(self, **inputs: Array) -> Arrays:
-        """Run `ServerSignal.RESUME`."""
         actor_step = int(self.control.from_rank_zero(lambda: inputs)["actor_step"][0])
         self._finish_save()
         if actor_step != self.actor_step or self.step != self.saved_step:
