@@ -35,13 +35,11 @@ class DPOTrainer(SupervisedTrainer):
             self.alarms.thresholds.pop("first_rewards", None)
 
     def train_single_step(self, batch: Any) -> dict[str, float]:
-        """One optimizer update on this rank's share of a global batch; returns its metrics."""
         with self.timer("ref_policy_logprobs_time"):
             batch = self.with_reference(batch)
         return super().train_single_step(batch)
 
     def validation_step(self, batch: Any) -> tuple[float, Mapping[str, float | Tensor]]:
-        """Loss and metrics of one global batch without learning from it; all ranks call it."""
         return super().validation_step(self.with_reference(batch))
 
     def with_reference(self, batch: Any) -> Any:

@@ -51,7 +51,6 @@ class OnPolicyDistillationTrainer(SupervisedTrainer):
         return float(number) / 2**63 < self.fraction
 
     def train_single_step(self, batch: ResponseBatch) -> dict[str, float]:
-        """One optimizer update on this rank's share of a global batch; returns its metrics."""
         metrics = {"on_policy": float(self.is_on_policy(self.step))}
         if metrics["on_policy"]:
             with self.timer("generate_time"):

@@ -148,8 +148,7 @@ class RolloutTrainer(TrainingLoop):
         self.val_check_interval, self.save_interval = cfg.val_check_interval, cfg.save_interval
         self.run_init_validation = cfg.run_init_validation
 
-        self.train_df = training_loop.empty_table()
-        self.val_df = training_loop.empty_table()
+        self.train_df = self.val_df = training_loop.empty_table()
         self.timer = ScopedTimer(
             reduction="sum",  # a step may draw several times
             sync_cuda=True,
@@ -482,7 +481,6 @@ class RolloutTrainer(TrainingLoop):
         self.model.finish_training()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, which `load_state_dict` takes."""
         return {
             "step": self.step,
             "consumed_samples": self.consumed_samples,

@@ -258,13 +258,8 @@ def with_prompt_columns(rollout: Rollout, batch: InferenceBatch) -> dict[str, Te
 
 def score_columns(scores: Scores) -> dict[str, Tensor]:
     """Those columns of the scores that there are, by their names."""
-    columns = {
-        "rewards": scores.rewards.flatten(),
-        "values": scores.values,
-        "token_rewards": scores.token_rewards,
-        "teacher_logprobs": scores.teacher_logprobs,
-    }
-    return {name: column for name, column in columns.items() if column is not None}
+    columns = {key: column for key, column in vars(scores).items() if isinstance(column, Tensor)}
+    return columns | {"rewards": scores.rewards.flatten()}
 
 
 def part_columns(scores: Scores) -> dict[str, Tensor]:
@@ -339,20 +334,14 @@ def sample_table(
     """Prompt and response of the first samples (None: of all), decoded, with their reward and
     whether the response ended by itself.
     """
-    rows = []
-    for i in range(len(scores.rewards))[:num_samples]:
-        tokens = rollout["response_tokens"][i].tolist()
-        prompt_length = int(rollout["prompt_lengths"][i])
-        length = int(rollout["response_lengths"][i])
-        rows.append(
-            {
-                "prompt": tokenizer.ids_to_text(tokens[:prompt_length]),
-                "response": tokenizer.ids_to_text(tokens[prompt_length:length]),
-                "reward": scores.rewards[i].item(),
-                "is_end": bool(rollout["is_end"][i]),
-            }
-        )
-    return rows
+    return [
+        {
+            **_texts(rollout, i, tokenizer),
+            "reward": scores.rewards[i].item(),
+            "is_end": bool(rollout["is_end"][i]),
+        }
+        for i in range(len(scores.rewards))[:num_samples]
+    ]
 
 
 def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
@@ -389,10 +378,11 @@ def compute_rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
 
 def first_sample(rollout: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     """Reward and texts of the first sample of a `Rollout` with `rewards`."""
-    prompt, end = int(rollout["prompt_lengths"][0]), int(rollout["response_lengths"][0])
-    tokens = rollout["response_tokens"][0].tolist()
-    return {
-        "reward": float(rollout["rewards"][0]),
-        "prompt": tokenizer.ids_to_text(tokens[:prompt]),
-        "response": tokenizer.ids_to_text(tokens[prompt:end]),
-    }
+    return {"reward": float(rollout["rewards"][0]), **_texts(rollout, 0, tokenizer)}
+
+
+def _texts(rollout: Any, i: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    start, end = int(rollout["prompt_lengths"][i]), int(rollout["response_lengths"][i])
+    tokens = rollout["response_tokens"][i].tolist()
+    text = tokenizer.ids_to_text
+    return {"prompt": text(tokens[:start]), "response": text(tokens[start:end])}

@@ -226,7 +226,6 @@ class SPINTrainer(SupervisedTrainer):
     # --- steps ----------------------------------------------------------------------------------
 
     def train_single_step(self, batch: Any) -> dict[str, float]:
-        """One optimizer update on this rank's share of a global batch; returns its metrics."""
         iteration = self.iteration + 1
         return super().train_single_step(batch) | {"iteration": iteration}
 

@@ -158,7 +158,6 @@ class SupervisedTrainer(TrainingLoop):
     # ----------------------------------------------------------------------------------- the loop
 
     def fit(self) -> None:
-        """See the base class."""
         self.batches = self.training_batches()
         try:
             super().fit()
@@ -272,7 +271,6 @@ class SupervisedTrainer(TrainingLoop):
     # ------------------------------------------------------------------------- checkpoint, resume
 
     def state_dict(self) -> dict[str, int]:
-        """The counters, which `load_state_dict` takes."""
         return {
             "step": self.step,
             "consumed_samples": self.consumed_samples,

@@ -120,7 +120,6 @@ def characters(responses: Sequence[Response]) -> Tensor:
 
 
 def _compare(first: Scored, second: Scored, number: Measurer) -> dict[str, Number]:
-    """How the first policy does against the second."""
     rewards, others = (torch.tensor(side.rewards, dtype=torch.float64) for side in (first, second))
     won = wins(rewards, others)
     difference = characters(first.responses) - characters(second.responses)

@@ -264,16 +264,11 @@ class ChatTemplate(ConversationForm):
 
     @property
     def end_strings(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What ends a response besides the eos token; empty if the template writes no end."""
-        end = self.end_of_turn()
-        return () if end is None else (end,)
-
-    def end_of_turn(self) -> str | None:
-        """The first control token after a response, as the template writes it; None without."""
+        """The first control token after a response, as the template writes it; empty without."""
         before, whole = self.render(_PROBE[:1], True), self.render(_PROBE, False)
         turn = whole.removeprefix(before)
         found = re.search(self._control_pattern(), turn[turn.rfind(_PROBE[1]["content"]) :])
-        return None if found is None else found.group()
+        return () if found is None else (found.group(),)
 
     def render(
         self,
@@ -365,14 +360,13 @@ class ChatTemplate(ConversationForm):
 
     @functools.cached_property
     def _turn_end(self) -> TurnEnd:
-        end = self.end_of_turn()
-        if end is None:
+        if not self.end_strings:
             raise UserError(
                 "the chat template writes no special token after a response, so that nothing "
                 "would teach the policy to end one; write {{ eos_token }} after the assistant's "
                 "content in a template file and give it as model.data.chat_template."
             )
-        return TurnEnd(end, self._control_pattern())
+        return TurnEnd(self.end_strings[0], self._control_pattern())
 
 
 def own_chat_template(tokenizer: Tokenizer) -> Any:

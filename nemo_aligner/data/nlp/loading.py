@@ -139,7 +139,6 @@ def _split_common_files(
     splits_string: str | None,
     limits: Mapping[str, int],
 ) -> Datasets:
-    """Divide the documents of one list of files among training, validation and test."""
     paths, weights = data_paths(files, "model.data.data_prefix")
     if splits_string is None:
         raise ConfigError(

@@ -145,7 +145,6 @@ class Records(Sequence):
         columns: Columns,
         check: Callable[[Record], Iterator[tuple[float, ...]]],
     ) -> index_files.Index:
-        """Read all records of a source and check them."""
         kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
         rows, equal = array.array("q"), list[str]()
         for place, (number, row) in enumerate(source.scan()):
