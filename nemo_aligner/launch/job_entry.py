@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from nemo_aligner.config.checks import check_config, check_sections
 from nemo_aligner.config.defaults import complete_config
+from nemo_aligner.config.inert_keys import to_plain
 from nemo_aligner.config.parallel_rules import (
     check_accelerator,
     count_devices,
@@ -52,7 +53,8 @@ def job_main(
             cfg = complete_config(cfg, config_name)
             check_job(cfg, config_name)
             check(cfg)
-            share_cores(cfg.trainer.devices, jobs if isinstance(jobs, int) else jobs(cfg))
+            beside = jobs if isinstance(jobs, int) else jobs(cfg)
+            share_cores(to_plain(cfg.trainer.devices), beside)
             if cfg.trainer.precision is None:
                 cfg.trainer.precision = default_precision(cfg.trainer.accelerator)
             main(cfg)
@@ -72,7 +74,7 @@ def check_job(cfg: DictConfig, config_name: str) -> list[str]:
     """Check a complete configuration and the files that it names; what needs PyTorch, which takes
     seconds to import, last. Returns the notes of `check_config`.
     """
-    accelerator, devices = cfg.trainer.accelerator, cfg.trainer.devices
+    accelerator, devices = cfg.trainer.accelerator, to_plain(cfg.trainer.devices)
     on_cpu, counts_gpus = accelerator == "cpu", str(devices) in ("auto", "-1")
     gpus = None if on_cpu or counts_gpus else count_devices(devices)  # as if they were there
     notes = check_config(

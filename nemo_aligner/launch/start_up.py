@@ -40,7 +40,8 @@ def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | Non
     imported; processes that this one starts inherit the number.
 
     Args:
-        devices: `trainer.devices`; torchrun's and mpirun's own number of local ranks overrides it.
+        devices: `trainer.devices`, "auto" and -1 as 1; torchrun's and mpirun's own number of local
+            ranks overrides it.
         jobs: by how many jobs the machine is shared, this one included.
         env: the environment variables to read and change; None for those of this process.
     """
@@ -50,8 +51,9 @@ def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | Non
     if env.get("SLURM_CPUS_PER_TASK"):  # given to this rank of this job alone
         env["OMP_NUM_THREADS"] = env["SLURM_CPUS_PER_TASK"]
         return
-    local = env.get("LOCAL_WORLD_SIZE")
-    ranks = int(local) if local else _number_of(devices)
+    from nemo_aligner.config.parallel_rules import count_devices  # imports packages
+
+    ranks = int(env.get("LOCAL_WORLD_SIZE") or count_devices(devices))
     env["OMP_NUM_THREADS"] = str(max(available_cores() // (ranks * jobs), 1))
 
 
@@ -63,13 +65,6 @@ def available_cores() -> int:
         quota, period = file.read().split()  # "max" without a limit
         cores = min(cores, max(int(quota) // int(period), 1))
     return cores
-
-
-def _number_of(devices: Any) -> int:
-    """Processes on this machine that `trainer.devices` asks for; "auto" and -1 count as 1."""
-    if isinstance(devices, int) or str(devices).isdigit():
-        return max(int(devices), 1)
-    return 1 if isinstance(devices, str) else len(devices)
 
 
 # --------------------------------------------------------------------------------------- versions

@@ -23,7 +23,7 @@ from nemo_aligner.core.errors import (
     ServerRequestError,
     UserError,
 )
-from nemo_aligner.launch import endings, start_up
+from nemo_aligner.launch import endings, job_entry, start_up
 from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
@@ -302,6 +302,7 @@ def test_long_imports_leave_collections_as_they_were_after_an_error():
         ({}, 1, 2, 6),  # an actor and its critic
         ({}, 2, 2, 3),
         ({}, "2", 3, 2),
+        ({}, "0,1", 1, 6),
         ({}, [0, 1, 2], 1, 4),
         ({}, "auto", 1, 12),
         ({}, 16, 2, 1),  # never none
@@ -314,6 +315,19 @@ def test_ranks_and_jobs_divide_the_cores(monkeypatch, env, devices, jobs, thread
     monkeypatch.setattr(start_up, "available_cores", lambda: 12)
     start_up.share_cores(devices, jobs, env)
     assert env["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_a_list_of_one_gpu_is_one(monkeypatch):
+    counted = []
+    monkeypatch.setattr(job_entry, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(
+        job_entry,
+        "check_config",
+        lambda *_, visible_devices, **__: counted.append(visible_devices),
+    )
+    cfg = OmegaConf.create({"trainer": {"accelerator": "gpu", "devices": [0]}})
+    job_entry.check_job(cfg, "gpt_sft")
+    assert counted == [1]
 
 
 @pytest.mark.parametrize(
