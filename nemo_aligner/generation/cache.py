@@ -80,9 +80,7 @@ class DecodingPass:
         self._masks: dict[int | None, Tensor] = {}
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores, `[b, 1, 1, width]`: 0, or -inf where a row does not attend
-        to.
-        """
+        """What is added to the scores, `[b, 1, 1, width]`: 0, or -inf where nothing is seen."""
         if window not in self._masks:
             places = torch.arange(self.width, device=self.positions.device)
             hidden = places > self.positions
@@ -101,11 +99,11 @@ class DecodingPass:
         keys, values = layer[:, :samples, :, : self.width]
         # The queries of a group stand where positions would: no key is repeated for them.
         queries, mask = mixed[0, :, :, :-2], self._mask(how.window, mixed.dtype)
-        context = _attention(queries, keys, values, mask, how.scale)
+        context = _attention_of_few(queries, keys, values, mask, how.scale)
         return context.reshape(1, samples, -1)
 
 
-def _attention(
+def _attention_of_few(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
 ) -> Tensor:
     """Attention of few `queries` `[b, ng, r, hn]` to `keys` and `values` `[b, ng, W, hn]`; `mask`
@@ -150,13 +148,9 @@ class FeedingPass:
             keys, values = layer[:, self.slots, :, : self.width]
         narrow = how.window is not None and keys.size(2) > how.window + 1
         if narrow or not self._nothing_before:
-            places = torch.arange(keys.size(2), device=mixed.device)
-            distance = self.positions.unsqueeze(-1) - places
-            mask = distance >= 0
-            if how.window is not None:
-                mask &= distance <= how.window
-            mask = mask.unsqueeze(1)
-        return _attention_of_many(mixed, keys, values, mask, how.scale)
+            mask = visible(self.positions, keys.size(2), how.window).unsqueeze(1)
+        queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
+        return attention(queries, keys, values, mask, how.scale)
 
 
 # One pass through the model: it knows its `cache` and the `positions` of its tokens, int64
@@ -166,18 +160,32 @@ class FeedingPass:
 Pass = DecodingPass | FeedingPass
 
 
-def _attention_of_many(
-    mixed: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+def visible(positions: Tensor, width: int, window: int | None) -> Tensor:
+    """bool `[..., width]`: which of `width` positions each of `positions` `[...]` attends to."""
+    distance = positions.unsqueeze(-1) - torch.arange(width, device=positions.device)
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance <= window
+    return seen
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention `[s, b, np * hn]` of the queries of `mixed` (see `Pass`) to `keys` and
-    `values` `[b, ng, W, hn]`.
+    """Attention `[s, b, np * hn]` of `queries` `[b, np, s, hn]` to `keys` and `values`
+    `[b, ng, W, hn]`; `mask` None: each position to itself and to all before it.
     """
-    queries = mixed[..., :-2, :].flatten(2, 3).permute(1, 2, 0, 3)
     context = F.scaled_dot_product_attention(
         queries,
         keys,
         values,
         attn_mask=mask,
+        dropout_p=dropout_p,
         is_causal=mask is None,
         scale=scale,
         enable_gqa=queries.size(1) != keys.size(1),

@@ -14,7 +14,7 @@ on this rank.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -54,11 +54,9 @@ class DecodingModel:
         self._stages: list[list[_Layer]] = []
         self.num_layers = 0
         for chunk in chunks:
-            layers = []
-            for layer in chunk.decoder.layers:
-                layers.append(_Layer(layer, self.num_layers, split.tensor))
-                self.num_layers += 1
-            self._stages.append(layers)
+            layers = enumerate(chunk.decoder.layers, self.num_layers)
+            self._stages.append([_Layer(layer, n, split.tensor) for n, layer in layers])
+            self.num_layers += len(chunk.decoder.layers)
         self._rotation = _Rotation(chunks[0])
         self._output = _output(chunks[-1]) if chunks[-1].post_process else None
         final_norm = chunks[-1].decoder.final_layernorm
@@ -69,7 +67,7 @@ class DecodingModel:
         on the others. All ranks of the pipeline call it; each stage but the first receives its
         input from the stage before.
         """
-        rotation = self._rotation.at(which.positions, which.cache.width)
+        rotate = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
         group = self.split.pipeline
         stage = torch.distributed.get_rank(group)
@@ -84,7 +82,7 @@ class DecodingModel:
                 )
                 torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
             for layer in layers:
-                hidden = layer(hidden, rotation, which)
+                hidden = layer(hidden, rotate, which)
             if not chunk.post_process:
                 torch.distributed.send(
                     hidden.contiguous(), dst=ranks[(stage + 1) % len(ranks)], group=group
@@ -118,24 +116,21 @@ class _Layer:
         self.how = AttentionSettings(
             number, config.softmax_scale, config.window_size[0] if windowed else None
         )
-        self.input_norm, self.mlp_norm = map(
-            _norm, (layer.input_layernorm, layer.pre_mlp_layernorm)
-        )
+        self.input_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.pre_mlp_layernorm)
         self.attention = attention
         if attention.q_layernorm is not None:
-            self.query_norm, self.key_norm = map(
-                _norm, (attention.q_layernorm, attention.k_layernorm)
-            )
+            self.query_norm = _norm(attention.q_layernorm)
+            self.key_norm = _norm(attention.k_layernorm)
         self.rotated = not (config.no_rope_freq and config.no_rope_freq[layer.layer_number - 1])
-        self.qkv, self.projection = (
-            _linear(linear, group) for linear in (attention.linear_qkv, attention.linear_proj)
-        )
+        self.qkv = _linear(attention.linear_qkv, group)
+        self.projection = _linear(attention.linear_proj, group)
         self.mlp = _mlp(layer.mlp, group)
 
-    def __call__(self, hidden: Tensor, rotation: "_Angles | None", which: Pass) -> Tensor:
+    def __call__(self, hidden: Tensor, rotate: "_Function | None", which: Pass) -> Tensor:
         mixed = self._queries_keys_values(self.input_norm(hidden))
-        if rotation is not None and self.rotated:
-            mixed = rotation.turn(mixed)
+        if rotate is not None and self.rotated:
+            mixed = rotate(mixed)
         hidden = hidden + self.projection(which.attend(mixed, self.how))
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -166,16 +161,14 @@ class _Rotation:
         self.heads = config.num_attention_heads // config.num_query_groups
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def at(self, positions: Tensor, width: int) -> "_Angles | None":
-        """The rotation of tokens at `positions` int64 `[b, s]`, all below `width`; None without
-        one.
-        """
+    def at(self, positions: Tensor, width: int) -> "_Function | None":
+        """The rotation of tokens at `positions` int64 `[b, s]`, all below `width`, or None."""
         if self.embedding is None:
             return None
         if self._tables is None or len(self._tables[0]) < width:
             self._tables = self._compute(max(256, 1 << (width - 1).bit_length()))
         cos, sin = (table[positions.T].unsqueeze(2) for table in self._tables)
-        return _Angles(cos, sin, self.interleaved)
+        return partial(_turned, cos=cos, sin=sin, interleaved=self.interleaved)
 
     def _compute(self, width: int) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine `[width, np / ng + 2, channels]` of each position in the model's
@@ -194,26 +187,21 @@ class _Rotation:
         return cos, sin
 
 
-class _Angles:
-    """Cosines and signed sines `[s, b, 1, np / ng + 2, channels]`: a pair (x, y) of channels
+def _turned(mixed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """By cosines and signed sines `[s, b, 1, np / ng + 2, channels]` a pair (x, y) of channels
     becomes (x cos - y sin, y cos + x sin). Pairs are neighbours (`interleaved`) or lie half of the
     channels apart.
     """
-
-    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-        self.cos, self.sin, self.interleaved = cos, sin, interleaved
-
-    def turn(self, mixed: Tensor) -> Tensor:
-        channels = self.cos.size(-1)
-        turned = mixed[..., :channels]
-        if self.interleaved:
-            partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-        else:
-            partner = turned.roll(channels // 2, -1)
-        turned = (turned * self.cos).add_(partner.mul_(self.sin))
-        if channels == mixed.size(-1):
-            return turned
-        return torch.cat([turned, mixed[..., channels:]], -1)
+    channels = cos.size(-1)
+    turned = mixed[..., :channels]
+    if interleaved:
+        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = turned.roll(channels // 2, -1)
+    turned = (turned * cos).add_(partner.mul_(sin))
+    if channels == mixed.size(-1):
+        return turned
+    return torch.cat([turned, mixed[..., channels:]], -1)
 
 
 _Function = Callable[[Tensor], Tensor]
@@ -291,9 +279,7 @@ def _output(chunk: Any) -> _Function:
 
 
 def _product(weight: Tensor, bias: Tensor | None) -> _Function:
-    """`x @ weight.T + bias`, on a CPU from a copy of the weight in the order that is read
-    fastest.
-    """
+    """`x @ weight.T + bias`, on a CPU from a copy of the weight that is read faster."""
     if weight.device.type == "cpu":
         return packed_linear(weight, bias)
     return lambda x: F.linear(x, weight, bias)

@@ -269,8 +269,7 @@ class MegatronGenerator:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = unwrap_model(self.model)[0].config.params_dtype
-        return dtype
+        return unwrap_model(self.model)[0].config.params_dtype
 
     def slots_within(self, memory: float) -> int:
         """Most samples of this rank's that can be decoded together with `memory` bytes for keys
@@ -529,10 +528,8 @@ class _Decoding:
                 environment.submit(sample.number, sample.seed, sample.prompt, said, details)
 
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
-        """Take the replies that have come: some conversations get an observation.
-
-        Returns:
-            The slots of the others, whose conversation is over, and their samples.
+        """Take the replies that have come: some conversations get an observation. Returns the
+        slots of the others, which are over, and their samples.
         """
         batch = self.batch
         if not batch.pausing:
@@ -604,21 +601,16 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
-    """Called by all ranks of the expert-parallel group before each pass through the model.
-
-    Returns:
-        True if all of them are `done`; else each of them makes a pass.
+    """Called by all ranks of the expert-parallel group before each pass through the model: True
+    if all of them are `done`; else each of them makes a pass.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done
-    state = torch.tensor(-1 if failure else int(done), device=get_device())
-    torch.distributed.all_reduce(
-        state,
-        op=torch.distributed.ReduceOp.MIN,
-        group=parallel_state.get_expert_model_parallel_group(),
-    )
-    if failure is None and int(state) < 0:
+    # 0: done, 1: makes a pass, 2: has failed.
+    group = parallel_state.get_expert_model_parallel_group()
+    state = largest(2 if failure else int(not done), group)
+    if failure is None and state == 2:
         raise _FailedElsewhere(
             "generation failed on another rank of this expert-parallel group; see its error."
         )
-    return int(state) == 1
+    return state == 0

@@ -44,32 +44,21 @@ class GenerationParams:
 
     def __post_init__(self) -> None:
         most, infinity = self.max_length, float("inf")
-        rules = [
-            ("length_params", "max_length", most >= 1, "at least 1"),
-            (
-                "length_params",
-                "min_length",
-                0 <= self.min_length <= most,
-                f"between 0 and max_length={most}",
-            ),
-            (
-                "sampling_params",
-                "temperature",
-                0 < self.temperature < infinity,
-                "above 0 (for the likeliest token set sampling_params.use_greedy=True)",
-            ),
-            ("sampling_params", "top_k", self.top_k >= 0, "at least 0 (0 samples from all ids)"),
-            ("sampling_params", "top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            (
-                "sampling_params",
-                "repetition_penalty",
-                0 < self.repetition_penalty < infinity,
-                "above 0 (1 is without effect)",
-            ),
-        ]
-        for section, key, valid, wanted in rules:
+        greedy = "above 0 (for the likeliest token set sampling_params.use_greedy=True)"
+        penalty = self.repetition_penalty
+        rules = {
+            "max_length": (most >= 1, "at least 1"),
+            "min_length": (0 <= self.min_length <= most, f"between 0 and max_length={most}"),
+            "temperature": (0 < self.temperature < infinity, greedy),
+            "top_k": (self.top_k >= 0, "at least 0 (0 samples from all ids)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "repetition_penalty": (0 < penalty < infinity, "above 0 (1 is without effect)"),
+        }
+        for key, (valid, wanted) in rules.items():
             if not valid:
-                raise ConfigError(f"{section}.{key}={getattr(self, key)} must be {wanted}.")
+                raise ConfigError(
+                    f"{_NUMBERS[key][0]}.{key}={getattr(self, key)} must be {wanted}."
+                )
         if not all(isinstance(string, str) and string for string in self.end_strings):
             raise ConfigError(
                 f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts."
@@ -98,18 +87,16 @@ class GenerationParams:
             ConfigError: a missing or unusable value.
         """
         lengths, sampling = _given(length_params), _given(sampling_params)
+        given = {"length_params": lengths, "sampling_params": sampling}
         if "max_length" not in lengths:
             raise ConfigError(
                 "length_params.max_length is missing; set the number of tokens to generate at "
                 "most."
             )
         values: dict[str, Any] = {}
-        for key in ("max_length", "min_length"):
-            if key in lengths:
-                values[key] = _number(f"length_params.{key}", lengths[key], int)
-        for key, kind in _SAMPLING_NUMBERS.items():
-            if key in sampling:
-                values[key] = _number(f"sampling_params.{key}", sampling[key], kind)
+        for key, (section, kind) in _NUMBERS.items():
+            if key in given[section]:
+                values[key] = _number(f"{section}.{key}", given[section][key], kind)
         if "use_greedy" in sampling:
             values["use_greedy"] = bool(sampling["use_greedy"])
         if "end_strings" in sampling:
@@ -122,11 +109,13 @@ class GenerationParams:
         return cls(**values)
 
 
-_SAMPLING_NUMBERS = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "repetition_penalty": float,
+_NUMBERS: dict[str, tuple[str, type[int] | type[float]]] = {
+    "max_length": ("length_params", int),
+    "min_length": ("length_params", int),
+    "temperature": ("sampling_params", float),
+    "top_k": ("sampling_params", int),
+    "top_p": ("sampling_params", float),
+    "repetition_penalty": ("sampling_params", float),
 }
 
 
@@ -258,14 +247,11 @@ class GenerationOutput:
     # its last token, NaN elsewhere; None without one
     token_rewards: Tensor | None = None
 
+    def each(self, change: Callable[[str, Tensor], Tensor]) -> "GenerationOutput":
+        """What `change` makes of the name and the values of each column that is there."""
+        columns = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: change(name, value) for name, value in columns.items()})
+
     def at(self, places: Tensor) -> "GenerationOutput":
         places = places.to(self.is_end.device)
-        return GenerationOutput(
-            self.response_tokens[places],
-            self.response_lengths[places],
-            self.is_end[places],
-            *(
-                None if column is None else column[places]
-                for column in (self.logprobs, self.observed, self.token_rewards)
-            ),
-        )
+        return self.each(lambda _, column: column[places])

@@ -145,12 +145,8 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
     forms = _forms(source, target)
     for name, tensor in target.items():
         tensor.data = torch.empty(tensor.shape, dtype=forms[name].dtype, device=get_device())
-    service, alone = (
-        _Transport(),
-        torch.distributed.new_group(
-            [torch.distributed.get_rank()], use_local_synchronization=True
-        ),
-    )
+    service, me = _Transport(), [torch.distributed.get_rank()]
+    alone = torch.distributed.new_group(me, use_local_synchronization=True)
     training = parallel_state.get_tensor_model_parallel_group()
     assert training is not None
     for names in _by_layer(forms):
@@ -233,21 +229,20 @@ def _module(
 
 def _checksums(weights: _Weights, forms: dict[str, _Form], group: ProcessGroup) -> dict[str, int]:
     """Of the whole weights that this rank has, or has a share of; the ranks of `group` call it."""
-    names = [name for name in forms if name in weights]
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     own, shared = {}, {}
-    for name in names:
-        dim, parts, _ = forms[name]
+    for name, (dim, parts, _) in forms.items():
+        if name not in weights:
+            continue
         if dim is None:
             own[name] = checksum_of_shard(weights[name])
         else:
             shared[name] = checksum_of_shard(weights[name], dim, parts, rank, ranks)
-    sums = list(own.values()), list(shared.values())
     if shared:
-        total = torch.stack(sums[1])
+        total = torch.stack(list(shared.values()))
         torch.distributed.all_reduce(total, group=group)
-        sums = sums[0], list(total)
-    return dict(zip([*own, *shared], map(int, itertools.chain(*sums)), strict=True))
+        shared = dict(zip(shared, total, strict=True))
+    return {name: int(value) for name, value in (own | shared).items()}
 
 
 def _check(source: dict[str, int], target: dict[str, int]) -> None:

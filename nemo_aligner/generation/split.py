@@ -200,19 +200,11 @@ def divide(decode: _Decode, group: Any, pad_id: int, *inputs: Tensor) -> Generat
     if output is None or messages:
         raise error or RuntimeError(messages[0])
     pad = max(width for _, width in outcomes) - width
+    padding = {"response_tokens": pad_id, "token_rewards": float("nan")}
 
-    def gather(tensor: Any, pad_value: float = 0.0) -> Any:
-        if tensor is None:
-            return None
+    def gather(name: str, tensor: Tensor) -> Tensor:
         if tensor.dim() > 1:
-            tensor = torch.nn.functional.pad(tensor, (0, pad), value=pad_value)
+            tensor = torch.nn.functional.pad(tensor, (0, pad), value=padding.get(name, 0.0))
         return rebalance_nd_tensor(tensor[: len(own)], group)
 
-    return GenerationOutput(
-        gather(output.response_tokens, pad_id),
-        gather(output.response_lengths),
-        gather(output.is_end),
-        gather(output.logprobs),
-        gather(output.observed),
-        gather(output.token_rewards, float("nan")),
-    )
+    return output.each(gather)

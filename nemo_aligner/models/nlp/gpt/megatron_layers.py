@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from nemo_aligner.generation.cache import attention, visible
 from nemo_aligner.models.nlp.gpt.megatron_config import use_transformer_engine
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions
 from nemo_aligner.parallel.cpu_operations import rms_norm, swiglu
@@ -71,14 +72,6 @@ class SDPAttention(MegatronModule):
         ):
             self.window = config.window_size[0]
 
-    def _visible(self, positions: Tensor, width: int) -> Tensor:
-        """bool `[len(positions), width]`: which of `width` positions each of them attends to."""
-        distance = positions.unsqueeze(1) - torch.arange(width, device=positions.device)
-        visible = distance >= 0
-        if self.window is not None:
-            visible &= distance <= self.window
-        return visible
-
     def forward(
         self,
         query: Tensor,
@@ -110,29 +103,15 @@ class SDPAttention(MegatronModule):
         if positions is None and narrow:
             positions = torch.arange(width, device=query.device)
         if positions is not None:
-            visible = self._visible(positions, width)
-            mask = visible if mask is None else mask & visible
-
-        def attend(dropout_p: float) -> Tensor:
-            return F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=mask,
-                dropout_p=dropout_p,
-                is_causal=mask is None,
-                scale=self.softmax_scale,
-                enable_gqa=queries.size(1) != keys.size(1),
-            )
-
+            in_window = visible(positions, width, self.window)
+            mask = in_window if mask is None else mask & in_window
+        arguments = queries, keys, values, mask, self.softmax_scale
         if self.training and self.attention_dropout > 0:
             # Heads are split over TP ranks (and queries over CP ranks), so each draws its own
             # dropout mask.
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                context = attend(self.attention_dropout)
-        else:
-            context = attend(0.0)
-        return context.permute(2, 0, 1, 3).flatten(2)
+                return attention(*arguments, self.attention_dropout)
+        return attention(*arguments)
 
 
 class _ZeroCentered:
