@@ -24,6 +24,7 @@ from nemo_aligner.config.values import laid_over, plain_dict, resolved
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch.processes import launch_processes
 from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
+from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.environment import adopt_mpi_ranks, is_rank_zero
 
 if TYPE_CHECKING:
@@ -34,13 +35,6 @@ Model = TypeVar("Model", bound=MegatronGPTModel)
 # Keys of a file that describe the file, not the model.
 META_KEYS = ("target", "nemo_version", "overwrite_base_config")
 TOKENIZER_FILES = ("library", "type", "model", "vocab_file")
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
 # Sections of other jobs, which a checkpoint that such a job trained may hold.
 OTHER_POLICIES = {"gpt_rs_actor": ("ppo",), "gpt_reinforce_actor": ("ppo", "rs")}
 
@@ -80,7 +74,7 @@ def load_and_override_model_config(
             "than the checkpoint keeps; null and chat=False take that of the checkpoint"
         )
     OmegaConf.set_struct(merged, False)  # also as a part of a configuration that takes no new keys
-    for key in PARALLEL_SIZES:
+    for key in parallel_state.SIZES:
         if key not in merged:
             merged[key] = model_fallback(key)
     job = job_of_model(model_cfg_to_overwrite) or ""

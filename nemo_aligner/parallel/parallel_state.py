@@ -24,6 +24,14 @@ from nemo_aligner.parallel.megatron_adaptation import adapt_megatron_core
 from nemo_aligner.parallel.rendezvous import join_on_loopback, share_gloo_devices
 
 T = TypeVar("T")
+# Keys of a model, and arguments of `initialize`.
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 _replica_group: ProcessGroup | None = None  # TP x PP x CP, with context parallelism
 
 

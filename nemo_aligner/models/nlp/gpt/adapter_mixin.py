@@ -15,8 +15,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint import adapters
 from nemo_aligner.checkpoint.sources import Source, open_source
-from nemo_aligner.checkpoint.stored_weights import load_weights
-from nemo_aligner.checkpoint.torch_dist_stream import TorchDistTensors
+from nemo_aligner.checkpoint.stored_weights import TensorSource, load_weights
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.peft_rules import FREE_KEYS, LORA, NONE, LoRASettings, check_peft
 from nemo_aligner.config.values import Values, plain_dict
@@ -231,16 +230,13 @@ class NLPAdapterModelMixin(MegatronGPTModel):
                 f"{', '.join(changed)}. Resume with the former values."
             )
 
-    def _write_hugging_face(self, folder: Path, weights: Path) -> None:
+    def _write_hugging_face(self, folder: Path, source: TensorSource) -> None:
         if self.lora is None:
-            super()._write_hugging_face(folder, weights)
+            super()._write_hugging_face(folder, source)
             return
         from nemo_aligner.checkpoint.hugging_face import peft
 
-        source = TorchDistTensors(weights)
-        self._warn_of_head_bias(folder, source)
         peft.write_folder(folder, source, self.cfg, self.lora, self._base, drop_head_bias=True)
-        logging.info(f"saved {folder}")
 
     def _resolved_config(self) -> DictConfig:
         config = super()._resolved_config()

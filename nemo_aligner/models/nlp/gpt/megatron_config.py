@@ -28,7 +28,7 @@ from nemo_aligner.config.inert_keys import (
     to_plain,
 )
 from nemo_aligner.config.megatron_fields import MODEL_REFUSED, core_errors, passed_fields
-from nemo_aligner.config.parallel_rules import dtype_name
+from nemo_aligner.config.parallel_rules import UNEVEN, dtype_name
 from nemo_aligner.config.schema import LIVE
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.training.expert_losses import expert_layers
@@ -74,11 +74,7 @@ class YarnTransformerConfig(TransformerConfig):
     yarn_correction_range_round_to_int: bool = True
 
 
-YARN_KEYS = [
-    field.name
-    for field in dataclasses.fields(YarnTransformerConfig)
-    if field.name.startswith("yarn_")
-]
+YARN_KEYS = [name for name in YarnTransformerConfig.__annotations__ if name.startswith("yarn_")]
 
 
 def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
@@ -153,19 +149,12 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
     _check_router(cfg)
     layers = layer_pattern(cfg, "moe_layer_freq", 1, "experts")
     return dict(
-        num_moe_experts=cfg.num_moe_experts,
-        expert_model_parallel_size=cfg.expert_model_parallel_size,
-        moe_router_topk=cfg.moe_router_topk,
-        moe_ffn_hidden_size=cfg.moe_ffn_hidden_size,
+        **{name: cfg[name] for name in SAME_EXPERT_NAMES},
         # A list of ones is 1: checkpoints name mixed layers otherwise.
         moe_layer_freq=1 if layers == [1] * cfg.num_layers else layers,
-        moe_shared_expert_intermediate_size=cfg.moe_shared_expert_intermediate_size,
         moe_shared_expert_gate=bool(cfg.moe_shared_expert_gate),
         moe_router_pre_softmax=bool(cfg.moe_router_pre_softmax),
-        moe_router_load_balancing_type=cfg.moe_router_load_balancing_type,
-        moe_aux_loss_coeff=cfg.moe_aux_loss_coeff,
         moe_z_loss_coeff=cfg.moe_z_loss_coeff or None,
-        moe_token_dispatcher_type=cfg.moe_token_dispatcher_type,
         moe_router_dtype="fp32",
         moe_grouped_gemm=False,
     )
@@ -181,9 +170,8 @@ def check_expert_stages(config: TransformerConfig) -> None:
     if not config.num_moe_experts:
         return
     has_experts = expert_layers(config)
-    chunks: list[int | None] = [None]
-    if config.virtual_pipeline_model_parallel_size:
-        chunks = list(range(config.virtual_pipeline_model_parallel_size))
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks: list[int | None] = [*range(virtual)] if virtual else [None]
     for stage in range(config.pipeline_model_parallel_size):
         layers = []
         for chunk in chunks:
@@ -297,6 +285,18 @@ def use_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+# Keys that a dense model has as fields of `TransformerConfig`, and those of a mixture of experts.
+SAME_NAMES = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups add_qkv_bias
+    hidden_dropout attention_dropout rotary_interleaved init_method_std
+""".split()
+SAME_EXPERT_NAMES = """
+    num_moe_experts expert_model_parallel_size moe_router_topk moe_ffn_hidden_size
+    moe_shared_expert_intermediate_size moe_router_load_balancing_type moe_aux_loss_coeff
+    moe_token_dispatcher_type
+""".split()
+
+
 def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     """Megatron Core's configuration for a complete section; `ConfigError`: it is not supported."""
     dtype = torch_dtype(cfg.precision)
@@ -304,22 +304,13 @@ def build_transformer_config(cfg: DictConfig) -> TransformerConfig:
     yarn = yarn_settings(cfg)
     config_class = YarnTransformerConfig if yarn else TransformerConfig
     settings: dict[str, Any] = dict(
-        num_layers=cfg.num_layers,
-        hidden_size=cfg.hidden_size,
-        ffn_hidden_size=cfg.ffn_hidden_size,
-        num_attention_heads=cfg.num_attention_heads,
-        num_query_groups=cfg.num_query_groups,
+        **{name: cfg[name] for name in SAME_NAMES},
         **optional,
         **_activation_settings(cfg),
         **_normalization_settings(cfg),
         add_bias_linear=cfg.bias,
-        add_qkv_bias=cfg.add_qkv_bias,
-        hidden_dropout=cfg.hidden_dropout,
-        attention_dropout=cfg.attention_dropout,
         **_attention_settings(cfg),
-        rotary_interleaved=cfg.rotary_interleaved,
         **yarn,
-        init_method_std=cfg.init_method_std,
         output_layer_init_method=None
         if cfg.use_scaled_init_method
         else init_method_normal(cfg.init_method_std),
@@ -468,10 +459,7 @@ def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
     tp, virtual = cfg.tensor_model_parallel_size, cfg.virtual_pipeline_model_parallel_size
     if virtual == 1:  # Megatron Core would demand two pipeline stages for it
         virtual = None
-    uneven = {}
-    if cfg.pipeline_model_parallel_size > 1:
-        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-            uneven[key] = cfg[key]
+    uneven = {key: cfg[key] for key in UNEVEN} if cfg.pipeline_model_parallel_size > 1 else {}
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
@@ -487,24 +475,19 @@ def _parallel_settings(cfg: DictConfig) -> dict[str, Any]:
 
 def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
     """Fused kernels that compute the same; all need Transformer Engine."""
-    accelerated = use_transformer_engine()
-    has_weight_gradient_kernel = (
-        importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    )
-    return {
-        "gradient_accumulation_fusion": accelerated
-        and bool(cfg.gradient_accumulation_fusion)
-        and has_weight_gradient_kernel,
-        "persist_layer_norm": accelerated and bool(cfg.persist_layer_norm),
-        "masked_softmax_fusion": accelerated and bool(cfg.masked_softmax_fusion),
-        "bias_dropout_fusion": accelerated and bool(cfg.bias_dropout_add_fusion),
+    kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
+    asked = {
+        "gradient_accumulation_fusion": cfg.gradient_accumulation_fusion and kernel is not None,
+        "persist_layer_norm": cfg.persist_layer_norm,
+        "masked_softmax_fusion": cfg.masked_softmax_fusion,
+        "bias_dropout_fusion": cfg.bias_dropout_add_fusion,
         # The kernel has no scale, which YaRN needs, and Megatron Core 0.16 does not tell that of
         # packed sequences how the channels are paired.
-        "apply_rope_fusion": accelerated
-        and bool(cfg.apply_rope_fusion)
+        "apply_rope_fusion": cfg.apply_rope_fusion
         and cfg.position_embedding_type == "rope"
         and not cfg.rotary_interleaved,
     }
+    return {name: use_transformer_engine() and bool(value) for name, value in asked.items()}
 
 
 # They choose kernels that compute the same: these by keys of their own, ...

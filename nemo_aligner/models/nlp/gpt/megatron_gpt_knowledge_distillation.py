@@ -103,16 +103,8 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         self.rollout_micro_batch_size: int | None = own.rollout_micro_batch_size
         self.logits_scale: float = distillation.logits_scale
         self.outside_top_k: str = distillation.outside_top_k
-        self.loss_settings: dict[str, Any] = {
-            key: distillation[key]
-            for key in (
-                "kd_loss",
-                "jsd_beta",
-                "target_logits_scale",
-                "kd_loss_weight",
-                "sft_loss_weight",
-            )
-        }
+        names = "kd_loss jsd_beta target_logits_scale kd_loss_weight sft_loss_weight".split()
+        self.loss_settings: dict[str, Any] = {name: distillation[name] for name in names}
 
     @torch.no_grad()
     def respond(self, prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:

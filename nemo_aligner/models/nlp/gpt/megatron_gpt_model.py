@@ -174,14 +174,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         self.check_config(cfg)
         if notes and is_rank_zero():
             logging.warning("Without effect on the model:\n  " + "\n  ".join(notes))
-        parallel_state.initialize(
-            tensor_model_parallel_size=cfg.tensor_model_parallel_size,
-            pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=cfg.virtual_pipeline_model_parallel_size,
-            context_parallel_size=cfg.context_parallel_size,
-            expert_model_parallel_size=cfg.expert_model_parallel_size,
-            seed=cfg.seed,
-        )
+        sizes = {name: cfg[name] for name in parallel_state.SIZES}
+        parallel_state.initialize(**sizes, seed=cfg.seed)
         super().__init__(cfg, trainer=trainer)
         self.tokenizer = build_tokenizer(self.cfg.tokenizer)
         self.transformer_config = build_transformer_config(self.cfg)
@@ -300,12 +294,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         # place.
         for part in chained_optimizers(self._optimizer):
             for state in part.optimizer.state.values() if part.optimizer is not None else ():
-                tensors = {
-                    name: value
-                    for name, value in state.items()
-                    if isinstance(value, Tensor) and value.dim() > 0
-                }
-                state.update({name: value.to(device) for name, value in tensors.items()})
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        state[name] = value.to(device)
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
@@ -498,34 +489,30 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         reward model's head, for which Hugging Face has no place; all ranks call it, and rank 0
         writes. `UserError` on all ranks, if it cannot be written.
         """
+        from nemo_aligner.checkpoint.hugging_face import writing
+
         try:
             with failing_together():
                 if parallel_state.get_rank() == 0:
-                    self._write_hugging_face(folder, weights)
+                    source = TorchDistTensors(weights)
+                    bias = writing.head_bias(source)
+                    if bias and any(bias):
+                        logging.warning(
+                            f"{folder} lacks the bias {bias} of the head, for which Hugging Face "
+                            "has no place: its rewards are those of this model less the bias."
+                        )
+                    self._write_hugging_face(folder, source)
+                    logging.info(f"saved {folder}")
         except UserError as error:
             raise UserError(
                 f"{folder} could not be written: {error}. The checkpoint is complete."
             ) from error
 
-    def _write_hugging_face(self, folder: Path, weights: Path) -> None:
+    def _write_hugging_face(self, folder: Path, source: TensorSource) -> None:
         from nemo_aligner.checkpoint.hugging_face import reading, writing
 
         rows = reading.vocab_rows(self.cfg, lambda: self.tokenizer.vocab_size)
-        source = TorchDistTensors(weights)
-        self._warn_of_head_bias(folder, source)
         writing.write_folder(folder, source, self.cfg, rows, drop_head_bias=True)
-        logging.info(f"saved {folder}")
-
-    @staticmethod
-    def _warn_of_head_bias(folder: Path, source: TensorSource) -> None:
-        from nemo_aligner.checkpoint.hugging_face import writing
-
-        bias = writing.head_bias(source)
-        if bias and any(bias):
-            logging.warning(
-                f"{folder} lacks the bias {bias} of the head, for which Hugging Face has no "
-                "place: its rewards are those of this model less the bias."
-            )
 
     def save_config_to(self, folder: Path) -> None:
         """Write configuration and tokenizer into `folder`, as a `.nemo` has; one rank calls it."""

@@ -229,9 +229,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return dataclasses.replace(self.generation_params, return_logprobs=wanted)
 
     def _seeds_of_prompts(self, prompts: Tensor, lengths: Tensor) -> Tensor:
-        """A seed int64 `[B]` for each prompt: a polynomial hash (mod 2^61 - 1) of its tokens mixed
-        with `model.seed`.
-        """
+        """int64 `[B]`: a polynomial hash (mod 2^61 - 1) of a prompt, mixed with `model.seed`."""
         hashes = []
         for tokens, length in zip(prompts.tolist(), lengths.tolist(), strict=True):
             value = length

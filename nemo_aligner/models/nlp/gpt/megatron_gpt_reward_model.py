@@ -76,12 +76,10 @@ class MegatronGPTRewardModel(
         self.pair_loss = "regular_bt"
         self.pairs_per_micro_batch: int = self.cfg.micro_batch_size
         self.forward_micro_batch_size: int = self.cfg.forward_micro_batch_size
-        self.reward_mean_std: tuple[float, float] | None = None
-        if self.cfg.reward_standardization.enable:
-            self.reward_mean_std = (
-                self.cfg.reward_standardization.mean,
-                self.cfg.reward_standardization.std,
-            )
+        standard = self.cfg.reward_standardization
+        self.reward_mean_std: tuple[float, float] | None = (
+            (standard.mean, standard.std) if standard.enable else None
+        )
 
     @classmethod
     def check_config(cls, cfg: DictConfig) -> None:

@@ -29,10 +29,9 @@ def held_out_text(
         metrics, samples: an entry of `SupervisedTrainer.held_out`.
         num_attributes: of the reward model; with several, the correlation of each is named.
     """
-    key, name, unit = {
-        RewardModelType.BINARY_RANKING: ("acc", "accuracy", "pairs"),
-        RewardModelType.REGRESSION: ("correlation", "correlation", "labels"),
-    }[RewardModelType.BINARY_RANKING if "acc" in metrics else kind]
+    key, name, unit = "correlation", "correlation", "labels"
+    if "acc" in metrics or kind is RewardModelType.BINARY_RANKING:
+        key, name, unit = "acc", "accuracy", "pairs"
     value = f"{metrics[key]:.3f}" if key in metrics else "undefined"
     by_attribute = [
         f"{attribute}: {metrics[f'correlation_{attribute}']:.3f}"

@@ -18,12 +18,13 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 from nemo.utils import logging
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from transformers import GPT2Tokenizer
 
 from nemo_aligner.checkpoint.file_references import check_not_outside, unmarked
 from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.inert_keys import to_plain
 from nemo_aligner.core.errors import ConfigError, UserError
 from nemo_aligner.core.leftovers import temporary_folder
 from nemo_aligner.core.tokenizer import set_end_ids
@@ -88,17 +89,17 @@ def build_tokenizer(cfg: DictConfig) -> TokenizerSpec:
     if legacy is None and (cfg.get("special_tokens") or cfg.get("additional_special_tokens")):
         cfg.sentencepiece_legacy = True  # NeMo's default, which alone lets tokens be added
     tokenizer = BUILDERS[cfg.library](cfg)
-    more = _plain(cfg, "additional_special_tokens")
+    more = to_plain(cfg.get("additional_special_tokens"))
     if more:
         _add_tokens(tokenizer, more, cfg.library)
-    set_end_ids(tokenizer, _plain(cfg, "end_token_ids") or ())
-    setattr(tokenizer, KEPT_FORM, _plain(cfg, KEPT_FORM))
+    set_end_ids(tokenizer, to_plain(cfg.get("end_token_ids")) or ())
+    setattr(tokenizer, KEPT_FORM, to_plain(cfg.get(KEPT_FORM)))
     return tokenizer
 
 
 def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
     _check_file(cfg, "model", "a SentencePiece .model file")
-    special_tokens = _plain(cfg, "special_tokens")
+    special_tokens = to_plain(cfg.get("special_tokens"))
     if not cfg.sentencepiece_legacy and (special_tokens or cfg.get("additional_special_tokens")):
         raise ConfigError(
             "model.tokenizer.special_tokens and additional_special_tokens need "
@@ -106,7 +107,7 @@ def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
             "SentencePiece model."
         )
     for key in ("special_tokens", "additional_special_tokens"):
-        _check_one_text_per_kind(key, _plain(cfg, key))
+        _check_one_text_per_kind(key, to_plain(cfg.get(key)))
     if special_tokens:
         logging.warning(
             "model.tokenizer.special_tokens adds its tokens to the SentencePiece model. NeMo "
@@ -116,7 +117,7 @@ def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
         cfg.model,
         special_tokens=special_tokens or None,
         legacy=cfg.sentencepiece_legacy,
-        chat_template=_plain(cfg, "chat_template"),
+        chat_template=to_plain(cfg.get("chat_template")),
     )
     if tokenizer.legacy:  # in which NeMo's wrapper knows only the tokens that it was given
         model = tokenizer.tokenizer
@@ -149,7 +150,7 @@ def _hugging_face(cfg: DictConfig) -> AutoTokenizer:
 
 def _auto_tokenizer(cfg: DictConfig, name: str, shown: object) -> AutoTokenizer:
     """NeMo's wrapper of the Hugging Face tokenizer `name`, which messages call `shown`."""
-    special_tokens = _plain(cfg, "special_tokens") or {}
+    special_tokens = to_plain(cfg.get("special_tokens")) or {}
     if not isinstance(special_tokens, dict):
         special_tokens = {"additional_special_tokens": special_tokens}
     try:
@@ -157,7 +158,7 @@ def _auto_tokenizer(cfg: DictConfig, name: str, shown: object) -> AutoTokenizer:
             name,
             use_fast=cfg.use_fast,
             trust_remote_code=bool(cfg.get("trust_remote_code")),
-            chat_template=_plain(cfg, "chat_template"),
+            chat_template=to_plain(cfg.get("chat_template")),
             **special_tokens,
         )
     except TypeError as error:
@@ -225,7 +226,7 @@ BUILDERS: dict[str, Callable[[DictConfig], TokenizerSpec]] = {
     "huggingface": _hugging_face,
     "megatron": _megatron,
     "tiktoken": _tiktoken,
-    "byte-level": lambda cfg: ByteLevelTokenizer(_plain(cfg, "special_tokens") or {}),
+    "byte-level": lambda cfg: ByteLevelTokenizer(to_plain(cfg.get("special_tokens")) or {}),
 }
 
 
@@ -271,9 +272,3 @@ def _check_file(cfg: DictConfig, key: str, what: str) -> None:
     check_not_outside(f"model.tokenizer.{key}", path)
     if not path or not Path(path).is_file():
         raise UserError(f"model.tokenizer.{key}={path} does not exist; give the path of {what}.")
-
-
-def _plain(cfg: DictConfig, key: str) -> Any:
-    """The value of a key as plain Python."""
-    value = cfg.get(key)
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
