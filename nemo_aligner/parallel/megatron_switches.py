@@ -60,7 +60,7 @@ _OF_CLASS = object()
 
 
 @contextlib.contextmanager
-def _changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Inside, attributes have other values: (owner, name, value) each."""
     changes = list(changes)
     before = [(owner, name, vars(owner).get(name, _OF_CLASS)) for owner, name, _ in changes]
@@ -115,7 +115,7 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
     for chunk in training:
         chunk.eval()
     try:
-        with _changed(changes):
+        with changed(changes):
             set_context([[None, None, None, setting[-1]] for setting in settings])
             yield
     finally:
@@ -128,7 +128,7 @@ def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContext
     """If `wanted`, let pipeline stages tell each other the shape of every tensor that they send:
     micro-batches may then differ in width and in number of samples.
     """
-    return _changed([(config, "variable_seq_lengths", wanted)])
+    return changed([(config, "variable_seq_lengths", wanted)])
 
 
 def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
@@ -143,7 +143,7 @@ def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextMan
         return [mixed + fp32 for mixed, fp32 in both]
 
     mixed = [part for part in optimizers if hasattr(part, "fp32_from_fp32_groups")]
-    return _changed((part, "float16_groups", groups(part)) for part in mixed)
+    return changed((part, "float16_groups", groups(part)) for part in mixed)
 
 
 def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
@@ -167,7 +167,7 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractConte
 
     distributed = [part for part in optimizers if isinstance(part, DistributedOptimizer)]
     buffers = [buffer for part in distributed for buffer in part.buffers]
-    return _changed((buffer, "param_index_map", places(buffer)) for buffer in buffers)
+    return changed((buffer, "param_index_map", places(buffer)) for buffer in buffers)
 
 
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
@@ -175,7 +175,7 @@ def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManag
 
     Megatron Core matches them by settings, which two groups of different dtype may share.
     """
-    return _changed(
+    return changed(
         (part, "_filter_and_reorder_param_groups", lambda _own, given: given)
         for part in optimizers
         if not isinstance(part, DistributedOptimizer)

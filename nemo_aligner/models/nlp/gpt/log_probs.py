@@ -27,6 +27,7 @@ from nemo_aligner.core.types import SFTBatch
 from nemo_aligner.models.nlp.gpt.adapter_mixin import NLPAdapterModelMixin
 from nemo_aligner.parallel.collectives import sum_over_dp
 from nemo_aligner.parallel.device import get_device
+from nemo_aligner.parallel.megatron_switches import changed
 from nemo_aligner.parallel.vocab_parallel import (
     from_parallel_logits_to_logprobs,
     logprobs_and_entropy,
@@ -64,11 +65,10 @@ class LogProbsMixin(NLPAdapterModelMixin):
         )
 
     def _distribution(self) -> dict[str, Any]:
-        # As in sampling: ids in the padding of the vocabulary are not tokens.
-        vocab_size = self.tokenizer.vocab_size
         return {
             "temperature": self.temperature,
-            "vocab_size": vocab_size,
+            # As in sampling: ids in the padding of the vocabulary are not tokens.
+            "vocab_size": self.tokenizer.vocab_size,
             "overwrite_logits": True,
         }
 
@@ -213,16 +213,11 @@ class ReferencePolicyMixin(LogProbsMixin):
         if not self._reference_is_base():
             self.init_policy_state_dict = self.weights_to_cpu()
 
-    @contextlib.contextmanager
-    def as_reference_policy(self) -> Iterator[None]:
+    def as_reference_policy(self) -> AbstractContextManager[None]:
         """Inside, the present weights (with adapters: their base) are the reference policy, which
         needs no copy. For the time before training and before a checkpoint is resumed.
         """
-        self._is_reference = True
-        try:
-            yield
-        finally:
-            self._is_reference = False
+        return changed([(self, "_is_reference", True)])
 
     def init_peft(self, peft_cfg: DictConfig | Mapping[str, Any] | None) -> None:
         super().init_peft(peft_cfg)

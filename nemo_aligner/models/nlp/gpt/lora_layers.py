@@ -19,7 +19,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from torch import Tensor
 from nemo_aligner.config.peft_rules import SPLIT_BY_ROWS, TARGETS, LoRASettings
 from nemo_aligner.core.lora import delta, expand_blocks, gated_blocks, qkv_blocks
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.megatron_switches import changed
 
 ADAPTER = "lora"  # name of the adapter in its linear layer
 GATED = "mlp_fc1"
@@ -49,13 +50,9 @@ def blocks_of_rows(target: str, rows: int, config: TransformerConfig) -> Tensor:
     belongs to; 0 for other weights.
     """
     if target == "attention_qkv":
-        heads, groups, size = (
-            config.num_attention_heads,
-            config.num_query_groups,
-            config.kv_channels,
-        )
+        groups, size = config.num_query_groups, config.kv_channels
         assert groups is not None and size is not None  # Megatron Core sets them
-        per_group = heads // groups
+        per_group = config.num_attention_heads // groups
         return qkv_blocks(rows // (size * (per_group + 2)), per_group, size)
     if target == GATED and config.gated_linear_unit:
         return gated_blocks(rows)
@@ -125,11 +122,9 @@ class LoRA(torch.nn.Module):
         self.a = torch.nn.Parameter(a.to(**like))
         self.b = torch.nn.Parameter(b.to(**like))
         split, whole = (self.b, self.a) if self.by_rows else (self.a, self.b)
-        for parameter, is_split, axis in (
-            (split, True, 0 if self.by_rows else 1),
-            (whole, False, 0),
-        ):
-            tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_split, axis, 1)
+        mark = tensor_parallel.set_tensor_model_parallel_attributes
+        mark(split, True, 0 if self.by_rows else 1, 1)
+        mark(whole, False, 0, 1)
         if self.sequence_parallel:
             whole.sequence_parallel = True  # type: ignore[attr-defined]  # Megatron Core reads it
 
@@ -300,16 +295,9 @@ def add_adapters(
     return added
 
 
-@contextmanager
-def disabled(adapters: list[tuple[Any, LoRA]]) -> Iterator[None]:
+def disabled(adapters: list[tuple[Any, LoRA]]) -> AbstractContextManager[None]:
     """Inside, the layers compute without their adapters."""
-    for _linear, adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for _linear, adapter in adapters:
-            adapter.enabled = True
+    return changed((adapter, "enabled", False) for _linear, adapter in adapters)
 
 
 @contextmanager
