@@ -52,16 +52,16 @@ class Touched(NamedTuple):
     name: str
     reason: str
     where: str
-    counterpart: Any = None  # what replaces it for the whole process
-    from_original: bool = False  # it is replaced by what `counterpart` makes of it
+    # makes of it what replaces it for the whole process
+    replacement: Callable[[Any], Any] = lambda original: original
 
 
 def _touched(
-    where: str, reason: str, names: str, counterpart: Any = None, from_original: bool = False
+    where: str, reason: str, names: str, *replacement: Callable[[Any], Any]
 ) -> list[Touched]:
     """`names`, "module:name ...", as far as the installed release has them."""
     return [
-        Touched(module, name, reason, where, counterpart, from_original)
+        Touched(module, name, reason, where, *replacement)
         for module, name in (each.split(":") for each in names.split())
         if Version(SINCE.get(f"{module}:{name}", "0")) <= _RELEASE
         and _RELEASE < Version(UNTIL.get(f"{module}:{name}", "99"))
@@ -69,14 +69,6 @@ def _touched(
 
 
 _Gather = Callable[[Tensor, ProcessGroup, list[int] | None, bool], Tensor]
-
-
-def _get_rng_state(*_args: Any, **_kwargs: Any) -> Tensor:
-    return torch.random.get_rng_state()
-
-
-def _set_rng_state(new_state: Tensor, *_args: Any, **_kwargs: Any) -> None:
-    torch.random.set_rng_state(new_state)
 
 
 def _gather_unequal_shares(
@@ -189,20 +181,13 @@ REMAPPED_CONSTANTS = _touched(
 )
 
 
-def _replaced(
-    reason: str, counterpart: Any, names: str, from_original: bool = False
-) -> list[Touched]:
-    return _touched(_ADAPT, reason, names, counterpart, from_original)
+def _replaced(reason: str, counterpart: Any, names: str) -> list[Touched]:
+    return _touched(_ADAPT, reason, names, lambda _original: counterpart)
 
 
 def _around(function: Callable[..., Any], reason: str, names: str) -> list[Touched]:
     """Replaced by `function`, which gets the original as its first argument."""
-    return _replaced(
-        reason,
-        lambda original: functools.partial(function, original),
-        names,
-        from_original=True,
-    )
+    return _touched(_ADAPT, reason, names, lambda original: functools.partial(function, original))
 
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -224,10 +209,14 @@ REPLACED = [
     ),
     *_replaced(
         _RNG,
-        _get_rng_state,
+        lambda *_args, **_kwargs: torch.random.get_rng_state(),
         "torch.cuda:get_rng_state megatron.core.tensor_parallel.random:_get_cuda_rng_state",
     ),
-    *_replaced(_RNG, _set_rng_state, "megatron.core.tensor_parallel.random:_set_cuda_rng_state"),
+    *_replaced(
+        _RNG,
+        lambda new_state, *_args, **_kwargs: torch.random.set_rng_state(new_state),
+        "megatron.core.tensor_parallel.random:_set_cuda_rng_state",
+    ),
     *_replaced(_RNG, torch.manual_seed, "torch.cuda:manual_seed"),
     *_replaced(
         "broadcast_data and the exchange of checkpoints move tensors with it",
@@ -281,11 +270,11 @@ REPLACED_FOR_NATIVE_ADAM = [
         _set_optimizer_states,
         f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
     ),
-    *_replaced(
+    *_touched(
+        _ADAPT,
         "one 'step' tensor shared by all parameters would be advanced once per parameter",
-        _loading_with_own_steps,
         f"{_OPTIMIZER}.load_state_dict",
-        from_original=True,
+        _loading_with_own_steps,
     ),
 ]
 
@@ -491,5 +480,4 @@ def adapt_megatron_core() -> None:
             function.__code__ = _cpu_constant(function.__code__)
     for touched in replaced:
         owner, name, original = resolve(touched.module, touched.name)
-        given = touched.counterpart
-        setattr(owner, name, given(original) if touched.from_original else given)
+        setattr(owner, name, touched.replacement(original))
