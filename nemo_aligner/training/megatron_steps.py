@@ -34,6 +34,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import broadcast_tensor_within_pp
 from nemo_aligner.parallel.context_parallel import take_share
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import shapes_exchanged
@@ -371,22 +372,12 @@ def forward_collect(
     )
     _count(FORWARD, model_chunks[0], plan, lengths, batch)
     outputs = _run_schedule(model_chunks, batch, plan, output_fn, model_inputs, forward_only=True)
-    is_last = parallel_state.is_pipeline_last_stage()
-    collected = torch.empty(0)
-    if is_last:
+    collected = None
+    if parallel_state.is_pipeline_last_stage():
         collected = _in_order(outputs, plan, rows, columns if by_position else None)
         if by_position and lengths is not None:
             _clear_beyond(collected, lengths - (columns - collected.size(1)))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        shape, dtype = broadcast_from_last_stage((collected.shape, collected.dtype))
-        if not is_last:
-            collected = torch.empty(shape, dtype=dtype, device=get_device())
-        torch.distributed.broadcast(
-            collected,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-    return collected
+    return broadcast_tensor_within_pp(collected)
 
 
 def _count(

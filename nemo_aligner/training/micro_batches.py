@@ -152,17 +152,17 @@ def plan_of_rank(
     config = get_model_config(model_chunks[0])
     rows, columns = tokens.shape
     group = micro_batch_group(model_chunks)
-    if training and (micro_batch_tokens is None or keep_order):
+    by_tokens = None if keep_order else micro_batch_tokens
+    if training and by_tokens is None:
         _check_micro_batches(rows, micro_batch_size, group)
     if lengths is None:
         lengths = torch.full((rows,), columns)
     longest = lengths.reshape(-1, together).amax(1).clamp(max=columns)
     widths = [_padded_width(width, config) for width in longest.tolist()]
-    by_tokens = micro_batch_tokens is not None and not keep_order
     count = (
-        fewest_micro_batches(widths, micro_batch_tokens // together)
-        if micro_batch_tokens is not None and by_tokens
-        else -(-rows // micro_batch_size)
+        -(-rows // micro_batch_size)
+        if by_tokens is None
+        else fewest_micro_batches(widths, by_tokens // together)
     )
     count = -(-count // group) * group
     if parallel_state.get_expert_model_parallel_world_size() > 1:
@@ -176,7 +176,8 @@ def plan_of_rank(
                 f"multiple of model.pipeline_model_parallel_size={group}. Raise "
                 "model.global_batch_size."
             )
-    plan = plan_micro_batches(widths, count, even_tokens=by_tokens, keep_order=keep_order)
+    even_tokens = by_tokens is not None
+    plan = plan_micro_batches(widths, count, even_tokens=even_tokens, keep_order=keep_order)
     return with_rows_together(plan, together)
 
 

@@ -112,10 +112,7 @@ def wrap_with_ddp(
 
 def _with_given_fields(config_class: type, optim_cfg: DictConfig, **settings: Any) -> Any:
     """Megatron Core's configuration of `settings` and of the fields among
-    `model.optim.mcore_customization_config` that are its own.
-
-    Raises:
-        ConfigError: a field is of neither configuration, or cannot be given.
+    `model.optim.mcore_customization_config` that are its own; `ConfigError`: one cannot be given.
     """
     section = to_plain(optim_cfg.get("mcore_customization_config")) or {}
     classes = (DistributedDataParallelConfig, OptimizerConfig)
@@ -158,11 +155,9 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
         inner = part.optimizer
         if is_sgd(part):
             part.init_state_fn = _start_momentum
-            if inner is not None:
-                _start_momentum(inner)
-        if is_sgd(part) or inner is None:
+        if inner is None:
             continue
-        if not is_pytorch_adam(inner):  # Transformer Engine's or apex's
+        if not is_pytorch_adam(inner):  # SGD, or Transformer Engine's or apex's Adam
             part.init_state_fn(inner, part.config)
             continue
         for group in inner.param_groups:
@@ -191,7 +186,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
             inner.register_load_state_dict_post_hook(set_fused)
 
 
-def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig | None = None) -> None:
+def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig) -> None:
     """Give SGD with momentum the buffer 0, which changes nothing of its first step."""
     for group in inner.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
@@ -420,8 +415,7 @@ def optimizer_step(
     if not succeeded or (grad_norm is not None and not math.isfinite(grad_norm)):
         raise NonFiniteError(
             f"the gradient norm is {grad_norm}: the update would destroy the weights. Lower "
-            "model.optim.lr or check "
-            "the data."
+            "model.optim.lr or check the data."
         )
     scheduler.step(increment=1)
     return grad_norm if (clip_val or 0.0) > 0 else None

@@ -34,11 +34,9 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
                 f"fraction of the data, at most 1.0; write {int(limit_batches)} without the point "
                 "for a number of batches."
             )
-        if limit_batches:
-            # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
-            limit_batches = max(int(number_of_batches * limit_batches + 1e-6), 1)
-        else:
-            limit_batches = 0
+        # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
+        share = int(number_of_batches * limit_batches + 1e-6)
+        limit_batches = max(share, 1) if limit_batches else 0
     return min(number_of_batches, limit_batches)
 
 

@@ -42,16 +42,13 @@ class StopRequests:
         max_steps: steps of the whole job.
     """
 
-    received: signal.Signals | None
-    step: int | None
-    has_trained: bool
-
     def __init__(self) -> None:
         self._watching = self._in_loop = False
         self._clear()
 
     def _clear(self) -> None:
-        self.received = self.step = None
+        self.received: signal.Signals | None = None
+        self.step: int | None = None
         self.has_trained = False
         self.max_steps = 0
         self._saves = True
