@@ -173,9 +173,7 @@ def _serve_function(cfg: DictConfig) -> None:
 
 
 def _tokenizer_config(cfg: DictConfig) -> DictConfig:
-    """`tokenizer` of `rm_model_file`, with what is given in `model.tokenizer` over it; without a
-    file the latter.
-    """
+    """`tokenizer` of `rm_model_file`, if any, with what `model.tokenizer` gives over it."""
     from nemo_aligner.checkpoint.sources import open_source
     from nemo_aligner.launch.model_loading import load_and_override_model_config
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs that learn from data, and the one that writes such data."""
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,14 +171,10 @@ def train_distill(cfg: DictConfig) -> None:
     if fraction is None:
         train_supervised(cfg, job, model, loaders)
         return
-    teacher = RemoteTeacherClient(
-        cfg.remote_teacher, model.tokenizer, cfg.model.encoder_seq_length
-    )
-    try:
+    length = cfg.model.encoder_seq_length
+    with closing(RemoteTeacherClient(cfg.remote_teacher, model.tokenizer, length)) as teacher:
         trainer_class = partial(OnPolicyDistillationTrainer, teacher=teacher, fraction=fraction)
         train_supervised(cfg, job, model, loaders, trainer_class)
-    finally:
-        teacher.close()
 
 
 @job_main("compute_topk_logits")

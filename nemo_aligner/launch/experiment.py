@@ -219,8 +219,7 @@ def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
         options.resume_from_checkpoint = None
         options.max_time_per_run = None
         options.seconds_to_sleep = 0
-        options.pop("checkpoint_callback_params", None)
-        for key in INERT_EXPERIMENT:
+        for key in ("checkpoint_callback_params", *INERT_EXPERIMENT):
             options.pop(key.removeprefix("exp_manager."), None)
     try:
         log_dir = Path(nemo_exp_manager(trainer, options))

@@ -182,29 +182,17 @@ def launch_processes(trainer: Trainer | None) -> None:
         endings.adopt(getattr(strategy.launcher, "procs", []))
     share_gloo_devices()
     if isinstance(strategy, DDPStrategy):
-        _join_on_loopback(strategy)
+        strategy.set_world_ranks()
+        assert environment is not None
+        backend = strategy.process_group_backend or get_backend()
+        rank, ranks = environment.global_rank(), environment.world_size()
+        place = environment.main_address, environment.main_port
+        if join_on_loopback(backend, rank, ranks, *place, TIMEOUT) and backend == "nccl":
+            atexit.register(torch.distributed.destroy_process_group)  # as Lightning does
     strategy.setup_environment()  # joins the other ranks unless this process has
     if isinstance(trainer, JobTrainer):
         settings = complete(trainer.job_cfg.trainer, "gpt_sft", "trainer")
         watch(settings.hang_timeout_s, trainer.global_rank, trainer.world_size)
-
-
-def _join_on_loopback(strategy: DDPStrategy) -> None:
-    """Join the ranks of a job on one machine where no other machine can."""
-    strategy.set_world_ranks()
-    environment = strategy.cluster_environment
-    assert environment is not None
-    backend = strategy.process_group_backend or get_backend()
-    joined = join_on_loopback(
-        backend,
-        environment.global_rank(),
-        environment.world_size(),
-        environment.main_address,
-        environment.main_port,
-        TIMEOUT,
-    )
-    if joined and backend == "nccl":
-        atexit.register(torch.distributed.destroy_process_group)  # as Lightning does
 
 
 def init_distributed(ptl_trainer: Trainer, ptl_model: object = None, use_te: bool = False) -> None:
