@@ -87,10 +87,7 @@ class CustomLoggerWrapper:
         new = dataframe.iloc[max(seen, 0) if seen <= len(dataframe) else 0 :]
         self._rows_written[key] = dropped + len(dataframe)
         if len(new):
-            rows = [
-                {str(name): _plain(value) for name, value in row.items()}
-                for row in new.to_dict("records")
-            ]
+            rows = new.to_dict("records")
             self._write("tables", {"key": key, "step": step, "time": time.time(), "rows": rows})
 
     def log_samples(self, name: str, rows: list[dict[str, Any]], step: int | None = None) -> None:
