@@ -74,7 +74,6 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
     def get_inference_params(self) -> dict[str, Any]:
         return self._inference_params
 
-    @torch.no_grad()
     def generate(
         self,
         inputs: Sequence[str] | tuple[Tensor, Tensor],

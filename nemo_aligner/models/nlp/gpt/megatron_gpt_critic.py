@@ -9,7 +9,6 @@ token t+1.
 
 from enum import Enum
 
-import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
@@ -191,7 +190,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self._load(StateDictState.CRITIC)
         return super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
 
-    @torch.no_grad()
     def infer_rm_critic(
         self,
         inputs: list[str] | tuple[Tensor, Tensor],
@@ -208,7 +206,6 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             outputs[state] = super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
         return outputs[StateDictState.REWARD].reshape(-1), outputs[StateDictState.CRITIC]
 
-    @torch.no_grad()
     def infer_rewards(
         self,
         inputs: list[str] | tuple[Tensor, Tensor],

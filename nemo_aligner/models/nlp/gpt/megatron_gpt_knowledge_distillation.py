@@ -106,7 +106,6 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         names = "kd_loss jsd_beta target_logits_scale kd_loss_weight sft_loss_weight".split()
         self.loss_settings: dict[str, Any] = {name: distillation[name] for name in names}
 
-    @torch.no_grad()
     def respond(self, prompts: Tensor, lengths: Tensor, seeds: Tensor) -> GenerationOutput:
         """The student's responses to this data-parallel rank's prompts, without dropout; all ranks
         call it, with arguments as of `MegatronGenerator.generate`.

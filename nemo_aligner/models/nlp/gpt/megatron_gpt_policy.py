@@ -138,7 +138,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self.set_eval()
         self.offload_adam_states()
 
-    @torch.no_grad()
     def infer(self, inference_batch: InferenceBatch) -> Rollout:
         """Sample one response to each prompt; every rank of a TP x PP x CP group calls it with the
         same prompts.
@@ -168,7 +167,6 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
             )
         return _rollout(generated, lengths)
 
-    @torch.no_grad()
     def infer_all(
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
