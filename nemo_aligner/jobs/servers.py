@@ -20,12 +20,10 @@ from nemo_aligner.launch.job_entry import job_main
 from nemo_aligner.launch.start_up import long_imports
 
 
-def jobs_with_critic(cfg: DictConfig) -> int:
-    """This one, the actor, and the rewards if they are elsewhere."""
-    return 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3
-
-
-@job_main("gpt_ppo_critic", jobs=jobs_with_critic)
+# With the actor, and the rewards if they are elsewhere.
+@job_main(
+    "gpt_ppo_critic", jobs=lambda cfg: 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3
+)
 def serve_critic(cfg: DictConfig) -> None:
     r"""Serve the critic of a PPO job, and its reward model too.
 

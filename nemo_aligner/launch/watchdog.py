@@ -112,7 +112,8 @@ class Watchdog:
 
     def _end_the_job(self) -> None:
         frame = sys._current_frames()[self._main or 0]
-        mine = {"phase": progress.phase, "place": _place(frame), "waits": _waits(frame)}
+        in_collective = "/torch/distributed/" in frame.f_code.co_filename
+        mine = {"phase": progress.phase, "place": _place(frame), "waits": in_collective}
         mine["stack"] = "".join(traceback.format_stack(frame))
         found, is_said = {self.rank: mine}, False
         try:
@@ -171,11 +172,6 @@ class Watchdog:
             + "; ".join(parts[:NAMED])
             + more
         )
-
-
-def _waits(frame: FrameType) -> bool:
-    """Whether the frame waits for other ranks: it is in a collective."""
-    return "/torch/distributed/" in frame.f_code.co_filename
 
 
 def _place(frame: FrameType | None) -> str:

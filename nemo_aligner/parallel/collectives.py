@@ -171,8 +171,7 @@ def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -
     dist.broadcast_object_list(outcome, src=first, group=group, device=get_device())
     if outcome[1] is not None:
         raise outcome[1]
-    result: T = outcome[0]
-    return result
+    return outcome[0]
 
 
 def _all_reduce(

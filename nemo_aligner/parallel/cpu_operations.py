@@ -135,8 +135,7 @@ def swiglu(both: Tensor) -> Tensor:
     The numbers are those of separate operations; the gradients of both halves are written where
     they lie, not joined afterwards.
     """
-    result: Tensor = _SwiGLU.apply(both)
-    return result
+    return _SwiGLU.apply(both)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -166,8 +165,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x` `[..., h]` over its root mean square, times `weight` `[h]`, both float32."""
     if not torch.is_grad_enabled():
         return F.rms_norm(x, weight.shape, weight, eps)
-    result: Tensor = _RMSNorm.apply(x.contiguous(), weight, eps)
-    return result
+    return _RMSNorm.apply(x.contiguous(), weight, eps)
 
 
 class _Rotation(torch.autograd.Function):
@@ -217,5 +215,4 @@ def apply_rotary(
     if rotary_interleaved or any(latent.values()):
         return original(t, freqs, rotary_interleaved, mscale=mscale, **latent)
     cos, sin = (freqs.cos() * mscale).to(t.dtype), (freqs.sin() * mscale).to(t.dtype)
-    result: Tensor = _Rotation.apply(t, cos, sin)
-    return result
+    return _Rotation.apply(t, cos, sin)

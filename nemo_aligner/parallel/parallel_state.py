@@ -180,8 +180,7 @@ def _of_megatron(name: str, alone: T, **options: Any) -> Callable[..., T]:
     def get(*given: Any, **more: Any) -> T:
         if not is_initialized():
             return alone
-        result: T = getattr(_mcore, name)(*given, **options, **more)
-        return result
+        return getattr(_mcore, name)(*given, **options, **more)
 
     get.__name__ = name
     return get

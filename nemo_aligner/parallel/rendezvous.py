@@ -41,9 +41,7 @@ def join_on_loopback(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store: dist.Store = dist.HashStore()
     if world_size > 1:
-        listening = None
-        if rank == 0:
-            listening = socket.create_server(("127.0.0.1", port)).detach()
+        listening = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
         store = dist.TCPStore(
             "127.0.0.1",
             port,

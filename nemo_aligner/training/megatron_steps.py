@@ -90,8 +90,7 @@ def _call_model(
     )
     tokens, position_ids = take_share(tokens, 1), take_share(position_ids, 1)
     inputs = {key: micro_batch[key] for key in model_inputs}
-    output: torch.Tensor = model(tokens, position_ids, None, **inputs, **_output_options(model))
-    return output
+    return model(tokens, position_ids, None, **inputs, **_output_options(model))
 
 
 def _call_packed(
@@ -113,7 +112,7 @@ def _call_packed(
     ends = torch.tensor([flat.numel()], device=flat.device)
     starts = torch.cat([(flat[0] == 0).nonzero()[:, 0], ends]).to(torch.int32)
     longest = int(flat.max()) + 1
-    output: torch.Tensor = model(
+    return model(
         tokens.reshape(1, -1),
         flat,
         None,
@@ -126,7 +125,6 @@ def _call_packed(
         ),
         **_output_options(model),
     )
-    return output
 
 
 def _output_options(model: Any) -> dict[str, bool]:
@@ -323,8 +321,7 @@ def _sum_over_data_parallel(totals: Batch) -> tuple[dict[str, float], Batch]:
         totals = {key: x.reshape(totals[key].shape) for key, x in zip(keys, sums, strict=True)}
     metrics = {key: float(total) for key, total in totals.items() if total.dim() == 0}
     moments = {key: total for key, total in totals.items() if total.dim() > 0}
-    result: tuple[dict[str, float], Batch] = broadcast_from_last_stage((metrics, moments))
-    return result
+    return broadcast_from_last_stage((metrics, moments))
 
 
 @torch.no_grad()
@@ -376,7 +373,9 @@ def forward_collect(
     if parallel_state.is_pipeline_last_stage():
         collected = _in_order(outputs, plan, rows, columns if by_position else None)
         if by_position and lengths is not None:
-            _clear_beyond(collected, lengths - (columns - collected.size(1)))
+            column = torch.arange(collected.size(1), device=collected.device)
+            counts = (lengths - (columns - collected.size(1))).to(collected.device)
+            collected[column >= counts.unsqueeze(1)] = 0
     return broadcast_tensor_within_pp(collected)
 
 
@@ -416,9 +415,3 @@ def _in_order(
         else:
             collected[places, : output.size(1)] = output
     return collected
-
-
-def _clear_beyond(values: torch.Tensor, counts: torch.Tensor) -> None:
-    """Set `values` `[B, C, ...]` to 0 from column `counts` `[B]` of each row on."""
-    column = torch.arange(values.size(1), device=values.device)
-    values[column >= counts.to(values.device).unsqueeze(1)] = 0

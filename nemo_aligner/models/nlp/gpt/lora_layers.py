@@ -50,9 +50,8 @@ def blocks_of_rows(target: str, rows: int, config: TransformerConfig) -> Tensor:
     belongs to; 0 for other weights.
     """
     if target == "attention_qkv":
-        groups, size = config.num_query_groups, config.kv_channels
-        assert groups is not None and size is not None  # Megatron Core sets them
-        per_group = config.num_attention_heads // groups
+        size = config.kv_channels
+        per_group = config.num_attention_heads // config.num_query_groups
         return qkv_blocks(rows // (size * (per_group + 2)), per_group, size)
     if target == GATED and config.gated_linear_unit:
         return gated_blocks(rows)

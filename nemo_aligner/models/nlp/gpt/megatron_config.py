@@ -275,8 +275,7 @@ NORMALIZATIONS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm
 
 def torch_dtype(precision: str | int) -> torch.dtype:
     """Compute dtype of `trainer.precision`: float32 or bfloat16; else `ConfigError`."""
-    dtype: torch.dtype = getattr(torch, dtype_name(precision))
-    return dtype
+    return getattr(torch, dtype_name(precision))
 
 
 @functools.cache

@@ -170,8 +170,7 @@ class MegatronGPTRewardModel(
         source = open_source(path, "adapters")
         super().load_adapters(source)
         self.has_trained_head = broadcast_from_last_stage(self.has_trained_head)
-        if complete_model(source.stored_config(self.cfg)).output_sequence:
-            self.has_trained_head = False
+        self.has_trained_head &= not complete_model(source.stored_config(self.cfg)).output_sequence
 
     def module_provider(
         self, pre_process: bool, post_process: bool, vp_stage: int | None = None

@@ -185,13 +185,10 @@ class SwiGLUMLP(MLP):
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
         """`[s, b, h]`, and the bias that is still to be added or None."""
-        output: tuple[Tensor, Tensor | None]
         if per_token_scale is not None:  # of an expert
-            output = super().forward(hidden_states, per_token_scale, **more)
-            return output
+            return super().forward(hidden_states, per_token_scale, **more)
         both, bias = self.linear_fc1(hidden_states)
-        output = self.linear_fc2(swiglu(both if bias is None else both + bias))
-        return output
+        return self.linear_fc2(swiglu(both if bias is None else both + bias))
 
 
 class Router(TopKRouter):
