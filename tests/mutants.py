@@ -1200,7 +1200,7 @@ MUTANTS = [
     Mutant(
         "advantages are whitened with the statistics of one rank",
         "parallel/collectives.py",
-        "return _all_reduce(sums.to(get_device()), group).to(sums.device)",
+        "return all_reduce(sums.to(get_device()), group).to(sums.device)",
         "return sums",
         (DISTRIBUTED + "test_collectives.py::test_on_two_ranks",),
     ),

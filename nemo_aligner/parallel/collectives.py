@@ -174,9 +174,12 @@ def on_rank_zero(function: Callable[[], T], group: ProcessGroup | None = None) -
     return outcome[0]
 
 
-def _all_reduce(
-    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+def all_reduce(
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Tensor:
+    """Reduce `tensor`, contiguous and on the process's device, in place; returns it."""
     if _several_ranks(group):
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
@@ -185,12 +188,12 @@ def _all_reduce(
 def largest(number: int, group: ProcessGroup | None = None) -> int:
     """The largest `number` of the ranks of `group`, which all call it."""
     on_device = torch.tensor([number], dtype=torch.int64, device=get_device())
-    return int(_all_reduce(on_device, group, dist.ReduceOp.MAX))
+    return int(all_reduce(on_device, group, dist.ReduceOp.MAX))
 
 
 def sum_over_dp(tensor: Tensor) -> Tensor:
     """Sum a tensor over the data-parallel ranks, which all call it (for `losses.loss_weights`)."""
-    return _all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
+    return all_reduce(tensor.clone(), parallel_state.get_data_parallel_group())
 
 
 def masked_global_mean_var(
@@ -201,7 +204,7 @@ def masked_global_mean_var(
     may hold NaN.
     """
     on_device = (values.to(get_device()), mask.to(get_device()))
-    mean, var = masked_mean_var(*on_device, lambda sums: _all_reduce(sums, group))
+    mean, var = masked_mean_var(*on_device, lambda sums: all_reduce(sums, group))
     return mean.float(), var.float()
 
 
@@ -211,7 +214,7 @@ def normalize_tensor(
     """`masks.whiten` with the mean and variance of all ranks of `group`; 0 outside the mask."""
 
     def sum_over_group(sums: Tensor) -> Tensor:
-        return _all_reduce(sums.to(get_device()), group).to(sums.device)
+        return all_reduce(sums.to(get_device()), group).to(sums.device)
 
     return whiten(tensor, mask, shift_mean, sum_over_group)
 
@@ -227,7 +230,7 @@ def all_reduce_dict(
     packed = torch.tensor(
         [float(dictionary[key]) for key in keys], dtype=dtype, device=get_device()
     )
-    return dict(zip(keys, _all_reduce(packed, group, op).tolist()))
+    return dict(zip(keys, all_reduce(packed, group, op).tolist()))
 
 
 def get_global_set(local_data_ids: set[Any]) -> set[Any]:

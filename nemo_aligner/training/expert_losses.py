@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import all_reduce
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.megatron_switches import take_balance_table
 
@@ -50,9 +51,7 @@ def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dic
     table = take_balance_table()
     # A pipeline stage may have no layer with experts.
     zero = torch.zeros(1, device=get_device())
-    sums = torch.stack([table.get(name, zero).double().sum() for name in wanted])
-    if parallel_state.get_world_size() > 1:
-        torch.distributed.all_reduce(sums)
+    sums = all_reduce(torch.stack([table.get(name, zero).double().sum() for name in wanted]))
     count = sum(expert_layers(config)) * num_microbatches
     count *= parallel_state.get_data_parallel_world_size()
     return {

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from nemo_aligner.core.errors import NonFiniteError
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import gathered
+from nemo_aligner.parallel.collectives import all_reduce, gathered
 from nemo_aligner.parallel.device import get_device
 
 REMEDY = (
@@ -59,8 +59,7 @@ def check_finite(
     """
     found = [not math.isfinite(loss), not _gradients_are_finite(model_chunks)]
     wrong = torch.tensor(found, dtype=torch.int32, device=get_device())
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
+    all_reduce(wrong, op=dist.ReduceOp.MAX)
     if not wrong.any():
         return
     bad_loss, bad_gradient = wrong.tolist()

@@ -14,6 +14,7 @@ from nemo_aligner.core.endings import progress
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.parallel import parallel_state
+from nemo_aligner.parallel.collectives import all_reduce
 from nemo_aligner.parallel.device import get_device
 
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
@@ -144,9 +145,7 @@ class SyncTimer(ScopedTimer):
         """float32 `[len(list_to_sync)]`, reduced over data-parallel ranks, which all call it."""
         group = parallel_state.get_data_parallel_group()
         times = torch.tensor(list_to_sync, dtype=torch.float32, device=get_device())
-        if dist.is_initialized() and dist.get_world_size(group) > 1:
-            dist.all_reduce(times, op=self.reduce_op, group=group)
-        return times
+        return all_reduce(times, group, self.reduce_op)
 
     def get_synced(self, name: str = "") -> float:
         """`get`, reduced over the data-parallel ranks, which all call it."""

@@ -50,7 +50,7 @@ from nemo_aligner.models.nlp.gpt.megatron_layers import (
 )
 from nemo_aligner.models.nlp.gpt.tokenizers import build_tokenizer
 from nemo_aligner.parallel import parallel_state
-from nemo_aligner.parallel.collectives import sum_over_dp
+from nemo_aligner.parallel.collectives import all_reduce, sum_over_dp
 from nemo_aligner.parallel.device import get_device
 from nemo_aligner.parallel.environment import is_rank_zero
 from nemo_aligner.training.megatron_steps import Batch, forward_backward
@@ -445,10 +445,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         """Checksum of the weights without adapters, at any split the same; all ranks call it."""
 
         def add_over_ranks(tensor: Tensor) -> None:
-            if torch.distributed.is_initialized():
-                on_device = tensor.to(get_device())
-                torch.distributed.all_reduce(on_device)
-                tensor.copy_(on_device)
+            tensor.copy_(all_reduce(tensor.to(get_device())))
 
         sharded = MegatronGPTModel.sharded_weights(self)  # not the adapters of a class below
         return adapters.checksum_of_model(sharded, add_over_ranks)
