@@ -90,17 +90,15 @@ def wrap_with_ddp(
         check_for_nan_in_grad=False,
         bucket_size=int(bucket_mb * 2**20 / 4) if bucket_mb else None,
     )
-    wrapped = []
-    for index, chunk in enumerate(model_chunks):
-        config = chunk.config
-        # Without overlap a bucket is all weights of one dtype anyway, and each must be
-        # communicated by itself: sent together, gloo mixes up the bytes of buckets of two dtypes
-        # (a bf16 model with an fp32 head).
-        wrapped.append(
-            DistributedDataParallel(
-                config, ddp_config, chunk, disable_bucketing=overlap and index > 0
-            )
+    # Without overlap a bucket is all weights of one dtype anyway, and each must be communicated by
+    # itself: sent together, gloo mixes up the bytes of buckets of two dtypes (a bf16 model with an
+    # fp32 head).
+    wrapped = [
+        DistributedDataParallel(
+            chunk.config, ddp_config, chunk, disable_bucketing=overlap and n > 0
         )
+        for n, chunk in enumerate(model_chunks)
+    ]
     config = wrapped[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:
