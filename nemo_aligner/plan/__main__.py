@@ -132,8 +132,9 @@ def plan_text(plan: Plan, machine: Machine, show_all: bool = False) -> str:
         "(--reserve)."
     ]
     if plan.shared:
-        both = sum(job.chosen.memory.peak for job in plan.jobs)
-        parts.append(f"Both jobs share one {device}: {gib(both)} GiB together.")
+        together = gib(sum(job.chosen.memory.peak for job in plan.jobs))
+        jobs = "Both jobs" if len(plan.jobs) == 2 else f"{len(plan.jobs)} jobs"
+        parts.append(f"{jobs} share one {device}: {together} GiB together.")
     for job in plan.jobs:
         c, script = job.chosen, job.item.job.script
         weights, trained = number_of_weights(job.item)

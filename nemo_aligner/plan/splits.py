@@ -8,6 +8,7 @@ would refuse them.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -279,17 +280,19 @@ class Plan:
     shared: bool = False  # the jobs are on the same GPU
 
 
-def shares(gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
-    """Numbers of GPUs for an actor and its server: as many as possible in use, then as equal as
-    possible, the actor with more.
+def shares(gpus: int, gpus_per_node: int, jobs: int) -> list[tuple[int, ...]]:
+    """Numbers of GPUs for the jobs, an actor and its servers: as many as possible in use, then as
+    equal as possible, the first with more.
 
     Powers of two within a node, or of whole nodes: other numbers seldom divide a batch.
     """
     within = [n for n in powers_of_two(gpus) if n <= gpus_per_node]
     nodes = [gpus_per_node * n for n in powers_of_two(max(gpus // gpus_per_node, 1))]
-    sizes = sorted({*within, *nodes})
-    pairs = [(a, b) for a in sizes for b in sizes if a + b <= gpus]
-    yield from sorted(pairs, key=lambda pair: (-sum(pair), abs(pair[0] - pair[1]), -pair[0]))
+    counts = itertools.product(sorted({*within, *nodes}), repeat=jobs)
+    return sorted(
+        (each for each in counts if sum(each) <= gpus),
+        key=lambda each: (-sum(each), max(each) - min(each), [-n for n in each]),
+    )
 
 
 def make_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> Plan:
@@ -322,41 +325,52 @@ def try_plan(inputs: list[JobInput], gpus: int, machine: Machine) -> tuple[Plan 
         lambda index, count: find_candidates(inputs[index], count, machine, limit)
     )
     if len(inputs) > 1 and gpus == 1:
-        reasons = [reason for found, reason in map(search, (0, 1), (1, 1)) if not found]
+        alone = [search(index, 1) for index in range(len(inputs))]
+        reasons = [reason for found, reason in alone if not found]
         return (None, reasons[0]) if reasons else (share_one(inputs, machine), "")
     possible, reasons = False, []
-    counts = [(gpus,)] if len(inputs) == 1 else shares(gpus, machine.gpus_per_node)
+    counts: list[tuple[int, ...]] = [(gpus,)]
+    if len(inputs) > 1:
+        counts = shares(gpus, machine.gpus_per_node, len(inputs))
+    if not counts:
+        return None, (
+            f"{len(inputs)} jobs run at the same time, each on GPUs of its own; give as many, or "
+            "one, which they share."
+        )
     for count in counts:
-        both = [search(index, each) for index, each in enumerate(count)]
-        reasons.append(next((reason for _, reason in both if reason), ""))
-        if not all(found for found, _ in both):
+        found_for = [search(index, each) for index, each in enumerate(count)]
+        reasons.append(next((reason for _, reason in found_for if reason), ""))
+        if not all(found for found, _ in found_for):
             continue
         possible = True
-        if all(found[0].memory.peak <= limit for found, _ in both):
+        if all(found[0].memory.peak <= limit for found, _ in found_for):
             planned = [
                 Planned(item, found[0], found, limit)
-                for item, (found, _) in zip(inputs, both, strict=True)
+                for item, (found, _) in zip(inputs, found_for, strict=True)
             ]
             return Plan(planned, limit), ""
     return None, "" if possible else reasons[0]
 
 
 def share_one(inputs: list[JobInput], machine: Machine) -> Plan | None:
-    """Both jobs on one GPU: for each way to run the second, from the cheapest to the smallest, the
+    """All jobs on one GPU: for each way to run the servers, from the cheapest to the smallest, the
     first with what is left.
     """
-    first, second = inputs
-    quick, _ = find_candidates(second, 1, machine, machine.usable)
-    small, _ = find_candidates(second, 1, machine, 0.0)  # nothing fits: passes as small as can be
-    for server in (quick, small):
-        for each in server:
-            left = machine.usable - each.memory.peak
-            actor, _ = find_candidates(first, 1, machine, left)
-            if actor and actor[0].memory.peak <= left:
-                rest = machine.usable - actor[0].memory.peak
-                planned = [
-                    Planned(first, actor[0], actor, left),
-                    Planned(second, each, server, rest),
-                ]
-                return Plan(planned, machine.usable, shared=True)
+    first, *servers = inputs
+    ways = []
+    for item in servers:
+        quick, _ = find_candidates(item, 1, machine, machine.usable)
+        small, _ = find_candidates(item, 1, machine, 0.0)  # nothing fits: the smallest passes
+        ways.append([(each, found) for found in (quick, small) for each in found])
+    for chosen in itertools.product(*ways):
+        taken = sum(each.memory.peak for each, _ in chosen)
+        left = machine.usable - taken
+        actor, _ = find_candidates(first, 1, machine, left)
+        if actor and actor[0].memory.peak <= left:
+            spare = left - actor[0].memory.peak
+            planned = [Planned(first, actor[0], actor, left)] + [
+                Planned(item, each, found, spare + each.memory.peak)
+                for item, (each, found) in zip(servers, chosen, strict=True)
+            ]
+            return Plan(planned, machine.usable, shared=True)
     return None

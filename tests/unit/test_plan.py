@@ -475,6 +475,18 @@ def test_ppo_without_a_critic_has_a_reward_server(model_file, capsys):
     assert [job["job"] for job in jobs] == ["actor", "reward server"]
 
 
+TEACHER = "trainer.ppo.teacher_kl_coef=0.5"
+
+
+def test_ppo_with_a_teacher_has_three_jobs(model_file, capsys):
+    given = model_file(), TEACHER, "--memory", "80GB", "--gpus"
+    jobs = plan(capsys, *given, "8")["jobs"]
+    counts = {job["job"]: job["recommended"]["gpus"] for job in jobs}
+    assert counts == {"actor": 4, "critic": 2, "teacher": 2}
+    assert main([*given, "2"]) == 2
+    assert "3 jobs run at the same time" in capsys.readouterr().err
+
+
 def test_passes_become_smaller_before_a_split_is_given_up(model_file, capsys):
     arguments = model_file(), "--gpus", "8", "--memory", "46GB"
     actor = plan(capsys, *arguments, "model.ppo.rollout_micro_batch_size=64")["jobs"][0]
@@ -504,15 +516,16 @@ def test_passes_by_tokens_become_smaller_by_tokens():
     assert pass_keys(ACTOR, smaller, given) == {"model.dynamic_micro_batch_tokens": 8192}
 
 
-def test_actor_and_critic_on_one_gpu(model_file, capsys):
+@pytest.mark.parametrize("given", [[], [TEACHER]])
+def test_actor_and_servers_on_one_gpu(model_file, capsys, given):
     small = dict(num_layers=4, hidden_size=512, ffn_hidden_size=1024, kv_channels=64)
     path = model_file(**small, num_attention_heads=8)
-    result = plan(capsys, path, "--gpus", "1", "--memory", "24GB")
-    assert result["shared"]
-    both = sum(job["recommended"]["peak"] for job in result["jobs"])
-    assert both <= result["limit"] == 0.9 * 24 * GB
-    for job, other in (result["jobs"], reversed(result["jobs"])):
-        left = result["limit"] - other["recommended"]["peak"]
+    result = plan(capsys, path, *given, "--gpus", "1", "--memory", "24GB")
+    assert result["shared"] and len(result["jobs"]) == 2 + len(given)
+    together = sum(job["recommended"]["peak"] for job in result["jobs"])
+    assert together <= result["limit"] == 0.9 * 24 * GB
+    for job in result["jobs"]:
+        left = result["limit"] - together + job["recommended"]["peak"]
         assert all(c["fits"] == (c["peak"] <= left) for c in job["candidates"])
 
 
@@ -531,10 +544,9 @@ def test_adapters_need_less(model_file, capsys):
 
 
 def test_shares_of_the_gpus():
-    assert next(shares(8, 8)) == (4, 4)
-    assert next(shares(3, 8)) == (2, 1)
-    assert next(shares(24, 8)) == (16, 8)
-    assert all(n <= 8 or n % 8 == 0 for pair in shares(32, 8) for n in pair)
+    for gpus, share in ((8, (4, 4)), (3, (2, 1)), (24, (16, 8)), (8, (4, 2, 2)), (2, (1, 1))):
+        assert shares(gpus, 8, len(share))[0] == share
+    assert all(n <= 8 or n % 8 == 0 for pair in shares(32, 8, 2) for n in pair)
 
 
 def test_nothing_fits_says_how_many_gpus_do(model_file, capsys):
