@@ -20,7 +20,7 @@ from nemo_aligner.launch.job_entry import job_main
 from nemo_aligner.launch.start_up import long_imports
 
 
-# With the actor, and the rewards if they are elsewhere.
+# The jobs beside each other: this one, the actor, and the rewards if they are elsewhere.
 @job_main(
     "gpt_ppo_critic", jobs=lambda cfg: 2 if cfg.trainer.ppo.combine_rm_and_critic_server else 3
 )

@@ -52,16 +52,19 @@ class Touched(NamedTuple):
     name: str
     reason: str
     where: str
-    # makes of it what replaces it for the whole process
-    replacement: Callable[[Any], Any] = lambda original: original
+    # what takes its place for the whole process, made of the original
+    replacement: Callable[[Any], Any]
 
 
 def _touched(
-    where: str, reason: str, names: str, *replacement: Callable[[Any], Any]
+    where: str,
+    reason: str,
+    names: str,
+    replacement: Callable[[Any], Any] = lambda original: original,
 ) -> list[Touched]:
     """`names`, "module:name ...", as far as the installed release has them."""
     return [
-        Touched(module, name, reason, where, *replacement)
+        Touched(module, name, reason, where, replacement)
         for module, name in (each.split(":") for each in names.split())
         if Version(SINCE.get(f"{module}:{name}", "0")) <= _RELEASE
         and _RELEASE < Version(UNTIL.get(f"{module}:{name}", "99"))
