@@ -24,6 +24,7 @@ from nemo_aligner.report.reading import alarms, read_run, what_it_learned
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SHARE = 0.02  # of the time of a job that writing its report takes
+FIRST_S = 10.0  # after the first metrics: a shorter job writes it once, at its end
 DATA = "'model.data.data_prefix={train: [MY.jsonl]}'"
 USE = ("generate MODEL", "convert nemo-to-hf MODEL TARGET")
 # Names in capitals are filled in: MODEL, BASED and TARGET here, those of the notes by the user.
@@ -45,13 +46,15 @@ class LiveReport:
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._pause_s = folder, 0.0
+        self._folder, self._pause_s = folder, FIRST_S
         self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
 
     def update(self, is_end: bool) -> None:
         """There are new metrics: write it soon, and at the end of the job now."""
         if is_end:
+            if self._timer is not None:
+                self._timer.cancel()
             self._keep_current(lambda: write_report(self._folder))
         elif self._timer is None:
             self._timer = threading.Timer(self._pause_s, self._keep_current, [self._write_apart])

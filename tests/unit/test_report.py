@@ -403,6 +403,7 @@ def test_the_page_says_how_a_job_was_started(tmp_path):
 
 
 def test_a_running_job_keeps_its_page_current(tmp_path, monkeypatch):
+    monkeypatch.setattr(ending, "FIRST_S", 0.0)
     file, report = tmp_path / "report.html", ending.LiveReport(tmp_path)
     logger = CustomLoggerWrapper(metrics_file=tmp_path / "metrics.jsonl", report=report.update)
 
