@@ -7,6 +7,7 @@
 # make kto          the same from single reviews with a thumb up or down
 # make spin         the same from the kinder reviews alone, against the policy's own
 # make distill      a small student learns from a kind teacher's logits
+# make teacher      PPO of a small student with a teacher's log-probs as advantages, beside SFT
 # make arithmetic   PPO on two-digit sums, rewarded by a Python function
 # make guessing     PPO on a game of several turns, played with a Python class
 # make test-fast    unit tests of the mathematics, the configuration and the trainers
@@ -59,7 +60,7 @@ LOCKS := $(wildcard requirements/*.lock)
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install quickstart rs dpo kto spin distill arithmetic guessing test-fast test test-full chaos golden test-gpu gpu-check bench \
+.PHONY: help install quickstart rs dpo kto spin distill teacher arithmetic guessing test-fast test test-full chaos golden test-gpu gpu-check bench \
   mutants lint format docs test-versions lock upgrade clean
 .DELETE_ON_ERROR:
 
@@ -116,6 +117,9 @@ dpo: install
 
 distill: install
 	$(RUN) examples/quickstart/run_distill.py $(ARGS)
+
+teacher: install
+	$(RUN) examples/quickstart/run_teacher.py $(ARGS)
 
 arithmetic: install
 	$(RUN) examples/quickstart/run_arithmetic.py $(ARGS)

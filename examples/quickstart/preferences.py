@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import reviews
 import walkthrough
@@ -138,9 +139,16 @@ def write_samples(folder: Path, steps: int) -> None:
 
 
 def responses_job(
-    run_dir: Path, name: str, policy: str, seed: int, prompts: Path | None = None
+    run_dir: Path,
+    name: str,
+    policy: str,
+    seed: int,
+    prompts: Path | None = None,
+    more: dict[str, Any] | None = None,
 ) -> Job:
-    """One sampled response of a policy to each prompt; None: to the validation prompts."""
+    """One sampled response of a policy to each prompt; None: to the validation prompts. `more`:
+    settings of the command.
+    """
     folder = run_dir / name
     prompts = prompts or run_dir / "data" / "prompts_validation.jsonl"
     folder.mkdir()
@@ -149,6 +157,7 @@ def responses_job(
         "length_params.max_length": MAX_RESPONSE,
         "micro_batch_size": BATCH_SIZE,
         "model.seed": seed + 1,
+        **(more or {}),
     }
     command = [*GENERATE, str(nemo_file(run_dir, policy))]
     command += ["--prompts", str(prompts)]

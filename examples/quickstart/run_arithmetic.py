@@ -22,6 +22,7 @@ not, 2 if a job failed or the arguments make no sense, 128 + signal number if it
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import arithmetic_data
 import walkthrough
@@ -171,15 +172,21 @@ def story(walk: Walk) -> None:
     walk.follow("ppo", actor_job(run_dir, seed, steps, advantages), servers, started)
 
 
-def sft_job(run_dir: Path, seed: int, steps: int) -> Job:
+def sft_job(
+    run_dir: Path,
+    seed: int,
+    steps: int,
+    name: str = "sft",
+    architecture: dict[str, Any] = ARCHITECTURE,
+) -> Job:
     """A tiny GPT learns to add from random weights and is stopped half-way."""
     overrides = {
-        **training(run_dir / "sft", seed, SEQ_LENGTH),
-        **from_scratch(run_dir / "data", ARCHITECTURE, SFT_BATCH_SIZE, steps),
+        **training(run_dir / name, seed, SEQ_LENGTH),
+        **from_scratch(run_dir / "data", architecture, SFT_BATCH_SIZE, steps),
         **optimizer(lr=3e-3, warmup=20),
         "model.data.train_ds.prompt_template": "{input}{output}",
     }
-    return script_job("SFT", "train_gpt_sft.py", run_dir / "sft", overrides, threads=2)
+    return script_job("SFT", "train_gpt_sft.py", run_dir / name, overrides, threads=2)
 
 
 def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
@@ -205,6 +212,7 @@ def with_critic(port: int) -> dict:
     """The actor's settings for PPO with a critic server at `port`."""
     return {
         "remote_critic_rm.critic.port": port,
+        "remote_critic_rm.init_timeout_s": 120,
         # Responses have 3 or 4 tokens: the whole reward may count for each of them.
         "trainer.ppo.gae_lambda": 1.0,
         "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
@@ -225,15 +233,13 @@ def actor_job(run_dir: Path, seed: int, steps: int, advantages: dict) -> Job:
     """PPO from the SFT model.
 
     Args:
-        advantages: settings of how rewards become advantages.
+        advantages: settings of what becomes an advantage, and whatever shall be otherwise.
     """
     overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.ppo", steps),
         **optimizer(lr=1e-3),
-        **advantages,
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
-        "remote_critic_rm.init_timeout_s": 120,
         "trainer.ppo.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
         "trainer.ppo.reward_fn_workers": 1,  # the function takes microseconds
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
@@ -246,6 +252,7 @@ def actor_job(run_dir: Path, seed: int, steps: int, advantages: dict) -> Job:
         "model.ppo.num_val_samples": arithmetic_data.NUM_VALIDATION,
         "model.ppo.length_params.max_length": MAX_RESPONSE,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
+        **advantages,
     }
     return script_job("PPO actor", "train_gpt_ppo_actor.py", run_dir / "ppo_actor", overrides)
 

@@ -8,10 +8,8 @@ a few minutes on two cores.
 
 The student has half the teacher's width and depth, and sees no pair and no score, only what the
 teacher finds probable. With `--on-policy` it learns that of its own responses, from the served
-teacher; with `--ppo` only how probable the teacher finds each of its own tokens, as advantages of
-PPO, beside as many updates of SFT on the teacher's reviews. Then student and teacher respond to
-held-out prompts. Every phase after the first is one of the project's own commands in its own
-process; see `RUN_DIR/<job>.log`.
+teacher. Then student and teacher respond to held-out prompts. Every phase after the first is one
+of the project's own commands in its own process; see `RUN_DIR/<job>.log`.
 
 Exit code: 0 if the student's gold score rose clearly (`outcome.py` says what is clear) to nearly
 the teacher's, 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if
@@ -23,21 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-import gold
-import make_data
 import reviews
 import walkthrough
-from commands import (
-    data_prefix,
-    from_scratch,
-    nemo_file,
-    on_cpu,
-    optimizer,
-    policy_training,
-    schedule,
-    script_job,
-    training,
-)
+from commands import from_scratch, nemo_file, on_cpu, optimizer, schedule, script_job, training
 from jobs import Job
 from narrator import Phase
 from outcome import read_jsonl
@@ -57,16 +43,13 @@ STEPS = (
     Steps("--dpo-steps", 60, "updates of the teacher's DPO, each on 32 pairs"),
     reviews.STEPS[0],
 )
-
-
-SWITCHES = (
-    Switch("--on-policy", "the student learns from its own responses; the teacher is served"),
-    Switch("--ppo", "as --on-policy, by PPO with the teacher's log-probs; beside SFT"),
+ON_POLICY = Switch(
+    "--on-policy", "the student learns from its own responses; the teacher is served"
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = walkthrough.parse_args(argv, __doc__, "distill", STEPS, switches=SWITCHES)
+    args = walkthrough.parse_args(argv, __doc__, "distill", STEPS, switches=(ON_POLICY,))
     args.rm_steps = 1  # of a phase that this walk-through does not have
     phases = {name: phase for name, phase in reviews.phases(args).items() if name != "rm"}
     pairs = {"train/loss": "loss", "train/acc": "accuracy", "train/margin": "margin"}
@@ -84,12 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         "distilled": Phase("Knowledge distillation", args.steps, 10, "train/loss", kl),
         "responses": Phase("Responses before and after, and of the teacher", 1, 15),
     }
-    if args.on_policy or args.ppo:
+    if args.on_policy:
         del phases["logits"]  # the server gives them
-    if args.ppo:
-        rewards = {"train_rollouts/rewards": "gold", "train_rollouts/teacher_kl": "KL"}
-        title, shown = "PPO with the teacher's log-probs; SFT", "train_rollouts/teacher_kl"
-        phases["distilled"] = Phase(title, args.steps, 60, shown, rewards)
     return walkthrough.run(args, phases, story, lambda: ending(args.run_dir))
 
 
@@ -108,17 +87,7 @@ def story(walk: Walk) -> None:
     lines = (run_dir / "data" / "prompts_train.jsonl").read_text(encoding="utf-8").splitlines(True)
     prompts.write_text("".join(lines[:REVIEWS]), encoding="utf-8")
     walk.follow("written", responses_job(run_dir, "written", "dpo", args.seed, prompts))
-    policies = {"before": "student", "after": "distilled", "teacher": "dpo"}
-    if args.ppo:
-        port, policies["imitated"] = find_free_port(), "imitation"
-        walk.follow(
-            "distilled",
-            policy_job(run_dir, args.seed, args.steps, port),
-            servers=(teacher_job(run_dir, port),),
-            beside=(imitation_job(run_dir, args.seed, args.steps),),
-            detail=f"starting the teacher's server on port {port}, the policy and SFT",
-        )
-    elif args.on_policy:
+    if args.on_policy:
         port = find_free_port()
         walk.follow(
             "distilled",
@@ -130,11 +99,8 @@ def story(walk: Walk) -> None:
         walk.follow("logits", logits_job(run_dir))
         data = {"model.data.data_prefix": [str(run_dir / "logits" / "reviews.jsonl")]}
         walk.follow("distilled", distillation_job(run_dir, args.seed, args.steps, data))
-    respond(walk, policies)
+    respond(walk, {"before": "student", "after": "distilled", "teacher": "dpo"})
     walk.findings["teacher_gold"] = ("Gold score of the teacher", mean_gold(run_dir / "teacher"))
-    if args.ppo:
-        found = "Gold score after SFT on the teacher's reviews", mean_gold(run_dir / "imitated")
-        walk.findings["imitation_gold"] = found
     write_samples(run_dir / "distilled", args.steps)
 
 
@@ -179,14 +145,14 @@ def logits_job(run_dir: Path) -> Job:
     return script_job("Logits", script, folder, overrides)
 
 
-def teacher_job(run_dir: Path, port: int) -> Job:
-    """The server of the teacher."""
+def teacher_job(run_dir: Path, port: int, teacher: str = "dpo", top_k: int = TOP_K) -> Job:
+    """The server of the policy that the job `teacher` has trained."""
     overrides = {
         **on_cpu(),
-        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "dpo"),
+        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, teacher),
         "inference.host": "127.0.0.1",
         "inference.port": port,
-        "inference.top_k": TOP_K,
+        "inference.top_k": top_k,
         "model.micro_batch_size": BATCH_SIZE,
     }
     return script_job("Teacher server", "serve_teacher.py", run_dir / "teacher_server", overrides)
@@ -202,53 +168,6 @@ def on_policy(run_dir: Path, port: int) -> dict:
         "remote_teacher.init_timeout_s": 120,
         "model.data.data_prefix": [str(run_dir / "written" / "responses.jsonl")],
     }
-
-
-def policy_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
-    """The student learns from the served teacher alone how probable its own tokens should be; the
-    gold scores are only measured.
-    """
-    folder = run_dir / "distilled"
-    overrides = {
-        **training(folder, seed, SEQ_LENGTH),
-        **policy_training("trainer.ppo", steps),
-        "trainer.ppo.val_check_interval": max(steps // 12, 1),
-        **optimizer(lr=8e-3),
-        "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "student"),
-        "trainer.ppo.advantage_estimator": "teacher",
-        "trainer.ppo.teacher_kl_coef": 1.0,
-        "trainer.ppo.initial_policy_kl_penalty": 0.0,
-        "trainer.ppo.reward_fn": f"{Path(gold.__file__).resolve()}:gold_scores",
-        "trainer.ppo.reward_fn_workers": 1,
-        "remote_teacher.port": port,
-        "remote_teacher.init_timeout_s": 120,
-        "model.global_batch_size": BATCH_SIZE,
-        "model.micro_batch_size": BATCH_SIZE,
-        "model.ppo.num_rollout_samples": BATCH_SIZE,
-        "model.ppo.rollout_micro_batch_size": BATCH_SIZE,
-        "model.ppo.num_val_samples": make_data.SIZES["prompts"]["validation"],
-        "model.ppo.length_params.max_length": MAX_RESPONSE,
-        "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
-    }
-    return script_job("PPO actor", "train_gpt_ppo_actor.py", folder, overrides)
-
-
-def imitation_job(run_dir: Path, seed: int, steps: int) -> Job:
-    """Supervised training of the student on the teacher's reviews."""
-    reviews_file, section = run_dir / "written" / "responses.jsonl", "model.data.train_ds"
-    overrides = {
-        **training(run_dir / "imitation", seed, SEQ_LENGTH),
-        **optimizer(lr=8e-3),  # that of `policy_job`, to be compared with it
-        "model.restore_from_path": nemo_file(run_dir, "student"),
-        f"{section}.file_path": reviews_file,
-        f"{section}.columns": {"input": "prompt", "output": "response"},
-        f"{section}.prompt_template": "{input}{output}",  # a response begins with its space
-        f"{section}.global_batch_size": BATCH_SIZE,
-        f"{section}.micro_batch_size": BATCH_SIZE,
-        "model.data.validation_ds.file_path": reviews_file,
-        **schedule("trainer.sft", steps, steps),
-    }
-    return script_job("Imitation", "train_gpt_sft.py", run_dir / "imitation", overrides)
 
 
 def distillation_job(run_dir: Path, seed: int, steps: int, data: dict) -> Job:

@@ -37,6 +37,7 @@ import run_guessing  # noqa: E402
 import run_kto  # noqa: E402
 import run_rs  # noqa: E402
 import run_spin  # noqa: E402
+import run_teacher  # noqa: E402
 
 from tests.cases import some_of  # noqa: E402
 
@@ -45,11 +46,21 @@ pytestmark = pytest.mark.slow
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
 WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_spin": run_spin}
 WALKS |= {"run_guessing": run_guessing, "run_distill": run_distill}
+WALKS |= {"run_teacher": run_teacher}
 # The score that rises, by its key in summary.json; of the others it is "gold".
-SCORES = {"run_arithmetic": "exact", "run_guessing": "won"}
+SCORES = {"run_arithmetic": "exact", "run_teacher": "exact", "run_guessing": "won"}
 
 # ------------------------------------------------------------------------------- stand-in scripts
 
+RESPOND = """
+    import json, pathlib, re, socket, sys, time
+
+    def respond(prompt, word):
+        numbers = re.findall("[0-9]+", prompt)
+        if not numbers:
+            return f" The plot is {word}."
+        return str(sum(map(int, numbers)) + (word == "dull"))
+"""
 FAKE_TRAINER = """
     import json, pathlib, sys, time
     args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
@@ -68,8 +79,9 @@ FAKE_TRAINER = """
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / f"{name}.nemo").write_text("weights")
 """
-FAKE_ACTOR = """
-    import json, pathlib, re, socket, sys, time
+FAKE_ACTOR = (
+    RESPOND
+    + """
     args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
     folder = pathlib.Path(args["exp_manager.explicit_log_dir"].strip("'"))
     ports = {int(value) for key, value in args.items() if re.fullmatch(r"remote_.*\\.port", key)}
@@ -83,12 +95,6 @@ FAKE_ACTOR = """
                 time.sleep(0.05)
         else:
             sys.exit("no server")
-
-    def respond(prompt, word):
-        numbers = re.findall("[0-9]+", prompt)
-        if not numbers:
-            return f" The plot is {word}."
-        return str(sum(map(int, numbers)) + (word == "dull"))
 
     validation = folder.parent / "data" / "prompts_validation.jsonl"
     prompts = [json.loads(line)["text"] for line in validation.open()]
@@ -107,6 +113,7 @@ FAKE_ACTOR = """
             record["train_rollouts/turns"] = 2.5
             metrics.write(json.dumps(record) + "\\n")
 """
+)
 FAKE_SERVER = """
     import pathlib, socket, sys
     args = dict(a.split("=", 1) for a in sys.argv[1:])
@@ -127,18 +134,22 @@ BROKEN = """
     print("loading")
     sys.exit("ValueError: the value 7 is too odd; choose an even one")
 """
-# In place of `python -m nemo_aligner.generate`: the trained policy alone writes kind reviews.
-FAKE_GENERATOR = """
-    import json, pathlib, sys
+# In place of `python -m nemo_aligner.generate`: the trained policy alone writes kind reviews, and
+# a teacher right sums.
+FAKE_GENERATOR = (
+    RESPOND
+    + """
     model, prompts, out = sys.argv[1], sys.argv[3], sys.argv[5]
     assert pathlib.Path(model).exists(), model
-    kind = pathlib.Path(model).stem in ("dpo", "kto", "spin", "distilled")
+    kind = pathlib.Path(model).stem in ("dpo", "kto", "spin", "distilled", "teacher")
     word = "superb" if kind else "dull"
     with open(out, "w") as file:
         for line in open(prompts):
-            sample = {"prompt": json.loads(line)["text"], "response": f" The plot is {word}."}
+            prompt = json.loads(line)["text"]
+            sample = {"prompt": prompt, "response": respond(prompt, word)}
             file.write(json.dumps(sample) + "\\n")
 """
+)
 FAKE_LOGITS = """
     import pathlib, sys
     args = dict(a.lstrip("+").split("=", 1) for a in sys.argv[1:])
@@ -196,6 +207,12 @@ STORIES = {
         "[3/4] Self-play fine-tuning: done",
         "SPIN: loss on held-out reviews: 1.938",
         "gold +1.00",
+    ),
+    "run_teacher": (
+        "[2/5] SFT of teacher and student: done",
+        "exact 1",
+        "after SFT on the teacher's responses: 0.000",
+        "Share of exact responses of the teacher: 1.000",
     ),
     "run_distill": (
         "[4/7] Reviews by the teacher: done",
@@ -319,6 +336,7 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
         ("run_dpo", "generate.py"),
         ("run_kto", "train_gpt_kto.py"),
         ("run_distill", "../synthetic_data_gen/compute_topk_logits.py"),
+        ("run_teacher", "serve_teacher.py"),
     ],
 )
 def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, script):
@@ -510,7 +528,11 @@ def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
             (walk.distillation_job(run_dir, 0, steps, files), "gpt_knowledge_distillation"),
             (walk.teacher_job(run_dir, reward), "inference_teacher"),
             (walk.distillation_job(run_dir, 0, steps, own), "gpt_knowledge_distillation"),
-            (walk.policy_job(run_dir, 0, steps, reward), "gpt_ppo_actor"),
+        ]
+    if name == "run_teacher":
+        return [
+            (walk.sft_job(run_dir, 0, steps, "student", walk.NARROW), "gpt_sft"),
+            (walk.actor_job(run_dir, 0, steps, walk.advantages(run_dir, reward)), "gpt_ppo_actor"),
             (walk.imitation_job(run_dir, 0, steps), "gpt_sft"),
         ]
     if name == "run_rs":
