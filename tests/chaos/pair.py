@@ -89,6 +89,7 @@ class Pair:
                 self.port,
                 self.ranks,
                 "python",
+                test_ppo_job.TRITON,
                 test_ppo_job.CONSTANT_RATE,
                 f"trainer.hang_timeout_s={self.hang_timeout_s}",
                 script=script,

@@ -27,13 +27,10 @@ TWO_RANKS_FULL = {
     "llama VPP2 to 1": ("llama", VPP2, "auto"),
     "llama TP2+SP to 1": ("llama", SP2, {"tp": 1, "pp": 1}),
     "gpt2 VPP2 to TP2": ("gpt2", VPP2, {"tp": 2, "pp": 1}),
-    "gpt2 PP2 to 1": ("gpt2", PP2, "auto"),
     "moe PP2 to 1": ("moe", PP2, {"tp": 1, "pp": 1}),
     "lora TP2 to 1": ("lora", TP2, {"tp": 1, "pp": 1}),
-    "llama PP2 to TP2": ("llama", PP2, {"tp": 2, "pp": 1}),
     "gpt2 TP2 to PP2": ("gpt2", TP2, {"tp": 1, "pp": 2}),
     "gpt2 DP2 to PP2": ("gpt2", {}, {"tp": 1, "pp": 2}),
-    "lora DP2 to TP2": ("lora", {}, {"tp": 2, "pp": 1}),
 }
 FOUR_RANKS = {
     "TP2xPP2 to TP2": ("llama", PP2 | SP2, "auto"),
@@ -43,7 +40,6 @@ FOUR_RANKS = {
     "TP2xPP2 to 1": ("gpt2", PP2 | TP2, {"tp": 1, "pp": 1}),
     "TP2xVPP2 to PP2": ("llama", VPP2 | SP2, {"tp": 1, "pp": 2}),
     "TP2xPP2 to PP4": ("gpt2", PP2 | TP2, {"tp": 1, "pp": 4}),
-    "TP2xDP2 to DP4": ("llama", SP2, {"tp": 1, "pp": 1}),
     "PP2xDP2 to TP2xPP2": ("gpt2", PP2, {"tp": 2, "pp": 2}),
     "TP2xCP2 to CP2": ("lora", TP2 | {"context_parallel_size": 2}, {"tp": 1, "pp": 1}),
 }
@@ -51,7 +47,7 @@ FOUR_RANKS = {
 
 def generated(model):
     with model.adapters_for_generation():
-        return matrix.generated(model)
+        return matrix.generated(model, kinds=("sampled", "turns"))
 
 
 def streamed(model):

@@ -19,14 +19,13 @@ from tests.distributed.matrix import ROLES, SPLITS
 
 BOUND = 1e-5
 BOUND_BF16 = 0.1  # 8 bits; what was measured is in docs/parallelism.md
-BF16 = ["TP2+SP bf16", "PP2+VPP2 bf16", "DP2 bf16", "DP2 adamw bf16"]
 RELOAD = {  # by number of ranks: these save
     1: ["one rank", "one rank adamw"],
     2: [
-        *("TP2", "PP2", "PP2+VPP2", "DP2", "DP2 adamw", "DP2 overlap", "CP2", "EP2", "EP2 adamw"),
-        *BF16,
+        *("TP2", "PP2+VPP2", "DP2", "DP2 adamw", "DP2 overlap", "CP2", "EP2", "EP2 adamw"),
+        *("TP2+SP bf16", "DP2 adamw bf16"),
     ],
-    4: ["TP2xPP2", "TP2xDP2", "TP2+SPxPP2+VPP2"],
+    4: ["TP2xPP2", "TP2+SPxPP2+VPP2"],
 }
 SAVED = [name for names in RELOAD.values() for name in names]
 
@@ -173,8 +172,8 @@ def test_what_one_rank_computes(architecture, role, tiny_tokenizer_dir, folder_o
                 )
                 > 1e-3
             )
-    for reduction in matrix.REDUCTIONS:
-        assert numbers[f"empty {reduction}"] == {"loss": 0.0, "gradient": 0.0}
+    empty = {key: found for key, found in numbers.items() if key.startswith("empty")}
+    assert empty == dict.fromkeys(empty, {"loss": 0.0, "gradient": 0.0}) and "empty token" in empty
     if role == "actor":
         ended = [sample[1] for sample in numbers["generated sampled"]]
         assert any(ended) and not all(ended)

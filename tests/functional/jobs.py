@@ -154,9 +154,11 @@ def must_fail_with(job: ScriptJob, *words: str) -> None:
 
 
 def read_metrics(folder: Path, key: str) -> list[float]:
-    """Values of one metric by step; the later one if a step was logged twice."""
+    """Values of one metric by step; the later one if a step was logged twice. A line that the job
+    is about to write does not count.
+    """
     values = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in (folder / "metrics.jsonl").read_text().split("\n")[:-1]:
         record = json.loads(line)
         if key in record:
             values[record["step"]] = record[key]

@@ -46,6 +46,9 @@ COMPARED = [
 ]
 
 
+TRITON = "server.frontend=triton"
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory, tiny_tokenizer_dir):
     """A policy and a reward model (random weights) as .nemo files, and prompts."""
@@ -66,6 +69,7 @@ def inputs(tmp_path_factory, tiny_tokenizer_dir):
 
 
 def critic(inputs, folder, port, ranks=1, launcher="python", *extra, script="serve_ppo_critic.py"):
+    """Its server needs no Triton, which costs seconds, unless `extra` says so."""
     folder.mkdir(exist_ok=True)
     return ScriptJob(
         script,
@@ -76,6 +80,7 @@ def critic(inputs, folder, port, ranks=1, launcher="python", *extra, script="ser
             "trainer.ppo.host=127.0.0.1",
             f"trainer.ppo.port={port}",
             "trainer.ppo.max_steps=100",
+            "server.frontend=asgi",
             f"pretrained_checkpoint.restore_from_path={inputs}/rm.nemo",
             f"exp_manager.explicit_log_dir={folder}/critic",
             "model.encoder_seq_length=48",
@@ -135,7 +140,10 @@ def single(inputs):
     would.
     """
     folder, port = inputs / "single", find_free_port()
-    with critic(inputs, folder, port) as server, actor(inputs, folder, port) as job:
+    with (
+        critic(inputs, folder, port, 1, "python", TRITON) as server,
+        actor(inputs, folder, port) as job,
+    ):
         assert_ended_well(job, job.wait())
         assert_ended_well(server, server.stop())
     return folder
@@ -171,13 +179,12 @@ def test_a_run_learns_saves_and_starts_at_kl_zero(single):
 
 
 @pytest.mark.full
-def test_over_the_other_front_and_encrypted_it_is_the_same_run(inputs, single):
-    """To the bit, without Triton."""
+def test_encrypted_and_without_triton_it_is_the_same_run(inputs, single):
+    """To the bit."""
     folder, port = inputs / "asgi", find_free_port()
     folder.mkdir()
     certificate, key = make_certificate(folder)
     front = [
-        "server.frontend=asgi",
         f"server.tls_certificate={certificate}",
         f"server.tls_key={key}",
     ]
@@ -436,8 +443,7 @@ def test_a_pair_killed_in_its_saves_continues_with_the_same_commands(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, tmp_path, number):
+def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, tmp_path):
     """With the same command, beside the same critic, to the same bits."""
     limits = ["trainer.ppo.max_steps=4", "trainer.ppo.val_check_interval=2", CONSTANT_RATE]
     port, metrics = find_free_port(), tmp_path / "actor/metrics.jsonl"
@@ -448,12 +454,12 @@ def test_an_actor_that_is_stopped_in_a_step_saves_and_continues(inputs, whole, t
                 patience(120),
                 lambda: job.log[-3000:],
             )
-            job.process.send_signal(number)
+            job.process.send_signal(signal.SIGUSR1)
             assert job.wait(60) == ExitCode.PRE_EMPTED, job.log[-3000:]
             assert not job.leftovers()
-        assert f"{number.name}: the job saves and ends after the running step" in job.log
+        assert "SIGUSR1: the job saves and ends after the running step" in job.log
         ending = json.loads((tmp_path / "actor/ending.json").read_text())
-        assert (ending["name"], ending["reason"]) == ("PRE_EMPTED", number.name)
+        assert (ending["name"], ending["reason"]) == ("PRE_EMPTED", "SIGUSR1")
         assert 1 <= ending["step"] < 4
         for side in ("actor", "critic"):
             assert len(list((tmp_path / side / "checkpoints").glob("*/COMPLETE"))) >= 1
