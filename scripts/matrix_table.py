@@ -25,7 +25,7 @@ COLUMNS = {
         "values",
         "rewards",
     ),
-    "Weights after 3 steps": ("weights 3",),
+    "Weights after 2 steps": ("weights 2",),
 }
 
 
