@@ -48,7 +48,7 @@ LEARNING_RATE = 2e-3  # of PPO, and of SFT beside it
 SHARE = 0.9  # of the way to the teacher's share of exact responses that the student must go
 STEPS = (
     Steps("--steps", 160, f"updates of PPO, and of SFT beside it, each on {BATCH_SIZE} responses"),
-    Steps("--sft-steps", 180, "of the student before that"),
+    Steps("--sft-steps", 180, "of the student before that; it must be right now and then"),
     Steps("--teacher-steps", 240, "of SFT of the teacher; the fewer, the more it errs"),
 )
 

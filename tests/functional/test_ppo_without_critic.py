@@ -79,11 +79,9 @@ def answers(inputs):  # noqa: F811
     return "model.data.data_prefix={" + ", ".join(f"{n}: [{file.name}]" for n in names) + "}"
 
 
-def reward_fn(inputs, function, section="trainer.ppo"):  # noqa: F811
-    return [
-        f"{section}.reward_fn={inputs}/reward.py:{function}",
-        f"{section}.reward_fn_workers=1",
-    ]
+def reward_fn(inputs, function):  # noqa: F811
+    file = f"{inputs}/reward.py"
+    return [f"trainer.ppo.reward_fn={file}:{function}", "trainer.ppo.reward_fn_workers=1"]
 
 
 def grpo(inputs, folder, *extra, ranks=1):  # noqa: F811
@@ -293,7 +291,7 @@ def test_each_step_of_a_response_has_a_reward(source, tmp_path, inputs, answers)
 
 
 @pytest.mark.full
-def test_a_function_rewards_where_a_critic_gives_the_values(tmp_path, inputs, answers):  # noqa: F811
+def test_a_function_rewards_beside_a_critic(tmp_path, inputs, answers):  # noqa: F811
     """Of two tensor-parallel ranks as of one. (The golden numbers have it in the jobs of rejection
     sampling and REINFORCE.)
     """

@@ -45,8 +45,7 @@ pytestmark = pytest.mark.slow
 
 WALKS = {"run": run, "run_rs": run_rs, "run_arithmetic": run_arithmetic}
 WALKS |= {"run_dpo": run_dpo, "run_kto": run_kto, "run_spin": run_spin}
-WALKS |= {"run_guessing": run_guessing, "run_distill": run_distill}
-WALKS |= {"run_teacher": run_teacher}
+WALKS |= {"run_guessing": run_guessing, "run_distill": run_distill, "run_teacher": run_teacher}
 # The score that rises, by its key in summary.json; of the others it is "gold".
 SCORES = {"run_arithmetic": "exact", "run_teacher": "exact", "run_guessing": "won"}
 
