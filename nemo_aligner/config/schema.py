@@ -22,8 +22,8 @@ from nemo_aligner.config.jobs import JOBS
 COMMAND_PAGES = {
     "generate": "generate_evaluate",
     "evaluate": "generate_evaluate",
-    "compute_topk_logits": "distillation",
-    "inference_teacher": "distillation",
+    "compute_topk_logits": "config",
+    "inference_teacher": "config",
 }
 CONFIG_NAMES = tuple(name for name in JOBS if name not in COMMAND_PAGES)
 
