@@ -20,8 +20,8 @@ from nemo_aligner.config.jobs import JOBS
 
 # Of the commands that use a trained policy, with the page of docs/ that explains their keys.
 COMMAND_PAGES = {
-    "generate": "generate_evaluate",
-    "evaluate": "generate_evaluate",
+    "generate": "config",
+    "evaluate": "config",
     "compute_topk_logits": "config",
     "inference_teacher": "config",
 }

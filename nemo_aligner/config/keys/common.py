@@ -71,7 +71,7 @@ class Alarms:
     """
 
     OTHERS: ClassVar[str] = (  # what fields of subclasses mean
-        "**new**: thresholds of alarms, see [metrics.md](metrics.md); null switches one off"
+        "**new**: thresholds of [alarms](troubleshooting.md#alarms); null switches one off"
     )
     replica_check_interval: int | None = key(10, at_least=0)
 
