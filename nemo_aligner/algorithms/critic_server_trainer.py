@@ -154,7 +154,6 @@ class CriticServerTrainer:
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
         self._written: tuple[int, int] | None = None  # both, of what is on the disk for certain
-        self._saving: _Save | None = None  # the newest save, while it is not complete
         self._last_save: _Save | None = None  # the newest save
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
@@ -163,6 +162,12 @@ class CriticServerTrainer:
         self._loop: ServerLoop | None = None
 
     # ---- state ----
+
+    @property
+    def _saving(self) -> _Save | None:
+        """The newest save, while its outcome is not known."""
+        save = self._last_save
+        return None if save is None or save.outcome.done() else save
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters that a checkpoint stores."""
@@ -480,7 +485,7 @@ class CriticServerTrainer:
             self.ckpt_callback.custom_save(
                 monitor_candidates=candidates, is_train_end=is_train_end, trainer_state=state
             )
-        self._saving = self._last_save = _Save(self.step, actor_step)
+        self._last_save = _Save(self.step, actor_step)
         self._check_save()
 
     def _check_save(self) -> None:
@@ -501,12 +506,10 @@ class CriticServerTrainer:
         try:
             end()
         except SaveError as error:  # on all ranks
-            self._saving = None
             logging.error(f"critic server: no checkpoint of actor step {save.actor_step}: {error}")
             save.outcome.set_exception(OperationFailedError(cause_of(error)))
             return
         if not self.ckpt_callback.is_saving:
-            self._saving = None
             self.saved_step, self.actor_step = save.step, save.actor_step
             self._written = save.step, save.actor_step
             save.outcome.set_result(None)

@@ -101,9 +101,8 @@ class _Request:
 class _Server:
     """The state of one server; guarded by the fleet's lock."""
 
-    def __init__(self, peer: Peer, turn: int):
+    def __init__(self, peer: Peer):
         self.peer = peer
-        self.turn = turn  # when it was last used, in sendings
         self.available = False
         self.seen = False  # it was available at some time
         self.state = "no reply"
@@ -146,12 +145,9 @@ class Fleet:
         self.section = spec.setting.partition(".")[0]
         kind = "teacher" if spec.setting.startswith("remote_teacher") else "reward model"
         self.title = f"{kind} '{spec.name}'" if spec.name else spec.endpoint
-        count = len(spec.addresses)
-        self.servers = [
-            _Server(Peer(host, port, token, tls), turn=(index - first) % count)
-            for index, (host, port) in enumerate(spec.addresses)
-        ]
-        self._turn = count
+        self.servers = [_Server(Peer(*address, token, tls)) for address in spec.addresses]
+        self._turns = deque(self.servers)  # the one used longest ago comes first
+        self._turns.rotate(-first)
         self._waiting: deque[_Request] = deque()
         self._warned: set[str] = set()
         self._sample: Arrays | None = None  # one row of a request that has its reply
@@ -247,18 +243,18 @@ class Fleet:
 
     def _dispatch(self) -> None:
         while self._waiting and not self._closed:
-            free = [s for s in self.servers if s.available and len(s.in_flight) < MAX_IN_FLIGHT]
+            free = [s for s in self._turns if s.available and len(s.in_flight) < MAX_IN_FLIGHT]
             if not free:
                 return
-            server = min(free, key=lambda s: (len(s.in_flight), s.turn))
+            server = min(free, key=lambda s: len(s.in_flight))
             assert server.served is not None  # it is available
             request = self._waiting[0]
             exchange = request.exchange = _exchange(server.peer, server.served)
             in_thread(f"request to {server}", self._send, request, exchange, server, server.served)
             self._waiting.popleft()
             server.in_flight.add(request)
-            server.turn = self._turn
-            self._turn += 1
+            self._turns.remove(server)
+            self._turns.append(server)
 
     def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
         """Return the reply, or why there is none."""

@@ -134,28 +134,26 @@ class ModelProbe:
 
     def status(self, timeout_s: float) -> int | None:
         """HTTP status for the model, 200 once it is served; None: no reply."""
-        self.state, self.unusable, unknown = "no reply", None, None
+        self.state, self.unusable = "no reply", None
+        cannot = f"'{self.name}' at {self.peer} cannot be used"
         try:
             reply = self.peer.get(f"/v2/models/{self.name}/ready", timeout_s)
-            status = None if reply is None else reply[0].status
-            if reply is not None:
-                unknown = self._unknown(*reply, timeout_s)
-            else:  # it may be starting anew
-                self._up_since = None
+            if reply is None:
+                self._up_since = None  # it may be starting anew
+                return None
+            unknown = self._unknown(*reply, timeout_s)
         except UntrustedServerError as error:
-            status, self.state = None, str(error)
-            where = f"'{self.name}' at {self.peer}"
-            self.unusable = f"{where} cannot be used: {error} ({self._setting})."
+            self.state, self.unusable = str(error), f"{cannot}: {error} ({self._setting})."
+            return None
+        status = reply[0].status
         if status == 401:
             self.state = token_problem(self.peer.token, self._setting)
-            self.unusable = f"'{self.name}' at {self.peer} cannot be used: {self.state}"
-        elif status not in (None, 200):
+            self.unusable = f"{cannot}: {self.state}"
+        elif status != 200:
             self.state = f"a server replies, but '{self.name}' is not ready"
         if unknown is not None:
-            self.unusable = (
-                f"the server at {self.peer} serves no model '{self.name}'; {unknown}. "
-                f"Correct {self._key}, or the server's own setting."
-            )
+            serves = f"the server at {self.peer} serves no model '{self.name}'; {unknown}"
+            self.unusable = f"{serves}. Correct {self._key}, or the server's own setting."
         return status
 
     def _unknown(

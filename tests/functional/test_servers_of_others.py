@@ -172,26 +172,6 @@ def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
 
 
 @pytest.mark.full
-def test_requests_of_different_widths_at_once_are_not_mixed_up(critic):
-    """The server's batcher merges requests; `pad_to_length` is null, so their widths differ."""
-    mirror = TorchCritic()
-    client = RemoteGPTRMCriticClient(client_config(critic))
-    batches = [rollout(rows=1 + width % 3, width=width) for width in range(4, 16)]
-    try:
-        critic_values = np.load(critic.record.with_suffix(".npz"))
-        mirror.embedding = torch.tensor(critic_values["embedding"])
-        mirror.vector = torch.tensor(critic_values["vector"])
-        futures = [client.infer_rm_critic(batch) for batch in batches]
-        for batch, future in zip(batches, futures):
-            values = future.scores().values.cpu()
-            longest = int(batch["response_lengths"].max())
-            expected = mirror.values(batch["response_tokens"])[:, : longest - 1]
-            torch.testing.assert_close(values[:, : longest - 1], expected, rtol=1e-4, atol=1e-5)
-    finally:
-        client.close()
-
-
-@pytest.mark.full
 def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_server, warnings):
     """It takes four samples at once, PyTriton's default: ten go in three requests."""
     batch = rollout(rows=10)

@@ -81,16 +81,6 @@ def test_a_client_with_the_certificate_and_the_token_is_served(encrypted, certif
         send(encrypted, trusting)
 
 
-def test_a_fleet_sends_samples_and_token_encrypted(encrypted, certificates):
-    spec = RewardModelSpec(None, "reward_model", (encrypted.address,), 1.0, "remote_rm")
-    tls = client_tls(certificates[0][0], "remote_rm")
-    limit_s = patience(20)
-    fleet = Fleet(spec, REWARD, limit_s, limit_s, token=TOKEN, tls=tls)
-    with contextlib.closing(fleet):
-        reply = fleet.submit(SCORING).result(limit_s)
-    assert reply["rewards"].tolist() == [[3.0], [12.0]]
-
-
 def test_another_server_is_refused_in_one_line(encrypted, certificates):
     """By a client and by a fleet, whose certificates are those of another one."""
     other = client_tls(certificates[1][0], "remote_rm")
@@ -210,21 +200,6 @@ def test_a_pair_runs_where_nothing_of_triton_is_installed():
 # ---- the life of the host ----
 
 
-def test_a_handler_that_fails_says_so_and_the_next_request_is_served():
-    def fail_once(tokens, **_others):
-        if not calls:
-            calls.append(1)
-            raise ArithmeticError("no such sum")
-        return {"rewards": np.zeros((2, 1), np.float32)}
-
-    calls = []
-    request = InferRequest("reward_model", SCORING)
-    with contextlib.closing(AsgiFront([(REWARD, fail_once)], Access())) as front:
-        with pytest.raises(Exception, match="ArithmeticError: no such sum"):
-            Exchange(Peer(*front.address)).run(request, patience(20))
-        assert Exchange(Peer(*front.address)).run(request, patience(20))["rewards"].shape == (2, 1)
-
-
 @pytest.mark.parametrize(
     "error, status, line, logged",
     [
@@ -256,12 +231,6 @@ def post(front, body, **headers):
         connection.request("POST", "/v2/models/reward_model/infer", body, headers)
         reply = connection.getresponse()
         return reply.status, json.loads(reply.read())["error"]
-
-
-def test_what_is_no_http_gets_an_error_in_json():
-    with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
-        status, error = post(front, b"{}", **{"Content-Length": "-1"})
-    assert (status, error) == (400, "Invalid HTTP request received.")
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):

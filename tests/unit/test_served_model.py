@@ -13,7 +13,7 @@ import socket
 
 import numpy as np
 import pytest
-from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
+from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, triton_to_np_dtype
 
 from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
@@ -34,7 +34,7 @@ from nemo_aligner.servers.served_model import (
 )
 from nemo_aligner.servers.validation import validate_outcome
 from tests.patience import patience, wait_until
-from tests.scripted_server import ScriptedServer, http, triton_config
+from tests.scripted_server import ScriptedServer, triton_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,20 +83,19 @@ def others(endpoint: Endpoint, *names: str, batched: bool | None = None, **forms
 
 
 def sent(request: InferRequest) -> dict:
-    """The arrays of a request, decoded from its bytes."""
+    """The arrays of a request, read by the definition of KServe v2's binary tensors."""
     body = b"".join(request.body)
     assert len(body) == int(request.headers["Content-Length"])
-    length = int(request.headers["Inference-Header-Content-Length"])
-    arrays, position = {}, length
-    for item in json.loads(body[:length])["inputs"]:
-        size = item["parameters"]["binary_data_size"]
-        data = body[position : position + size]
-        position += size
-        if item["datatype"] == "BYTES":
-            arrays[item["name"]] = data
-        else:
-            dtype = triton_to_np_dtype(item["datatype"])
-            arrays[item["name"]] = np.frombuffer(data, dtype).reshape(item["shape"])
+    start = int(request.headers["Inference-Header-Content-Length"])
+    arrays = {}
+    for item in json.loads(body[:start])["inputs"]:
+        end = start + item["parameters"]["binary_data_size"]
+        raw, start = body[start:end], end
+        is_text = item["datatype"] == "BYTES"
+        dtype = triton_to_np_dtype(item["datatype"])
+        flat = deserialize_bytes_tensor(raw) if is_text else np.frombuffer(raw, dtype)
+        arrays[item["name"]] = flat.reshape(item["shape"])
+    assert start == len(body)
     return arrays
 
 
@@ -225,20 +224,6 @@ def test_what_would_change_a_number_is_refused(endpoint, data, forms, words):
         assert word in str(caught.value)
 
 
-def test_a_scoring_request_is_cut_into_as_many_samples_as_the_server_takes():
-    data = {"tokens": np.arange(10).reshape(5, 2), "sequence_lengths": np.full((5, 1), 2)}
-    parts = fit_requests(described(REWARD, max_batch_size=2), REWARD, data)
-    assert [len(sent(part)["tokens"]) for part in parts] == [2, 2, 1]
-    together = np.concatenate([sent(part)["tokens"] for part in parts])
-    assert together.tolist() == data["tokens"].tolist()
-    replies = [{"rewards": sent(part)["tokens"][:, :1].astype(np.float32)} for part in parts]
-    assert merge_replies(REWARD, replies)["rewards"].tolist() == [[0], [2], [4], [6], [8]]
-    names = ("tokens", "returns", "prev_values", "mask")
-    forms = {name: (TRAINING[name].dtype.type, (-1,)) for name in names}
-    small = dataclasses.replace(others(TRAIN, batched=True, **forms), max_batch_size=1)
-    assert len(fit_requests(small, TRAIN, TRAINING)) == 1  # an update is one request, or none
-
-
 def test_replies_take_the_form_of_the_schema():
     for rewards in (np.array([1, 2]), np.array([[1.0], [2.0]]), np.array([1.0, 2.0], np.float16)):
         merged = merge_replies(REWARD, [{"rewards": rewards}])["rewards"]
@@ -339,11 +324,6 @@ def test_an_update_or_checkpoint_that_failed_is_noticed(endpoint, reply, words):
         validate_outcome(endpoint, reply)
 
 
-def test_good_outcomes_pass():
-    validate_outcome(TRAIN, {"loss_mean": np.array([0.5])})
-    validate_outcome(SAVE, {"status": np.array([0], np.int32)})
-
-
 # ---- fleets ----
 
 
@@ -412,15 +392,3 @@ def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(f
             assert changed.inputs and good.inputs[0] == list(SCORING)
             for names in changed.inputs:
                 assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
-
-
-def test_a_reward_that_is_an_integer_is_a_reward(fast):
-    def integers(index, rewards):
-        output = {"name": "rewards", "datatype": "INT64", "shape": [1], "data": [3]}
-        return http({"outputs": [output]}, 200)
-
-    with ScriptedServer(integers) as server:
-        with make_fleet(server) as served:
-            assert served.wait_until_ready(100)
-            data = {name: array[:1] for name, array in SCORING.items()}
-            assert served.submit(data).result(100)["rewards"].tolist() == [[3.0]]
