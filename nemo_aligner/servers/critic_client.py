@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import uuid
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -106,8 +106,9 @@ class StatusFuture(RankZeroFuture[CriticStatus | None]):
             return None
         folders = json.loads(reply["checkpoints"][0])
         names = "actor_step", "critic_step", "saved_critic_step"
-        status: Any = {name: int(reply[name][0]) for name in names}
-        return {**status, "checkpoints": {int(step): folders[step] for step in folders}}
+        status: dict[str, Any] = {name: int(reply[name][0]) for name in names}
+        status["checkpoints"] = {int(step): folder for step, folder in folders.items()}
+        return cast(CriticStatus, status)
 
 
 class RemoteGPTRMCriticClient(RemoteClient):

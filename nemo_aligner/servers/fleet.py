@@ -167,10 +167,8 @@ class Fleet:
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """True once all servers have replied, or one did START_GRACE_S ago; else False.
-
-        Raises:
-            ServerUnreachableError: none has within `init_timeout_s` after the fleet was made.
-            ServerMismatchError: a server's model cannot be used.
+        `ServerUnreachableError`: none has within `init_timeout_s` after the fleet was made.
+        `ServerMismatchError`: a server's model cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -202,6 +200,12 @@ class Fleet:
                         return False
                     self._lock.wait(min(deadline - now, 0.1))
         return True
+
+    # as something that `wait_for_all` waits for
+    done = wait_until_ready
+
+    def result(self) -> None:
+        """None: it has been ready."""
 
     def submit(self, data: Arrays) -> "concurrent.futures.Future[Arrays]":
         """Queue a request; returns its future at once. `RequestError`: it does not fit."""

@@ -9,7 +9,6 @@ number of samples of a data-parallel rank, S their padded length.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -100,24 +99,6 @@ class RMFutureResult(FutureScores):
 
 def _on_device(array: Array) -> Tensor:
     return torch.from_numpy(np.array(array)).to(get_device())
-
-
-class _Connecting:
-    """The start of fleets as something to wait for on a source rank (see `wait_for_all`)."""
-
-    def __init__(self, fleets: list[Fleet]):
-        self._fleets = fleets
-
-    def done(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        # A list, not a generator: each fleet logs what it waits for, and notices its time limit.
-        while not all([fleet.wait_until_ready(0.1) for fleet in self._fleets]):
-            if time.monotonic() > deadline:
-                return False
-        return True
-
-    def result(self) -> None:
-        return None
 
 
 class RewardModels:
@@ -253,9 +234,8 @@ class RemoteClient:
             for spec in specs:
                 fleet = Fleet(spec, endpoint, *limits, first, talk.token, talk.tls)
                 self._fleets[spec.name or spec.endpoint] = fleet
-        fleets = list(self._fleets.values())
         try:
-            wait_for_all([_Connecting(fleets)] if fleets else [])
+            wait_for_all(self._fleets.values())
         except ServerRequestError as error:
             self.close()
             raise ServerUnreachableError(str(error)) from None

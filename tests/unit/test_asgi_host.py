@@ -14,12 +14,11 @@ import pytest
 
 from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
-from nemo_aligner.config.server_rules import RewardModelSpec, read_frontend
+from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
 from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
-from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
@@ -82,12 +81,10 @@ def test_a_client_with_the_certificate_and_the_token_is_served(encrypted, certif
 
 
 def test_another_server_is_refused_in_one_line(encrypted, certificates):
-    """By a client and by a fleet, whose certificates are those of another one."""
     other = client_tls(certificates[1][0], "remote_rm")
     with pytest.raises(ServerMismatchError, match="not one of tls_ca_file: self") as caught:
         send(encrypted, other, TOKEN)
     assert "\n" not in str(caught.value)
-    refused_by_fleet(encrypted.address, other, "not one of tls_ca_file", TOKEN)
 
 
 def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
@@ -105,20 +102,11 @@ def test_a_server_that_encrypts_is_named_at_once(encrypted):
 
 
 def refused_at_once(address, tls, words):
-    """Client and fleet say in one line, long before their time limit, what is wrong."""
+    """The client says in one line, long before its time limit, what is wrong."""
     with HTTPCommunicator(600.0, tls=tls) as communicator:
         with pytest.raises(ServerMismatchError, match=words) as caught:
             communicator.add_server_by_name("reward_model", *address, REWARD)
     assert "\n" not in str(caught.value)
-    refused_by_fleet(address, tls, words)
-
-
-def refused_by_fleet(address, tls, words, token=None):
-    spec = RewardModelSpec(None, "reward_model", (address,), 1.0, "remote_rm")
-    with contextlib.closing(Fleet(spec, REWARD, 600.0, 60.0, token=token, tls=tls)) as fleet:
-        with pytest.raises(ServerMismatchError, match=words):
-            while not fleet.wait_until_ready(1.0):
-                pass
 
 
 @pytest.mark.parametrize(

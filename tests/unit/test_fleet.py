@@ -8,6 +8,7 @@ end while they read. Real servers that are killed are in tests/functional/test_f
 """
 
 import contextlib
+import dataclasses
 import json
 import re
 import threading
@@ -21,10 +22,19 @@ from nemo_aligner.core.errors import ServerJobError, ServerRequestError, cause_i
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import send_to_fleets
+from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.servers.server_loop import OperationFailedError, ServerStoppingError
 from tests.cases import says, some_of
 from tests.patience import patience, wait_until
-from tests.scripted_server import ScriptedServer, answer, closed_port, failure, http, slowly
+from tests.scripted_server import (
+    ScriptedServer,
+    answer,
+    closed_port,
+    failure,
+    http,
+    slowly,
+    triton_config,
+)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 HANG_S = 100.0  # longer than anything here takes
@@ -344,6 +354,63 @@ def test_the_first_error_of_an_ensemble_does_not_wait_for_the_others():
         assert pending.done(5)
         with pytest.raises(ServerRequestError, match="ArithmeticError: no"):
             pending.result()
+
+
+REWARD = schema.reward_model_endpoint()
+
+
+def config_of(*names):
+    """The description of a server that lists the inputs `names`."""
+    inputs = tuple(spec for spec in REWARD.inputs if spec.name in names)
+    return triton_config(dataclasses.replace(REWARD, inputs=inputs))
+
+
+def whole_sample(value):
+    more = {"tokenizer": np.array([[b"300 tokens"]]), "prompt_lengths": np.ones((1, 1), np.int64)}
+    return {**sample(value), **more}
+
+
+def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(lines):
+    with ScriptedServer() as plain, ScriptedServer() as ours:
+        plain.config = config_of("tokens", "sequence_lengths")
+        with Running(plain, ours) as running:
+            submit = running.ready().fleet.submit
+            assert [running.rewards([submit(whole_sample(v))]) for v in range(4)] == [
+                [0.0],
+                [1.0],
+                [2.0],
+                [3.0],
+            ]
+        assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
+        assert ours.inputs == [list(whole_sample(0))] * 2
+        about = [line for line in lines if "tokenizer" in line]
+        assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
+
+
+def test_a_server_whose_model_cannot_be_used_is_left_out_with_one_warning_but_at_the_start(lines):
+    save = triton_config(schema.critic_save_endpoint())
+    with ScriptedServer() as good, ScriptedServer() as changed:
+        changed.config = save
+        with (
+            Running(good, changed) as running,
+            says(ServerMismatchError, f":{changed.port} cannot be used"),
+        ):
+            running.ready()
+        changed.config = config_of(*whole_sample(0))
+        with Running(good, changed) as running:
+            server = running.ready().fleet.servers[1]
+            changed.ready = 503
+            running.wait_for(lambda: not server.available)
+            changed.config, changed.ready, probes = save, 200, changed.probes
+            running.wait_for(lambda: changed.probes > probes + 4)
+            assert not server.available
+            assert len([line for line in lines if "cannot be used" in line]) == 1
+            changed.config = config_of("tokens", "sequence_lengths", "prompt_lengths")
+            running.wait_for(lambda: server.available)
+            running.rewards([running.fleet.submit(whole_sample(v)) for v in range(4)])
+            for names in changed.inputs:
+                assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
+        assert changed.inputs
 
 
 def test_the_kernel_noticing_a_lost_peer_is_no_time_out(monkeypatch):

@@ -6,7 +6,6 @@ except for sockets that follow a script.
 Real servers of others are in tests/functional/test_servers_of_others.py.
 """
 
-import contextlib
 import dataclasses
 import json
 import socket
@@ -15,9 +14,8 @@ import numpy as np
 import pytest
 from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, triton_to_np_dtype
 
-from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import exchange, fleet, schema
+from nemo_aligner.servers import exchange, schema
 from nemo_aligner.servers.exchange import InferRequest, Peer
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
@@ -33,7 +31,7 @@ from nemo_aligner.servers.served_model import (
     warnings_about,
 )
 from nemo_aligner.servers.validation import validate_outcome
-from tests.patience import patience, wait_until
+from tests.patience import patience
 from tests.scripted_server import ScriptedServer, triton_config
 
 pytestmark = pytest.mark.timeout(60)
@@ -322,73 +320,3 @@ def test_an_update_is_sent_once_whatever_happens():
 def test_an_update_or_checkpoint_that_failed_is_noticed(endpoint, reply, words):
     with pytest.raises(ReplyError, match=words):
         validate_outcome(endpoint, reply)
-
-
-# ---- fleets ----
-
-
-@pytest.fixture
-def fast(monkeypatch):
-    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S", "FIRST_PAUSE_S"):
-        monkeypatch.setattr(fleet, name, 0.1)
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    said = []
-    monkeypatch.setattr(fleet.logging, "warning", said.append)
-    return said
-
-
-def make_fleet(*servers):
-    addresses = tuple(("127.0.0.1", server.port) for server in servers)
-    spec = RewardModelSpec(None, "reward_model", addresses, 1.0, "remote_rm.reward_model")
-    return contextlib.closing(fleet.Fleet(spec, REWARD, 100.0, 100.0))
-
-
-def plain_config(*extra):
-    inputs = tuple(s for s in REWARD.inputs if s.name in ("tokens", "sequence_lengths", *extra))
-    return triton_config(dataclasses.replace(REWARD, inputs=inputs))
-
-
-def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
-    with ScriptedServer() as plain, ScriptedServer() as ours:
-        plain.config = plain_config()
-        with make_fleet(plain, ours) as served:
-            assert served.wait_until_ready(100)
-            for value in (5, 6, 7, 8):
-                data = {**SCORING, "tokens": np.full((1, 3), value)}
-                data = {name: array[:1] for name, array in data.items()}
-                assert served.submit(data).result(100)["rewards"].tolist() == [[value]]
-            assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
-            assert ours.inputs == [list(SCORING)] * 2
-            about = [line for line in lines if "tokenizer" in line]
-            assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
-
-
-def test_a_fleet_with_a_server_that_cannot_be_used_does_not_start(fast):
-    with ScriptedServer() as good, ScriptedServer() as bad:
-        bad.config = triton_config(SAVE)
-        refused = pytest.raises(ServerMismatchError, match=f":{bad.port} cannot be used")
-        with make_fleet(good, bad) as served, refused:
-            served.wait_until_ready(100)
-
-
-def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(fast, lines):
-    with ScriptedServer() as good, ScriptedServer() as changed:
-        with make_fleet(good, changed) as served:
-            assert served.wait_until_ready(100)
-            changed.ready = 503
-            wait_until(lambda: not served.servers[1].available)
-            changed.config, changed.ready, probes = triton_config(SAVE), 200, changed.probes
-            wait_until(lambda: changed.probes > probes + 4)
-            assert not served.servers[1].available
-            assert len([line for line in lines if "cannot be used" in line]) == 1
-            changed.config = plain_config("prompt_lengths")
-            wait_until(lambda: served.servers[1].available)
-            data = {name: array[:1] for name, array in SCORING.items()}
-            for _ in range(4):
-                served.submit(data).result(100)
-            assert changed.inputs and good.inputs[0] == list(SCORING)
-            for names in changed.inputs:
-                assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
