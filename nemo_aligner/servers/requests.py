@@ -6,7 +6,7 @@ slices, or put together from pieces.
 A *slice* is a part of the samples of a scoring request that is scored in one operation of all
 ranks; between two of them the server works on other requests. How a request is cut depends on that
 request alone, and a slice has whole micro-batches of it, with the same samples in each: so a score
-has the same bits as if the request had been scored in one go. (Exceptions: docs/operations.md.)
+has the same bits as if the request had been scored in one go. (Exceptions: docs/jobs.md.)
 
 A *piece* is a part of the rows of a train request that is too large for one body: a request of its
 own with the same `request_id` and with `piece` = [its first row, rows of the whole]. The server
