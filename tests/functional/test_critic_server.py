@@ -8,6 +8,7 @@ unpadded rows.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
 from nemo_aligner.servers import exchange
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.cases import some_of
@@ -269,10 +271,7 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
 
 
 def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
-    client = RemoteGPTRMCriticClient(client_config(job))
-    try:
+    with contextlib.closing(RemoteGPTRMCriticClient(client_config(job))) as client:
         tokens = torch.full((2, 5), RAISE)
         rollout = {"response_tokens": tokens, "response_lengths": torch.tensor([5, 5])}
         data = make_training_data(2, 5)
@@ -286,8 +285,6 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
                 str(caught.value),
             )
         assert 'raise ArithmeticError("the model met' in job.log()  # the traceback
-    finally:
-        client.communicator.close()
     assert_serving(Raw(job), mirror)
 
 
@@ -330,10 +327,9 @@ def test_a_bad_request_fails_alone(frontend):
 
 
 def test_client_checks_before_it_sends(job):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
-    client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
-    try:
+    with contextlib.closing(
+        RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
+    ) as client:
         rollout = {  # longer than pad_to_length: sent as it is
             "response_tokens": torch.ones(2, 9).long(),
             "response_lengths": torch.tensor([9, 9]),
@@ -350,14 +346,10 @@ def test_client_checks_before_it_sends(job):
         assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(
             caught.value
         )
-    finally:
-        client.communicator.close()
     assert not [thread for thread in threading.enumerate() if str(job.port) in thread.name]
 
 
 def test_wrong_endpoint_name_and_wrong_port(job):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
         RemoteGPTRMCriticClient(client_config(1, init_timeout_s=1))
@@ -378,7 +370,6 @@ def test_wrong_endpoint_name_and_wrong_port(job):
 def two_rank_client(port, tp):
     """On each rank: what the client's calls return or raise."""
     from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     rank = parallel_state.get_data_parallel_rank()
@@ -450,7 +441,6 @@ def test_clients_of_two_ranks(job, mirror, tp):
 def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
     """Six rows make two optimizer steps; the pieces have two rows."""
     from nemo_aligner.servers import served_model
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     raw, data = Raw(job), make_training_data(rows=6, width=9, seed=5)
     row_bytes = 8 * 9 + 3 * 4 * 8
@@ -463,12 +453,9 @@ def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
         lambda self, sent, limit: sizes.append(sum(map(len, sent.body))) or run(self, sent, limit),
     )
     before = int(raw("critic_status", dummy_var=[0])["critic_step"][0])
-    client = RemoteGPTRMCriticClient(client_config(job))
-    try:
+    with contextlib.closing(RemoteGPTRMCriticClient(client_config(job))) as client:
         batch = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
         loss = client.train(batch).result()
-    finally:
-        client.close()
     assert len(sizes) == 3 and max(sizes) < 2 * row_bytes + 1000
     assert loss == pytest.approx(expected_update(mirror, data, gbs=4), rel=1e-5)
     assert_serving(raw, mirror)
@@ -738,11 +725,11 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
     server that may have come back with other weights.
     """
     from nemo_aligner.servers.connection import RESTART_REMEDY
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     with CriticJob(server={"frontend": frontend}) as job:
-        client = RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
-        try:
+        with contextlib.closing(
+            RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
+        ) as client:
             data = make_training_data(4, 9)
             data["tokens"] = torch.full_like(data["tokens"], SLEEP)
             data |= {"response_tokens": data["tokens"], "values": data["prev_values"]}
@@ -765,8 +752,6 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
             assert time.monotonic() - killed < patience(60)  # long before inference_timeout_s
             with pytest.raises(ServerRequestError, match="critic_infer at .* failed: "):
                 scores.result()
-        finally:
-            client.close()
 
 
 def kill_starting_triton(job, times):

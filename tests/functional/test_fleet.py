@@ -7,6 +7,7 @@ Rewards are compared with a sum in plain Python. Failures at moments that no rea
 made to fail at are in tests/unit/test_fleet.py.
 """
 
+import contextlib
 import signal
 import threading
 import time
@@ -146,8 +147,7 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
     port.
     """
     a, b = pair
-    client = RemoteGPTRMClient(section(a, b))
-    try:
+    with contextlib.closing(RemoteGPTRMClient(section(a, b))) as client:
         stream = Stream(client)
         stream.send(100)
         wait_until(lambda: stream.answered(100))
@@ -187,8 +187,6 @@ def test_servers_are_killed_and_come_back_in_the_middle_of_a_stream(pair, lines,
             about = [line for line in lines if server.address in line]
             assert len([line for line in about if "is left out" in line]) == 1, about
             assert len([line for line in about if "back: " in line]) == 1, about
-    finally:
-        client.close()
 
 
 @pytest.mark.full  # tests/unit/test_fleet.py has the client alone
@@ -198,8 +196,7 @@ def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, line
     """
     a, b = pair
     monkeypatch.setattr(fleet_module, "PROBE_INTERVAL_S", 1.0)
-    client = RemoteGPTRMClient(section(a, b))
-    try:
+    with contextlib.closing(RemoteGPTRMClient(section(a, b))) as client:
         stream = Stream(client)
         stream.send_until_busy(0)
         before = len(stream.sent)
@@ -209,8 +206,6 @@ def test_triton_that_outlives_its_process_does_not_hold_requests_back(pair, line
         stream.assert_all_right()
         for orphan in orphans:  # the port is free again when they have ended
             orphan.wait(patience(30))
-    finally:
-        client.close()
 
 
 @pytest.mark.full  # tests/unit/test_fleet.py has the client alone
@@ -250,8 +245,7 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
             "helpful": member(a, b, weight=0.5),
             "terse": member(c, name="brevity", weight=0.25),
         }
-        client = RemoteGPTRMClient(section(reward_models=models))
-        try:
+        with contextlib.closing(RemoteGPTRMClient(section(reward_models=models))) as client:
             for seed in range(4):
                 batch = rollout(seed)
                 scores = client.infer_rm(batch).scores()
@@ -261,15 +255,10 @@ def test_an_ensemble_adds_weighted_rewards_and_tells_the_parts(pair):
                 torch.testing.assert_close(
                     scores.rewards, 0.5 * scores.parts["helpful"] + 0.25 * scores.parts["terse"]
                 )
-            single = RemoteGPTRMClient(section(a, b))
-            try:
+            with contextlib.closing(RemoteGPTRMClient(section(a, b))) as single:
                 scores = single.infer_rm(batch).scores()
                 assert_right(scores.rewards, batch)
                 assert scores.parts == {} and scores.values is None
-            finally:
-                single.close()
-        finally:
-            client.close()
 
 
 def two_rank_client(port, dead_port, log_file):
@@ -339,8 +328,7 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
             critic={"ip": "127.0.0.1", "port": job.port},
             reward_models={"sum": member(a, b, weight=2.0), "triple": member(c, weight=-1.0)},
         )
-        client = RemoteGPTRMCriticClient(config)
-        try:
+        with contextlib.closing(RemoteGPTRMCriticClient(config)) as client:
             tokens = torch.tensor([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 0, 0]])
             batch = {
                 "response_tokens": tokens,
@@ -362,5 +350,3 @@ def test_separate_mode_takes_values_from_the_critic_and_rewards_from_the_fleet(p
             with pytest.raises(ServerRequestError, match="is nan in sample"):
                 client.infer_rm_critic(bad).result()
             client.check_status(0, {})
-        finally:
-            client.close()

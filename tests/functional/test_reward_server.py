@@ -18,6 +18,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional.jobs import (
     assert_ended_well,
     remote_rm,
@@ -106,16 +107,13 @@ def through_client(
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as
     `infer` pads with eos.
     """
-    from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
-
-    client = RemoteGPTRMClient(remote_rm(port, pad_to_length=pad_to_length), tokenizer)
-    try:
+    with contextlib.closing(
+        RemoteGPTRMClient(remote_rm(port, pad_to_length=pad_to_length), tokenizer)
+    ) as client:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=VOCAB - 1)
         lengths = torch.tensor([len(row) for row in rows])
         rollout = {"response_tokens": tokens, "response_lengths": lengths}
         return client.infer_rm(rollout).result().numpy()
-    finally:
-        client.communicator.close()
 
 
 def assert_scores_are_direct(port: int, model) -> None:

@@ -6,6 +6,7 @@ endpoints, and a reward server as users write it.
 Expected numbers come from torch on the same weights, and from loops.
 """
 
+import contextlib
 import json
 
 import numpy as np
@@ -120,8 +121,9 @@ def rollout(rows=3, width=7):
 def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
     """Exactly its own inputs reach it, and the numbers are right before and after an update."""
     mirror, batch = TorchCritic(), rollout()
-    client = RemoteGPTRMCriticClient(client_config(critic, pad_to_length=10), TinyTokenizer)
-    try:
+    with contextlib.closing(
+        RemoteGPTRMCriticClient(client_config(critic, pad_to_length=10), TinyTokenizer)
+    ) as client:
         about_tokenizers = [line for line in warnings if "'critic_infer'" in line]
         assert len(about_tokenizers) == len(warnings) == 1
         assert "has no input 'tokenizer'" in warnings[0] and str(critic.port) in warnings[0]
@@ -153,8 +155,6 @@ def test_a_critic_of_nemo_aligner_scores_trains_and_saves(critic, warnings):
         training["response_tokens"] = torch.full_like(data["tokens"], RAISE)
         with pytest.raises(ServerRequestError, match="a token it cannot stand"):
             client.train(training).result()
-    finally:
-        client.close()
 
     width = 1 + max(int(column) for column in data["mask"].nonzero()[:, 1]) + 1
     lengths = {"sequence_lengths": ["int64", [3, 1]]}
@@ -176,11 +176,10 @@ def test_the_reward_server_of_the_docs_scores_any_number_of_samples(reward_serve
     """It takes four samples at once, PyTriton's default: ten go in three requests."""
     batch = rollout(rows=10)
     batch["response_tokens"][::2, :4] = COUNTED
-    client = RemoteGPTRMClient(remote_rm(reward_server.port), TinyTokenizer)
-    try:
+    with contextlib.closing(
+        RemoteGPTRMClient(remote_rm(reward_server.port), TinyTokenizer)
+    ) as client:
         rewards = client.infer_rm(batch).scores().rewards
-    finally:
-        client.close()
     expected = [
         float(sum(int(token) == COUNTED for token in row[:length]))
         for row, length in zip(batch["response_tokens"], batch["response_lengths"])
