@@ -258,15 +258,8 @@ class Alarms:
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
     ) -> None:
-        """Every `replica_check_interval` steps, compare the weights of the replicas; all ranks
-        call it.
-
-        Args:
-            model: has `unwrapped()`, its bare model chunks.
-            timer: gets the time as `replica_check`.
-
-        Raises:
-            ReplicaError: on every rank.
+        """Every `replica_check_interval` steps, compare the weights of the replicas:
+        `ReplicaError` on every rank; all call it. `timer` gets the time as `replica_check`.
         """
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
@@ -281,17 +274,10 @@ def sampling_ratio_metrics(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """How far the sampler's probabilities of the tokens are from the trainer's, over all DP ranks,
-    which all call.
+    which all call: `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs -
+    sampling_logprobs), and `sampling_ratio_max`, the largest of rho and 1 / rho.
 
-    Args:
-        logprobs: f32 `[B, S-1]`, the trainer's; slots outside the mask may hold anything.
-        sampling_logprobs: f32 `[B, S-1]`, the sampler's, in the same convention
-            (`GenerationOutput.logprobs`).
-        mask: `[B, S-1]`, non-zero on the tokens that count.
-
-    Returns:
-        `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs -
-        sampling_logprobs), and `sampling_ratio_max`, the largest of rho and 1 / rho.
+    Args are `[B, S-1]`; slots outside the mask may hold anything.
     """
     mask = mask.bool()
     difference = torch.where(mask, logprobs - sampling_logprobs, 0).nan_to_num(nan=torch.inf)
@@ -321,10 +307,6 @@ def rollout_health(
 ) -> dict[str, float]:
     """The quantities above whose tensors are present, over the samples of all DP ranks; all ranks
     call it.
-
-    Args:
-        rollout_batch: may hold `sampling_logprobs`, then also `logprobs`.
-        data: of the updates: `mask`, and with a critic `values` and `returns`.
     """
     metrics: dict[str, float] = {}
     if "sampling_logprobs" in rollout_batch:
@@ -371,15 +353,8 @@ def check_policy_equals_reference(
 
 
 def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> None:
-    """Refuse rewards that are NaN or infinite. The rollout is that of all ranks, so all raise
-    together.
-
-    Args:
-        rollout: `idx`, `prompt_lengths` int64 `[N]`; `response_tokens` int64 `[N, S]`.
-        scores: of these samples.
-
-    Raises:
-        NonFiniteError: names the first such sample by its dataset index and prompt.
+    """Raise `NonFiniteError`, with dataset index and prompt, for a reward that is NaN or infinite.
+    The rollout is that of all ranks, so all raise together.
     """
     parts = {f"rewards_{name}": part for name, part in sorted(scores.parts.items())}
     for name, rewards in ({"rewards": scores.rewards} | parts).items():

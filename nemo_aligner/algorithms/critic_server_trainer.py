@@ -314,7 +314,6 @@ class CriticServerTrainer:
         return {**numbers, "checkpoints": np.array([checkpoints.encode()])}
 
     def _submit(self, signal_: ServerSignal, arrays: Arrays) -> Arrays:
-        """Have all ranks run an operation, while the server runs."""
         assert self._loop is not None, "the server does not run"
         return self._loop.submit(signal_, arrays)
 
@@ -364,14 +363,12 @@ class CriticServerTrainer:
     def _score_values(
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the values [n, S] of this rank's samples."""
         with self._scoring():
             return {"values": self.model.infer((tokens, lengths))}
 
     def _score_rewards(
         self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the rewards [n, 1] of this rank's samples."""
         with self._scoring():
             rewards = self.model.infer_rewards((tokens, lengths))
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
@@ -442,7 +439,6 @@ class CriticServerTrainer:
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
     def _train_step(self, batch: dict[str, Tensor]) -> float:
-        """Run an optimizer step on this rank's share of a global batch; returns its loss."""
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
         metrics = train_on_batch(

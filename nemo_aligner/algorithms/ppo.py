@@ -101,12 +101,11 @@ class PPOTrainer(PolicyGradientTrainer):
         """As the base class, and:
 
         Args:
-            rm_critic: critic and reward model. With an `advantage_estimator` that needs no critic,
-                the reward model alone with the same methods.
+            rm_critic: critic and reward model; the latter alone, with the same methods, where the
+                `advantage_estimator` needs no critic.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
-            rollout_logprobs: where the policy's log-probs of a rollout come from: a pass of their
-                own ("recompute"), or generation ("sampler").
+            rollout_logprobs: "recompute" (a pass of their own) or "sampler" (generation).
             advantages_of: a user's own advantages (`ppo_data.own_advantages`).
             reward_weights: of an ensemble's models in the order of their names, for gdpo.
             teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.

@@ -182,7 +182,6 @@ class SPINTrainer(SupervisedTrainer):
         ]
 
     def _pairs(self, batch: Mapping[str, Tensor], responses: Mapping[str, Any]) -> SelfPlayBatch:
-        """Both responses to the prompts of `batch`, with the reference's log-probs."""
         eos_id = self.model.tokenizer.eos_id
         generated_length = torch.tensor([len(tokens) for tokens in responses["tokens"]])
         width = int(max(batch["lengths"].max(), generated_length.max()))
@@ -206,7 +205,6 @@ class SPINTrainer(SupervisedTrainer):
         return cast(SelfPlayBatch, pairs)
 
     def _log_samples(self, pairs: SelfPlayBatch, batch: Mapping[str, Tensor]) -> None:
-        """Write the texts of the first pairs beside the metrics."""
         text = self.model.tokenizer.ids_to_text
         rows = []
         for i in range(min(SHOWN_SAMPLES, len(batch["lengths"]))):

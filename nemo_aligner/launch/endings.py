@@ -169,9 +169,7 @@ def _exit_code(error: Exception) -> ExitCode:
 
 
 def _end_started_processes(grace_s: float) -> bool:
-    """Wait `grace_s` for the started processes, then kill what is left; True if all of them ended
-    well by themselves.
-    """
+    """Wait, then kill what is left; True if all ended well by themselves."""
     for processes in _watched:
         # Lightning kills this process once it sees that another one has not ended well, before
         # the error of this one is printed.

@@ -124,11 +124,8 @@ def open_base(cfg: DictConfig) -> Source | None:
 def start_from(
     base: Source | None, cfg: DictConfig, model_class: type[Model], with_new_head: bool = False
 ) -> tuple[Experiment, Model]:
-    """`start_job`, with the model that it trains and its adapters; every rank calls it.
-
-    Args:
-        base, cfg: from `open_base`.
-        with_new_head: leave a head in `base` out.
+    """`start_job`, with the model that it trains and its adapters; every rank calls it. `base` and
+    `cfg` are of `open_base`; `with_new_head` leaves a head in `base` out.
     """
     job = start_job(cfg)
     if base is None:
@@ -367,12 +364,7 @@ def set_up_training(
     has_validation: bool = True,
 ) -> dict[str, Any]:
     """What every trainer gets, by the names of its arguments; logs the configuration. All ranks
-    call it.
-
-    Args:
-        max_steps: optimizer updates, the horizon of the schedule.
-        train: loader of the training data; None: the job has none.
-        has_validation: there are data for it.
+    call it. `max_steps` is the horizon of the schedule, `train` a loader of the training data.
     """
     settings = cfg.trainer[job.section]
     if not has_validation:
@@ -396,12 +388,8 @@ def set_up_training(
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:
-    """Resume as `exp_manager` asks; returns the counters of the checkpoint that was loaded, or
-    None for a fresh start. All ranks call it.
-
-    Raises:
-        UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is
-            off.
+    """Resume as `exp_manager` asks: the counters of the checkpoint that was loaded, or None for a
+    fresh start. All ranks call it. `UserError`: it must resume, and there is no checkpoint.
     """
     if cfg.exp_manager is None:
         return None
