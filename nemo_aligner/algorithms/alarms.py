@@ -77,17 +77,16 @@ WARNINGS = (
     Watched(
         "sampling_mismatch",
         True,
-        "The sampler gave the tokens other probabilities than the trainer computes for them, so "
-        "every update is off-policy from its start. Usual causes: a temperature that one of them "
-        "does not apply, dropout left on, another precision or kernel in decoding, or stale "
-        "weights in the sampler. See sampling_ratio_max for the worst token.",
+        "Sampler and trainer give the tokens other probabilities, so every update is off-policy. "
+        "Usual causes: a temperature that one of them does not apply, dropout left on, another "
+        "precision or kernel in decoding, or stale weights in the sampler.",
         quantity=lambda metrics: metrics.get("sampling_ratio_mean_error"),
     ),
     Watched(
         "first_update_kl",
         True,
-        "The first update of a rollout finds other probabilities than its log-probs, though no "
-        "weight has changed: they are off-policy, and the ratios wrong. Usual causes: a dropout "
+        "Before a weight has changed the policy gives other probabilities than the rollout has, "
+        "so the ratios are wrong. Usual causes: a dropout "
         "(model.hidden_dropout, attention_dropout, peft.lora_tuning.adapter_dropout), another "
         "precision or kernel in training, or model.ppo.rollout_logprobs=sampler.",
     ),
@@ -103,9 +102,9 @@ WARNINGS = (
     Watched(
         "clip_fraction",
         True,
-        "The ratios of so many tokens are outside the clip range that they no longer train the "
-        "policy: it moves too far within one rollout. Lower model.optim.lr or "
-        "trainer.ppo.ppo_epochs, use larger global batches, or set trainer.ppo.target_kl.",
+        "The policy moves too far within one rollout: clipped tokens do not train it. Lower "
+        "model.optim.lr or trainer.ppo.ppo_epochs, use larger global batches, or set "
+        "trainer.ppo.target_kl.",
         quantity=lambda metrics: metrics.get("ppo_clip_fraction"),
     ),
     Watched(
@@ -119,20 +118,17 @@ WARNINGS = (
     Watched(
         "truncated_fraction",
         True,
-        "Almost no response ends by itself. Responses that are cut off do not train the policy "
-        "(unless model.ppo.train_on_truncated), and their rewards are those of fragments; in SPIN "
-        "they differ from those of the data by their missing end above all; in distillation the "
-        "student does not learn to end. Raise length_params.max_length, check that the SFT data "
-        "end with the eos token, or set sampling_params.end_strings.",
+        "Almost no response ends by itself; what is cut off has the rewards of fragments, or does "
+        "not teach the policy to end. Raise length_params.max_length, check that the SFT data end "
+        "with the eos token, or set sampling_params.end_strings.",
         quantity=_truncated_fraction,
     ),
     Watched(
         "likelihood_fall",
         True,
-        "The policy gives chosen and rejected responses alike less probability than the reference "
-        "does: the loss sees their difference alone, and the probability goes to responses that "
-        "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight "
-        "(model.kto for KTO; SPIN has the former in model.spin), or lower model.optim.lr.",
+        "Chosen and rejected responses alike lose probability, to responses that nobody compared. "
+        "Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight (model.kto for KTO; "
+        "SPIN has the former in model.spin), or lower model.optim.lr.",
     ),
     Watched(
         "accuracy",
@@ -170,10 +166,9 @@ WARNINGS = (
     Watched(
         "effective_responses",
         False,
-        "The target of SteerLM 2.0 gives nearly all weight to one response of each prompt, so the "
-        "policy learns to imitate it, and the others tell it nothing. Usual causes: log P(a|x,y) "
-        "or log P(y|x) of other scales or of another model, or an attribute model that is too "
-        "sure of itself.",
+        "The target of SteerLM 2.0 gives nearly all weight to one response of each prompt. Usual "
+        "causes: log P(a|x,y) or log P(y|x) of other scales or of another model, or an attribute "
+        "model that is too sure of itself.",
     ),
 )
 
@@ -368,8 +363,7 @@ def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> Non
             raise NonFiniteError(
                 f"{name} of sample {int(rollout['idx'][first])} (index in the data set; prompt "
                 f"{prompt!r}) is {float(rewards[first])}; {len(bad)} of {len(rewards)} are not "
-                "finite. Nothing was trained on them. Check the reward model's weights or the "
-                "reward function on this prompt, and the weights of an ensemble."
+                "finite. Check the reward model or function on this prompt."
             )
 
 

@@ -62,12 +62,8 @@ def dpo_custom_collate(
     eod_mask_loss: bool = False,
     pad_length_to_multiple_of: int | None = None,
 ) -> DirectPairBatch:
-    """A batch of items of `DPOModelDataset`, by NeMo-Aligner's name.
-
-    Args:
-        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_length_to_multiple_of:
-            not used: the items are padded, attention is causal, and what a micro-batch needs is
-            cut and padded where it is computed.
+    """A batch of items of `DPOModelDataset`, by NeMo-Aligner's name; its other arguments are not
+    used: the items are padded, and attention is causal.
     """
     pairs: DirectPairBatch = default_collate(batch)
     return pairs

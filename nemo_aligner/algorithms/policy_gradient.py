@@ -120,9 +120,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.dynamic_sampling_rounds and not getattr(self.sampler, "is_random", False):
             raise ConfigError(
                 f"trainer.{self.SECTION}.dynamic_sampling_rounds={self.dynamic_sampling_rounds} "
-                "may come to the end of the data before the last step: it needs a random sampler, "
-                f"which starts over, but train_dataloader_builder gives a loader with a "
-                f"{type(self.sampler).__name__}. Change it, or set dynamic_sampling_rounds=0."
+                "needs a random sampler, which starts over at the end of the data, but the loader "
+                f"has a {type(self.sampler).__name__}. Change it, or set the rounds to 0."
             )
 
     # ------------------------------------------------------------------------------- the algorithm

@@ -144,18 +144,16 @@ class PPOTrainer(PolicyGradientTrainer):
             logging.warning(harm)
         if kl_loss_coef > 0 and cfg.initial_policy_kl_penalty > 0:
             logging.warning(
-                "the KL to the reference is penalized twice: in the reward by "
-                f"trainer.ppo.initial_policy_kl_penalty={cfg.initial_policy_kl_penalty} and in "
-                f"the loss by model.ppo.kl_loss_coef={kl_loss_coef}. Both apply; set one of them "
-                "to 0 unless you mean that."
+                "the KL to the reference is penalized twice: by trainer.ppo."
+                f"initial_policy_kl_penalty={cfg.initial_policy_kl_penalty} and by "
+                f"model.ppo.kl_loss_coef={kl_loss_coef}; set one of them to 0."
             )
         rescaled_by = self.data_settings.rescaled_by()
         if kl_loss_coef > 0 and rescaled_by:
             logging.warning(
-                f"model.ppo.kl_loss_coef={kl_loss_coef} is not in units of the reward: "
-                f"trainer.ppo.{rescaled_by} divides the rewards or advantages by their standard "
-                "deviation, and not this KL. Where it is to be beta, take rloo, or gae with "
-                "normalize_advantages=False, or initial_policy_kl_penalty (docs/ppo.md)."
+                f"model.ppo.kl_loss_coef={kl_loss_coef} is not in units of the reward, which "
+                f"trainer.ppo.{rescaled_by} divides by a standard deviation. Where it is to be "
+                "beta, take rloo, or initial_policy_kl_penalty (docs/ppo.md)."
             )
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0

@@ -124,8 +124,7 @@ def harm_of_kl(setting: str, remedy: str) -> str:
     """What is wrong with a KL in the reward that is not k1, for a warning."""
     return (
         f"{setting}: in the reward this does not hold the policy to the reference, "
-        "however large initial_policy_kl_penalty is. It also punishes tokens for being rarer "
-        f"than in the reference, until they have probability 0. Set {remedy}, unless you repeat "
+        f"however large initial_policy_kl_penalty is. Set {remedy}, unless you repeat "
         "an old run (docs/ppo.md)."
     )
 
@@ -371,15 +370,9 @@ def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> f
 
 
 def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
-    """Advantages `[B, S-1]` of GRPO with process supervision: the rewards of the steps compared
-    with those of all steps to the same prompt, which may be on other DP ranks.
-
-    Args:
-        token_rewards: `[B, S-1]`, KL penalty included: the reward of a step is the sum over its
-            tokens.
-        idx: int64 `[B]`, dataset index.
-        scored: bool `[B, S-1]`, True where a step ends.
-        mask: `[B, S-1]`.
+    """Advantages `[B, S-1]` of GRPO with process supervision: the rewards of the steps, sums over
+    their tokens, compared with those of all steps to the same prompt, which may be on other DP
+    ranks. `scored`, bool `[B, S-1]`, is True where a step ends.
     """
     gathered = PPORolloutBatch(
         rewards=sums_of_steps(token_rewards, scored, mask), idx=idx, scored=scored, mask=mask

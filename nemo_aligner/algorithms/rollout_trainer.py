@@ -483,10 +483,8 @@ class RolloutTrainer(TrainingLoop):
             key = f"model.{self.SECTION}.num_rollout_samples"
             raise UserError(
                 f"{key}={self.num_rollout_samples}, but the checkpoint to resume is of a job with "
-                f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
-                f"{before} prompts. Set {key}={before}, or start again from the checkpoint's "
-                ".nemo file (pretrained_checkpoint.restore_from_path) in another "
-                "exp_manager.explicit_log_dir."
+                f"{before}: steps count rollouts. Set {key}={before}, or start again from the "
+                "checkpoint's .nemo file in another exp_manager.explicit_log_dir."
             )
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])

@@ -120,9 +120,8 @@ class SupervisedTrainer(TrainingLoop):
         if epochs > 1 and not isinstance(self.sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
                 f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or "
-                "shuffle=True in the SFT data section), and the sampler in use, "
-                f"{type(self.sampler).__name__}, makes one pass. Or set max_epochs=1 (in SPIN "
-                "also max_iterations=1)."
+                f"shuffle=True in the SFT data section), not {type(self.sampler).__name__}; or "
+                "set max_epochs=1 (in SPIN also max_iterations=1)."
             )
 
     @property

@@ -53,8 +53,8 @@ def write_topk_logits(
     last = len(dataset) - 1 if last is None else last
     if not 0 <= first <= last < len(dataset):
         raise UserError(
-            f"start_from_idx={first} to end_at_idx={last} (which counts too) are not examples of "
-            f"the data set, which has the numbers 0 to {len(dataset) - 1}."
+            f"start_from_idx={first} to end_at_idx={last} (inclusive) are not examples of the "
+            f"data set; choose from 0 to {len(dataset) - 1}."
         )
     model.set_eval()
     rows = last - first + 1

@@ -142,10 +142,8 @@ def _waiting_for_the_end() -> Iterator[None]:
 
 
 def end_with_starter() -> None:
-    """If rank 0 has started this process, let it be killed when rank 0 ends, however that happens;
-    if rank 0 has ended already, end now.
-
-    Call it early: an orphan would wait for the other ranks until it runs into a time limit.
+    """If rank 0 has started this process, let it be killed when rank 0 ends, or end now if that
+    has ended. Call it early: an orphan would wait for the other ranks.
     """
     starter = os.environ.get(STARTED_BY)
     if starter is not None:

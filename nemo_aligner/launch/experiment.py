@@ -143,9 +143,9 @@ def start_from(
 
 
 def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
-    """Set the day that chat templates take for today, `chat_date` of the section `model.data`, to
-    that of the run's first start, or the one given last, which its folder keeps: it does not
-    change at midnight, on a resume or between ranks, all of which call this.
+    """Set `chat_date` of the section `model.data`, the day that chat templates take for today, to
+    that of the run's first start, or the one given last, which its folder keeps; all ranks call
+    it.
     """
     if data is None or "chat_date" not in data:
         return
@@ -173,9 +173,7 @@ def log_config(cfg: DictConfig, config_name: str | None) -> None:
 
 
 def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
-    """What a job's log begins with, by name: of keys that the job reads itself, as `cfg.model`
-    holds those of the training that it starts from, too.
-    """
+    """What a job's log begins with, by name: of keys that the job reads itself."""
     rows = {"job": config_name or "of a script", "from": "random weights"}
     for name, keys in OVERVIEW.items():
         own = [key for key in keys if config_name is None or key in LIVE[config_name]]
@@ -196,14 +194,9 @@ def run_timer(cfg: DictConfig) -> Timer:
 
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
-    """Make the log folder and the loggers with NeMo's `exp_manager`; every rank calls it. Returns
-    the log folder; None with `exp_manager=null`, which makes neither.
-
-    Checkpoints, resuming and time limits are this project's own, and callbacks of Lightning's
-    loops have no use, so NeMo does not see those keys.
-
-    Raises:
-        UserError: the folder cannot be written, or a logger cannot be set up.
+    """Make the log folder and the loggers with NeMo's `exp_manager`, which does not see keys of
+    checkpoints, resuming and time limits; every rank calls it. Returns the folder; None with
+    `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None
@@ -342,9 +335,7 @@ def build_checkpoint_callback(
 
 
 def checkpoint_options(cfg: DictConfig) -> dict[str, Any]:
-    """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`. Jobs
-    differ in what they keep: a key that is missing takes the default of the callback.
-    """
+    """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`."""
     options = cfg.get("exp_manager") or {}
     params = options.get("checkpoint_callback_params") or {}
     known = [key.name for key in fields(CheckpointParams) if key.metadata.get("acts", True)]

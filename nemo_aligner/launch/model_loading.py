@@ -44,17 +44,14 @@ def load_and_override_model_config(
     model_cfg_to_overwrite: DictConfig,
     remove_meta_info: bool = True,
 ) -> DictConfig:
-    """Configuration of the model in a `.nemo`, with `model_cfg_to_overwrite` over it.
+    """Configuration of the model in a `.nemo`, with `model_cfg_to_overwrite` over it; that of a
+    whole job is checked (`check_loaded`).
 
     A null there means "as in the checkpoint" for keys that describe the network
     (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
-    part of the file's configuration before. Where the tokenizer is not given, the file's own is
-    used. Parallel sizes that neither has are the fallbacks of `config/keys/model.py`: older YAML
-    files refer to them. In jobs `WITHOUT_DROPOUT` the file's dropout is off where its key is not
-    given, and a line says so.
-
-    Where `model_cfg_to_overwrite` is the section `model` of a job's configuration, the whole of it
-    is checked (`check_loaded`).
+    part of the file's configuration before. Parallel sizes that neither has are the fallbacks of
+    `config/keys/model.py`: older YAML files refer to them. In jobs `WITHOUT_DROPOUT` the file's
+    dropout is off where its key is not given, and a line says so.
 
     Raises:
         UserError: the path does not exist.
@@ -227,9 +224,8 @@ def load_reward_model(
     )
     if not model.has_trained_head:
         raise UserError(
-            f"{key}={restore_path} holds no head that was trained to give rewards: a "
-            "language model has none, and a critic's gives values. Train a reward model from it "
-            "(train_reward_model.py) and name that one."
+            f"{key}={restore_path} holds no head that was trained to give rewards. Train a "
+            "reward model from it (train_reward_model.py) and name that one."
         )
     model.prepare_for_inference()
     return model

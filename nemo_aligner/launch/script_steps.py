@@ -232,9 +232,8 @@ def retrieve_custom_trainer_state_dict(ptl_trainer: Trainer) -> dict[str, int] |
     state = read_state(Path(path))
     if state is None:
         raise UserError(
-            f"{path} is not a complete checkpoint of this package, so the job cannot resume from "
-            "it; checkpoints of NeMo-Aligner itself cannot be resumed. Start from its .nemo file "
-            "(pretrained_checkpoint.restore_from_path) in another folder."
+            f"{path} is not a complete checkpoint of this package, to resume from. Start from "
+            "its .nemo file (pretrained_checkpoint.restore_from_path) in another folder."
         )
     # A trainer of one's own may give its counters as metrics only.
     counters = state["trainer"] or {
