@@ -174,16 +174,12 @@ WARNINGS = (
 
 
 class Alarms:
-    """The alarms of a trainer.
+    """The alarms of a trainer; `active` are the keys of the warnings whose state lasts.
 
     Args:
         section: name of the thresholds' section, for messages: "trainer.ppo.alarms".
-        thresholds: number by key; a key that is None or missing is off, and so are all if the
-            section is None.
-        warn: called with the text of a warning, on rank 0 only; the log if not given.
-
-    Attributes:
-        active: keys of the warnings whose state lasts.
+        thresholds: number by key; a key that is None or missing is off; None: all are.
+        warn: called with the text of a warning, on rank 0 only; None: the log.
     """
 
     def __init__(
@@ -212,16 +208,10 @@ class Alarms:
 
     def watch(self, metrics: Metrics, step: int, age: int | None = None) -> dict[str, int]:
         """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
-        thresholds.
+        thresholds; one that is absent or NaN leaves its warning as it is.
 
-        A quantity that is absent or NaN leaves its warning as it is.
-
-        Args:
-            age: steps since the quantities began at chance; None: `step`.
-
-        Returns:
-            `alarms_active`, the number of warnings whose state lasts, to be logged with the
-            metrics.
+        `age` is how many steps ago they began at chance; None: `step`. Returns `alarms_active`,
+        the number of warnings whose state lasts, to be logged with the metrics.
         """
         for watched in WARNINGS:
             value, now = watched.value(metrics), step if age is None else age
@@ -323,16 +313,8 @@ def check_policy_equals_reference(
     logprobs: Tensor, init_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """Before the first update policy and reference have the same weights, so their log-probs must
-    be the same bits.
-
-    A difference is a defect that training would hide: the KL penalty would be off by it for the
-    whole run. Args are `[B, S-1]`. All ranks call it, and all raise together.
-
-    Returns:
-        `policy_reference_difference`: 0.
-
-    Raises:
-        PolicyReferenceError: with the largest difference over the response tokens of all ranks.
+    be the same bits: `PolicyReferenceError`, on all ranks, if they are not, as training would hide
+    it. Args are `[B, S-1]`; all ranks call it. Returns `policy_reference_difference`: 0.
     """
     largest = _largest_over_dp(
         torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf)

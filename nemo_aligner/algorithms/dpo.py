@@ -15,13 +15,8 @@ from nemo_aligner.core.types import DirectPairBatch
 
 
 class DPOTrainer(SupervisedTrainer):
-    """Trains a policy on preference pairs.
-
-    Args:
-        collate_fn: makes a batch of what the loaders yield; None: they yield batches.
-
-    The others are those of `SupervisedTrainer`, `cfg` is `trainer.dpo`; missing keys take their
-    values from `conf/gpt_dpo.yaml`.
+    """Trains a policy on preference pairs; `cfg` is `trainer.dpo`, the others are those of
+    `SupervisedTrainer`. `collate_fn` makes a batch of what the loaders yield; None: they do.
     """
 
     JOB = ("gpt_dpo", "trainer.dpo")

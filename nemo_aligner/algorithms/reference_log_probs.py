@@ -90,13 +90,8 @@ def checksum(item: Mapping[str, Tensor]) -> int:
 
 
 class WithReferenceLogProbs(Dataset[dict[str, Tensor]]):
-    """The items of a dataset with the log-probs of a reference policy, float32 `[S-1]`, 0 where no
-    token counts.
-
-    Args:
-        dataset: whose index -1 is an empty slot.
-        folder: with the files, whole.
-        columns: see `ShardWriter.add`.
+    """The items of a dataset, whose index -1 is an empty slot, with the log-probs of a reference
+    policy, float32 `[S-1]`, 0 where no token counts; `columns` are those of `ShardWriter.add`.
 
     Raises:
         UserError: the folder is of other items; also when an item is read that it was not made of.

@@ -114,11 +114,8 @@ def adopt(processes: list[subprocess.Popen]) -> None:
 def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     """End this process, which cannot do it in order, and with it the job; any thread calls it.
 
-    Where rank 0 has started this process, that one ends first: Lightning's launcher would end the
-    job with another code.
-
-    Args:
-        asked_by: the signal, which rank 0 is to get as well.
+    Where rank 0 has started this process, that one ends first, by the same signal `asked_by`:
+    Lightning's launcher would end the job with another code.
     """
     _ends_at_once.set()
     if _was_started():
