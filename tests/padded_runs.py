@@ -3,12 +3,8 @@
 """Passes that compute all padding: as wide as the batch, with the samples in their order."""
 
 import contextlib
-import runpy
-from pathlib import Path
 
 from nemo_aligner.training import megatron_steps, micro_batches
-
-SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "nlp" / "gpt"
 
 
 @contextlib.contextmanager
@@ -26,9 +22,3 @@ def as_padded():
         yield
     finally:
         megatron_steps.plan_of_rank = micro_batches.plan_of_rank
-
-
-def run_padded(path: str) -> None:
-    """Run the script of the project that is called as the file `path` is."""
-    with as_padded():
-        runpy.run_path(str(SCRIPTS / Path(path).name), run_name="__main__")

@@ -77,17 +77,16 @@ WARNINGS = (
     Watched(
         "sampling_mismatch",
         True,
-        "The sampler gave the tokens other probabilities than the trainer computes for them, so "
-        "every update is off-policy from its start. Usual causes: a temperature that one of them "
-        "does not apply, dropout left on, another precision or kernel in decoding, or stale "
-        "weights in the sampler. See sampling_ratio_max for the worst token.",
+        "Sampler and trainer give the tokens other probabilities, so every update is off-policy. "
+        "Usual causes: a temperature that one of them does not apply, dropout left on, another "
+        "precision or kernel in decoding, or stale weights in the sampler.",
         quantity=lambda metrics: metrics.get("sampling_ratio_mean_error"),
     ),
     Watched(
         "first_update_kl",
         True,
-        "The first update of a rollout finds other probabilities than its log-probs, though no "
-        "weight has changed: they are off-policy, and the ratios wrong. Usual causes: a dropout "
+        "Before a weight has changed the policy gives other probabilities than the rollout has, "
+        "so the ratios are wrong. Usual causes: a dropout "
         "(model.hidden_dropout, attention_dropout, peft.lora_tuning.adapter_dropout), another "
         "precision or kernel in training, or model.ppo.rollout_logprobs=sampler.",
     ),
@@ -103,9 +102,9 @@ WARNINGS = (
     Watched(
         "clip_fraction",
         True,
-        "The ratios of so many tokens are outside the clip range that they no longer train the "
-        "policy: it moves too far within one rollout. Lower model.optim.lr or "
-        "trainer.ppo.ppo_epochs, use larger global batches, or set trainer.ppo.target_kl.",
+        "The policy moves too far within one rollout: clipped tokens do not train it. Lower "
+        "model.optim.lr or trainer.ppo.ppo_epochs, use larger global batches, or set "
+        "trainer.ppo.target_kl.",
         quantity=lambda metrics: metrics.get("ppo_clip_fraction"),
     ),
     Watched(
@@ -119,20 +118,17 @@ WARNINGS = (
     Watched(
         "truncated_fraction",
         True,
-        "Almost no response ends by itself. Responses that are cut off do not train the policy "
-        "(unless model.ppo.train_on_truncated), and their rewards are those of fragments; in SPIN "
-        "they differ from those of the data by their missing end above all; in distillation the "
-        "student does not learn to end. Raise length_params.max_length, check that the SFT data "
-        "end with the eos token, or set sampling_params.end_strings.",
+        "Almost no response ends by itself; what is cut off has the rewards of fragments, or does "
+        "not teach the policy to end. Raise length_params.max_length, check that the SFT data end "
+        "with the eos token, or set sampling_params.end_strings.",
         quantity=_truncated_fraction,
     ),
     Watched(
         "likelihood_fall",
         True,
-        "The policy gives chosen and rejected responses alike less probability than the reference "
-        "does: the loss sees their difference alone, and the probability goes to responses that "
-        "nobody compared. Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight "
-        "(model.kto for KTO; SPIN has the former in model.spin), or lower model.optim.lr.",
+        "Chosen and rejected responses alike lose probability, to responses that nobody compared. "
+        "Raise model.dpo.ref_policy_kl_penalty or model.dpo.sft_loss_weight (model.kto for KTO; "
+        "SPIN has the former in model.spin), or lower model.optim.lr.",
     ),
     Watched(
         "accuracy",
@@ -170,25 +166,20 @@ WARNINGS = (
     Watched(
         "effective_responses",
         False,
-        "The target of SteerLM 2.0 gives nearly all weight to one response of each prompt, so the "
-        "policy learns to imitate it, and the others tell it nothing. Usual causes: log P(a|x,y) "
-        "or log P(y|x) of other scales or of another model, or an attribute model that is too "
-        "sure of itself.",
+        "The target of SteerLM 2.0 gives nearly all weight to one response of each prompt. Usual "
+        "causes: log P(a|x,y) or log P(y|x) of other scales or of another model, or an attribute "
+        "model that is too sure of itself.",
     ),
 )
 
 
 class Alarms:
-    """The alarms of a trainer.
+    """The alarms of a trainer; `active` are the keys of the warnings whose state lasts.
 
     Args:
         section: name of the thresholds' section, for messages: "trainer.ppo.alarms".
-        thresholds: number by key; a key that is None or missing is off, and so are all if the
-            section is None.
-        warn: called with the text of a warning, on rank 0 only; the log if not given.
-
-    Attributes:
-        active: keys of the warnings whose state lasts.
+        thresholds: number by key; a key that is None or missing is off; None: all are.
+        warn: called with the text of a warning, on rank 0 only; None: the log.
     """
 
     def __init__(
@@ -217,16 +208,10 @@ class Alarms:
 
     def watch(self, metrics: Metrics, step: int, age: int | None = None) -> dict[str, int]:
         """Warn of the quantities in `metrics` (equal on all ranks) that have passed their
-        thresholds.
+        thresholds; one that is absent or NaN leaves its warning as it is.
 
-        A quantity that is absent or NaN leaves its warning as it is.
-
-        Args:
-            age: steps since the quantities began at chance; None: `step`.
-
-        Returns:
-            `alarms_active`, the number of warnings whose state lasts, to be logged with the
-            metrics.
+        `age` is how many steps ago they began at chance; None: `step`. Returns `alarms_active`,
+        the number of warnings whose state lasts, to be logged with the metrics.
         """
         for watched in WARNINGS:
             value, now = watched.value(metrics), step if age is None else age
@@ -258,15 +243,8 @@ class Alarms:
     def check_replicas(
         self, model: SupervisedInterface, step: int, timer: ScopedTimer | None = None
     ) -> None:
-        """Every `replica_check_interval` steps, compare the weights of the replicas; all ranks
-        call it.
-
-        Args:
-            model: has `unwrapped()`, its bare model chunks.
-            timer: gets the time as `replica_check`.
-
-        Raises:
-            ReplicaError: on every rank.
+        """Every `replica_check_interval` steps, compare the weights of the replicas:
+        `ReplicaError` on every rank; all call it. `timer` gets the time as `replica_check`.
         """
         if not self.replica_check_interval or step % self.replica_check_interval:
             return
@@ -281,17 +259,10 @@ def sampling_ratio_metrics(
     logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """How far the sampler's probabilities of the tokens are from the trainer's, over all DP ranks,
-    which all call.
+    which all call: `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs -
+    sampling_logprobs), and `sampling_ratio_max`, the largest of rho and 1 / rho.
 
-    Args:
-        logprobs: f32 `[B, S-1]`, the trainer's; slots outside the mask may hold anything.
-        sampling_logprobs: f32 `[B, S-1]`, the sampler's, in the same convention
-            (`GenerationOutput.logprobs`).
-        mask: `[B, S-1]`, non-zero on the tokens that count.
-
-    Returns:
-        `sampling_ratio_mean_error`, the mean of |rho - 1| with rho = exp(logprobs -
-        sampling_logprobs), and `sampling_ratio_max`, the largest of rho and 1 / rho.
+    Args are `[B, S-1]`; slots outside the mask may hold anything.
     """
     mask = mask.bool()
     difference = torch.where(mask, logprobs - sampling_logprobs, 0).nan_to_num(nan=torch.inf)
@@ -321,10 +292,6 @@ def rollout_health(
 ) -> dict[str, float]:
     """The quantities above whose tensors are present, over the samples of all DP ranks; all ranks
     call it.
-
-    Args:
-        rollout_batch: may hold `sampling_logprobs`, then also `logprobs`.
-        data: of the updates: `mask`, and with a critic `values` and `returns`.
     """
     metrics: dict[str, float] = {}
     if "sampling_logprobs" in rollout_batch:
@@ -346,16 +313,8 @@ def check_policy_equals_reference(
     logprobs: Tensor, init_logprobs: Tensor, mask: Tensor
 ) -> dict[str, float]:
     """Before the first update policy and reference have the same weights, so their log-probs must
-    be the same bits.
-
-    A difference is a defect that training would hide: the KL penalty would be off by it for the
-    whole run. Args are `[B, S-1]`. All ranks call it, and all raise together.
-
-    Returns:
-        `policy_reference_difference`: 0.
-
-    Raises:
-        PolicyReferenceError: with the largest difference over the response tokens of all ranks.
+    be the same bits: `PolicyReferenceError`, on all ranks, if they are not, as training would hide
+    it. Args are `[B, S-1]`; all ranks call it. Returns `policy_reference_difference`: 0.
     """
     largest = _largest_over_dp(
         torch.where(mask.bool(), (logprobs - init_logprobs).abs(), 0).nan_to_num(nan=torch.inf)
@@ -371,15 +330,8 @@ def check_policy_equals_reference(
 
 
 def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> None:
-    """Refuse rewards that are NaN or infinite. The rollout is that of all ranks, so all raise
-    together.
-
-    Args:
-        rollout: `idx`, `prompt_lengths` int64 `[N]`; `response_tokens` int64 `[N, S]`.
-        scores: of these samples.
-
-    Raises:
-        NonFiniteError: names the first such sample by its dataset index and prompt.
+    """Raise `NonFiniteError`, with dataset index and prompt, for a reward that is NaN or infinite.
+    The rollout is that of all ranks, so all raise together.
     """
     parts = {f"rewards_{name}": part for name, part in sorted(scores.parts.items())}
     for name, rewards in ({"rewards": scores.rewards} | parts).items():
@@ -393,8 +345,7 @@ def check_rewards(rollout: Rollout, scores: Scores, tokenizer: Tokenizer) -> Non
             raise NonFiniteError(
                 f"{name} of sample {int(rollout['idx'][first])} (index in the data set; prompt "
                 f"{prompt!r}) is {float(rewards[first])}; {len(bad)} of {len(rewards)} are not "
-                "finite. Nothing was trained on them. Check the reward model's weights or the "
-                "reward function on this prompt, and the weights of an ensemble."
+                "finite. Check the reward model or function on this prompt."
             )
 
 

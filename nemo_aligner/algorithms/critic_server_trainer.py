@@ -310,7 +310,6 @@ class CriticServerTrainer:
         }
 
     def _submit(self, signal_: ServerSignal, arrays: Arrays) -> Arrays:
-        """Have all ranks run an operation, while the server runs."""
         assert self._loop is not None, "the server does not run"
         return self._loop.submit(signal_, arrays)
 
@@ -430,7 +429,6 @@ class CriticServerTrainer:
         return {"loss_mean": np.array([np.mean(losses)], dtype=np.float32)}
 
     def _train_step(self, batch: dict[str, Tensor]) -> float:
-        """Run an optimizer step on this rank's share of a global batch; returns its loss."""
         start = time.monotonic()
         batch = {name: tensor.to(get_device()) for name, tensor in batch.items()}
         metrics = train_on_batch(

@@ -15,13 +15,8 @@ from nemo_aligner.core.types import DirectPairBatch
 
 
 class DPOTrainer(SupervisedTrainer):
-    """Trains a policy on preference pairs.
-
-    Args:
-        collate_fn: makes a batch of what the loaders yield; None: they yield batches.
-
-    The others are those of `SupervisedTrainer`, `cfg` is `trainer.dpo`; missing keys take their
-    values from `conf/gpt_dpo.yaml`.
+    """Trains a policy on preference pairs; `cfg` is `trainer.dpo`, the others are those of
+    `SupervisedTrainer`. `collate_fn` makes a batch of what the loaders yield; None: they do.
     """
 
     JOB = ("gpt_dpo", "trainer.dpo")
@@ -62,12 +57,8 @@ def dpo_custom_collate(
     eod_mask_loss: bool = False,
     pad_length_to_multiple_of: int | None = None,
 ) -> DirectPairBatch:
-    """A batch of items of `DPOModelDataset`, by NeMo-Aligner's name.
-
-    Args:
-        eos_id, reset_position_ids, reset_attention_mask, eod_mask_loss, pad_length_to_multiple_of:
-            not used: the items are padded, attention is causal, and what a micro-batch needs is
-            cut and padded where it is computed.
+    """A batch of items of `DPOModelDataset`, by NeMo-Aligner's name; its other arguments are not
+    used: the items are padded, and attention is causal.
     """
     pairs: DirectPairBatch = default_collate(batch)
     return pairs

@@ -22,13 +22,8 @@ from nemo_aligner.core.types import Scores
 
 
 class DrawnPrompts:
-    """The rounds of one step, of all data-parallel ranks on every rank.
-
-    Args:
-        wanted: prompts of a rollout.
-        responses: to each prompt, n.
-        seed: of the step's choice among equals.
-        eos_id: fills up the texts of rounds with shorter ones.
+    """The rounds of one step, of all data-parallel ranks on every rank: `wanted` prompts of a
+    rollout, with `responses` to each; `seed` is of the step's choice among equals.
     """
 
     def __init__(self, wanted: int, responses: int, seed: tuple[int, int], eos_id: int):

@@ -23,16 +23,11 @@ from nemo_aligner.servers.teachers import RemoteTeacherClient
 
 
 class OnPolicyDistillationTrainer(SupervisedTrainer):
-    """Trains a student on what a served teacher says of responses.
+    """Trains a student on what a served `teacher` says of responses; every rank has one.
 
-    Whether an update learns from the student's responses is drawn for each update, from
-    `model.seed` and the step alone, so that a resumed job goes on with the same.
-
-    Args:
-        teacher: gives the logits; every rank has one.
-        fraction: probability that an update is on-policy (lambda in the paper).
-
-    The others are those of `SupervisedTrainer`, `cfg` is `trainer.knowledge_distillation`.
+    Whether an update is on-policy is drawn with probability `fraction` (lambda in the paper) from
+    `model.seed` and the step alone, so that a resumed job goes on with the same. The others are
+    those of `SupervisedTrainer`, `cfg` is `trainer.knowledge_distillation`.
     """
 
     JOB = ("gpt_knowledge_distillation", "trainer.knowledge_distillation")

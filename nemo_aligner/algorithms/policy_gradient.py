@@ -91,13 +91,10 @@ class PolicyGradientTrainer(RolloutTrainer):
 
         Args:
             train_dataloader_builder, val_dataloader_builder: `builder(consumed_samples=...)` gives
-                a data loader whose batch sampler yields this rank's micro-batches of one rollout
-                after the other; the second may be None.
-            collate_fn: list of samples of the dataset to an `InferenceBatch`; must carry `idx`,
-                the dataset index.
-            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to an
-                iterable of inference batches.
-            num_rollouts_per_prompt: responses to each training prompt.
+                a loader whose batch sampler yields this rank's micro-batches of rollouts.
+            collate_fn: samples of the dataset to an `InferenceBatch` with `idx`, the dataset
+                index.
+            batch_iterator_cls: `(sampler_iter, num_microbatches, dataset, collate_fn)` to batches.
         """
         # Sizes that do not fit are refused now, not after the first steps.
         if val_dataloader_builder is not None:
@@ -114,11 +111,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.compute_init_policy_kl = self.cfg.initial_policy_kl_penalty > 0
 
     def check_rollout(self, responses_key: str) -> None:
-        """Refuse sizes of rollouts that do not fit those of updates; see `check_sizes`.
-
-        Args:
-            responses_key: of `num_rollouts_per_prompt`, for the message.
-        """
+        """`check_sizes` of a rollout; `responses_key` names `num_rollouts_per_prompt`."""
         prompts, responses = self.num_rollout_samples, self.num_rollouts_per_prompt
         name = f"model.{self.SECTION}.num_rollout_samples"
         if responses != 1:
@@ -127,9 +120,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.dynamic_sampling_rounds and not getattr(self.sampler, "is_random", False):
             raise ConfigError(
                 f"trainer.{self.SECTION}.dynamic_sampling_rounds={self.dynamic_sampling_rounds} "
-                "may come to the end of the data before the last step: it needs a random sampler, "
-                f"which starts over, but train_dataloader_builder gives a loader with a "
-                f"{type(self.sampler).__name__}. Change it, or set dynamic_sampling_rounds=0."
+                "needs a random sampler, which starts over at the end of the data, but the loader "
+                f"has a {type(self.sampler).__name__}. Change it, or set the rounds to 0."
             )
 
     # ------------------------------------------------------------------------------- the algorithm
@@ -139,12 +131,9 @@ class PolicyGradientTrainer(RolloutTrainer):
     ) -> tuple[Any, dict[str, Any], dict[str, float]]:
         """One rollout with the current policy: `(data, metrics, timings)`; all ranks call it.
 
-        Args:
-            sampling_step: selects the random streams of the samples; `self.step` if not given.
-
-        Returns:
-            data: that of `make_data` for this rank's samples, and `sample_order` (int64 `[B]`):
-                the sample's place in the shuffled rollout of all ranks.
+        `sampling_step` selects the random streams of the samples; None: `self.step`. `data` is
+        that of `make_data`, with `sample_order` int64 `[B]`, places in the shuffled rollout of all
+        ranks.
 
         Raises:
             UserError: a KL is to be measured, and the policy has no reference.
@@ -190,11 +179,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         return "recompute"
 
     def compute_rollout_metrics(self, rollout_batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Means over the samples of a rollout, with `table`, its first sample.
-
-        Args:
-            rollout_batch: a `Rollout` with `rewards` f32 `[N]`.
-        """
+        """Means over a `Rollout` with `rewards` f32 `[N]`, with `table`, its first sample."""
         scores = Scores(rollout_batch["rewards"])
         metrics = self.rollout_metrics(cast(Rollout, rollout_batch), scores)
         return {**metrics, "table": first_sample(rollout_batch, self.model.tokenizer)}
@@ -208,7 +193,6 @@ class PolicyGradientTrainer(RolloutTrainer):
     def _prompts(
         self, dataloader_builder: PromptLoaderBuilder, consumed_samples: int
     ) -> Iterable[InferenceBatch]:
-        """This rank's micro-batches of the next rollout."""
         dataloader = dataloader_builder(consumed_samples=consumed_samples)
         num_microbatches = compute_num_rollout_microbatches(dataloader)
         with self.timer("batch_iterator_init"):
@@ -220,7 +204,6 @@ class PolicyGradientTrainer(RolloutTrainer):
             )
 
     def _draw(self, sampling_step: int) -> CollectedRollout:
-        """Responses to the next prompts of the data, which count as consumed."""
         prompts = self._prompts(self.train_dataloader_builder, self.consumed_samples)
         source = self.source_of_logprobs
         compared = self.needs_sampling_logprobs and source is not None
@@ -250,9 +233,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         return local_share(rollout, self.seed, self.step, self.cfg.model_gbs, epoch)
 
     def _with_logprobs(self, rollout: PPORolloutBatch) -> RolloutBatch:
-        """This rank's samples of a gathered rollout, with the log-probs of the policy and of the
-        reference.
-        """
         local = self._local_share(rollout).columns
         local["sample_order"] = local_places(len(rollout["idx"]), self.cfg.model_gbs)
         tokens, lengths = local["response_tokens"], local["response_lengths"]

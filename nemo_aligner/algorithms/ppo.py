@@ -101,12 +101,11 @@ class PPOTrainer(PolicyGradientTrainer):
         """As the base class, and:
 
         Args:
-            rm_critic: critic and reward model. With an `advantage_estimator` that needs no critic,
-                the reward model alone with the same methods.
+            rm_critic: critic and reward model; the latter alone, with the same methods, where the
+                `advantage_estimator` needs no critic.
             max_response_length: most tokens of a response, where an overlong penalty ends.
             kl_loss_coef: of the model's loss; above 0 the updates get the reference's log-probs.
-            rollout_logprobs: where the policy's log-probs of a rollout come from: a pass of their
-                own ("recompute"), or generation ("sampler").
+            rollout_logprobs: "recompute" (a pass of their own) or "sampler" (generation).
             advantages_of: a user's own advantages (`ppo_data.own_advantages`).
             reward_weights: of an ensemble's models in the order of their names, for gdpo.
             teacher: gives its log-probs of what the policy says; with `teacher_kl_coef`.
@@ -145,18 +144,16 @@ class PPOTrainer(PolicyGradientTrainer):
             logging.warning(harm)
         if kl_loss_coef > 0 and cfg.initial_policy_kl_penalty > 0:
             logging.warning(
-                "the KL to the reference is penalized twice: in the reward by "
-                f"trainer.ppo.initial_policy_kl_penalty={cfg.initial_policy_kl_penalty} and in "
-                f"the loss by model.ppo.kl_loss_coef={kl_loss_coef}. Both apply; set one of them "
-                "to 0 unless you mean that."
+                "the KL to the reference is penalized twice: by trainer.ppo."
+                f"initial_policy_kl_penalty={cfg.initial_policy_kl_penalty} and by "
+                f"model.ppo.kl_loss_coef={kl_loss_coef}; set one of them to 0."
             )
         rescaled_by = self.data_settings.rescaled_by()
         if kl_loss_coef > 0 and rescaled_by:
             logging.warning(
-                f"model.ppo.kl_loss_coef={kl_loss_coef} is not in units of the reward: "
-                f"trainer.ppo.{rescaled_by} divides the rewards or advantages by their standard "
-                "deviation, and not this KL. Where it is to be beta, take rloo, or gae with "
-                "normalize_advantages=False, or initial_policy_kl_penalty (docs/ppo.md)."
+                f"model.ppo.kl_loss_coef={kl_loss_coef} is not in units of the reward, which "
+                f"trainer.ppo.{rescaled_by} divides by a standard deviation. Where it is to be "
+                "beta, take rloo, or initial_policy_kl_penalty (docs/ppo.md)."
             )
         self.kl_controller = make_kl_controller(cfg)
         self.compute_init_policy_kl |= kl_loss_coef > 0

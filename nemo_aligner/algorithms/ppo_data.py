@@ -124,8 +124,7 @@ def harm_of_kl(setting: str, remedy: str) -> str:
     """What is wrong with a KL in the reward that is not k1, for a warning."""
     return (
         f"{setting}: in the reward this does not hold the policy to the reference, "
-        "however large initial_policy_kl_penalty is. It also punishes tokens for being rarer "
-        f"than in the reference, until they have probability 0. Set {remedy}, unless you repeat "
+        f"however large initial_policy_kl_penalty is. Set {remedy}, unless you repeat "
         "an old run (docs/ppo.md)."
     )
 
@@ -143,12 +142,7 @@ def make_ppo_data(
     rollout_batch: RolloutBatch, settings: DataSettings, kl_penalty: float
 ) -> tuple[PPOTrainBatch, dict[str, Any]]:
     """Training data of this rank's samples of a scored rollout: `(data, metrics)`; see
-    `PPOTrainer.generate_ppo_data`.
-
-    Args:
-        rollout_batch: with `values` if the estimator needs a critic, and with `init_logprobs` if
-            there is a KL to measure. Slots outside the response may hold anything.
-        kl_penalty: beta, the weight of the KL in the reward.
+    `PPOTrainer.generate_ppo_data`. `kl_penalty` is beta, the weight of the KL in the reward.
     """
     mask = response_mask(rollout_batch)
     columns = cast(dict[str, Tensor], rollout_batch)
@@ -325,10 +319,7 @@ def own_advantages(
     mask: Tensor,
 ) -> Tensor:
     """Advantages `[B, S-1]` by a user's `function`, which gets the samples of all DP ranks, so
-    that they do not depend on the split; arguments as in `estimate_advantages`.
-
-    Raises:
-        ValueError: it returns another shape.
+    that they do not depend on the split. `ValueError`: it returns another shape.
     """
     columns = {"rewards": token_rewards, "mask": mask, "prompts": idx}
     columns |= {} if values is None else {"values": values}
@@ -350,9 +341,7 @@ def compare_responses(
 
     Args:
         scores: `[B]` or `[B, K]`, of whole responses.
-        idx: int64 `[B]`, dataset index: what the responses to one prompt have in common, as two
-            prompts may have the same text.
-        mask: `[B, S-1]`.
+        idx: int64 `[B]`, dataset index: two prompts may have the same text.
         estimator: one of `RESPONSE_ESTIMATORS`.
     """
     gathered = PPORolloutBatch(
@@ -368,11 +357,8 @@ def compare_responses(
 
 
 def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> float:
-    """Share of the prompts whose responses all have an advantage of 0.
-
-    Args:
-        advantages, idx, valid: `[N]`, gathered over all DP ranks; prompts without a valid response
-            do not count.
+    """Share of the prompts with a valid response whose responses all have an advantage of 0; all
+    arguments are `[N]`, gathered over all DP ranks.
     """
     group, size = group_rows(idx)
 
@@ -384,15 +370,9 @@ def fraction_without_signal(advantages: Tensor, idx: Tensor, valid: Tensor) -> f
 
 
 def compare_steps(token_rewards: Tensor, idx: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
-    """Advantages `[B, S-1]` of GRPO with process supervision: the rewards of the steps compared
-    with those of all steps to the same prompt, which may be on other DP ranks.
-
-    Args:
-        token_rewards: `[B, S-1]`, KL penalty included: the reward of a step is the sum over its
-            tokens.
-        idx: int64 `[B]`, dataset index.
-        scored: bool `[B, S-1]`, True where a step ends.
-        mask: `[B, S-1]`.
+    """Advantages `[B, S-1]` of GRPO with process supervision: the rewards of the steps, sums over
+    their tokens, compared with those of all steps to the same prompt, which may be on other DP
+    ranks. `scored`, bool `[B, S-1]`, is True where a step ends.
     """
     gathered = PPORolloutBatch(
         rewards=sums_of_steps(token_rewards, scored, mask), idx=idx, scored=scored, mask=mask

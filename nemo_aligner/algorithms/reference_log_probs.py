@@ -90,13 +90,8 @@ def checksum(item: Mapping[str, Tensor]) -> int:
 
 
 class WithReferenceLogProbs(Dataset[dict[str, Tensor]]):
-    """The items of a dataset with the log-probs of a reference policy, float32 `[S-1]`, 0 where no
-    token counts.
-
-    Args:
-        dataset: whose index -1 is an empty slot.
-        folder: with the files, whole.
-        columns: see `ShardWriter.add`.
+    """The items of a dataset, whose index -1 is an empty slot, with the log-probs of a reference
+    policy, float32 `[S-1]`, 0 where no token counts; `columns` are those of `ShardWriter.add`.
 
     Raises:
         UserError: the folder is of other items; also when an item is read that it was not made of.
@@ -148,18 +143,13 @@ class WithReferenceLogProbs(Dataset[dict[str, Tensor]]):
 def with_reference_log_probs(
     model: ReferencePolicyMixin, dataset: Any, root: Path, checkpoint: Path, name: str
 ) -> WithReferenceLogProbs:
-    """`dataset` with the log-probs of the reference policy, which is `model` with its present
-    weights (without adapters). They are computed unless a job before has; all ranks call it.
+    """`dataset` (`name`) with the log-probs of the reference policy, which is `model` with its
+    present weights (without adapters). They are computed unless a job before has; all ranks call
+    it.
 
     Each data-parallel rank computes a share of the items and writes a file, so `root` is on a file
     system that all ranks see. Of several jobs that compute the same, each does, and the first one
-    that is ready keeps its files.
-
-    Args:
-        dataset: `DPOModelDataset` or `KTOModelDataset`.
-        root: for each dataset and each model it gets a folder.
-        checkpoint: file or folder that the weights come from.
-        name: of the dataset.
+    that is ready keeps its files. `checkpoint` is where the weights come from.
 
     Raises:
         SaveError: a file cannot be written; on all ranks.

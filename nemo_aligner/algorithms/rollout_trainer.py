@@ -75,11 +75,7 @@ def updates_of_rollouts(
 ) -> int:
     """Updates of the job `kind` ("ppo", "rs" or "reinforce"): the horizon of the learning-rate
     schedule. Updates that `target_kl` skips are counted, so the schedule then does not come to its
-    end.
-
-    Args:
-        settings: complete section `trainer.<kind>`.
-        model_cfg: complete section `model`.
+    end. `settings` are `trainer.<kind>`, complete, and `model_cfg` the section `model`.
     """
     rollout = model_cfg[kind]
     if kind == "rs":
@@ -126,10 +122,7 @@ class RolloutTrainer(TrainingLoop):
         Args:
             cfg: `trainer.<section>`; missing keys take their values from the actor's YAML file.
             model: the policy, with `cfg.seed`.
-            optimizer, scheduler: of the policy.
             sampler: of the training prompts.
-            logger, ckpt_callback, run_timer: see `core/interfaces.py`.
-            responses_per_prompt: responses generated for each training prompt.
             score: sends a micro-batch off to be scored.
         """
         section = f"trainer.{self.SECTION}"
@@ -158,15 +151,8 @@ class RolloutTrainer(TrainingLoop):
         self.update_timer = ScopedTimer(reduction="mean", sync_cuda=True, buffer_size=-1)
 
     def check_sizes(self, sampler: PromptSampler, samples_per_step: int, name: str) -> None:
-        """Refuse sizes that cannot work together, and epochs that the sampler cannot make.
-
-        Args:
-            sampler: of the training prompts.
-            samples_per_step: samples of one step that are trained on.
-            name: what the user calls them.
-
-        Raises:
-            ConfigError: with the keys and a remedy.
+        """Raise `ConfigError` for sizes that cannot work together, and epochs that the sampler
+        cannot make. `samples_per_step` are trained on in a step; the user calls them `name`.
         """
         gbs, dp_size = self.cfg.model_gbs, parallel_state.get_data_parallel_world_size()
         if gbs % dp_size:
@@ -220,10 +206,8 @@ class RolloutTrainer(TrainingLoop):
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
         """Roll out with the current policy: `(data, metrics, timings)`; all ranks call it.
 
-        Returns:
-            data: what `learn` takes; of this rank's samples.
-            metrics: of all ranks, with `table`, some samples.
-            timings: seconds of the phases, of the slowest rank.
+        `data` of this rank is what `learn` takes; the metrics are of all ranks, with `table`, some
+        samples; the timings are seconds of the phases, of the slowest rank.
         """
 
     @abstractmethod
@@ -233,11 +217,8 @@ class RolloutTrainer(TrainingLoop):
     def run_training(
         self, dataloader_iter: Iterable[dict[str, Tensor]]
     ) -> tuple[float, dict[str, Any]]:
-        """One optimizer update per global batch (each rank has its share of it); all ranks call
-        it.
-
-        Returns:
-            Loss and metrics of the last update.
+        """One optimizer update per global batch (each rank has its share of it): loss and metrics
+        of the last one; all ranks call it.
         """
         last: dict[str, Any] = {"loss": 0.0}
         for metrics in self.updates(dataloader_iter):
@@ -282,14 +263,11 @@ class RolloutTrainer(TrainingLoop):
         min_width: int | None = None,
         return_logprobs: bool = False,
     ) -> CollectedRollout:
-        """Generate responses and send them off to be scored as they end; all ranks call it.
+        """Generate `num_responses` to each of this rank's micro-batches of prompts, and send them
+        off to be scored as they end; all ranks call it.
 
-        Args:
-            prompts: this rank's micro-batches.
-            num_responses: to each prompt.
-            sampling_step: selects the random streams of the samples.
-            min_width: least S of the rollout.
-            return_logprobs: keep the sampler's log-probs too.
+        `sampling_step` selects the random streams, `min_width` is the least S, and
+        `return_logprobs` keeps the sampler's log-probs.
         """
         micro_batches, pending = [], []
         with self.timer("generate"):
@@ -387,11 +365,8 @@ class RolloutTrainer(TrainingLoop):
     # ------------------------------------------------------------------------------------ updates
 
     def updates(self, batches: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Any]]:
-        """One optimizer update per global batch (each rank has its share of it), logged; all ranks
-        iterate to the end.
-
-        Yields:
-            The metrics of each update: the model's own and those of `train_on_batch`.
+        """One optimizer update per global batch (each rank has its share of it), logged: yields
+        the metrics of each; all ranks iterate to the end.
 
         Raises:
             NonFiniteError: a loss or a gradient is NaN or infinite; names the update.
@@ -508,10 +483,8 @@ class RolloutTrainer(TrainingLoop):
             key = f"model.{self.SECTION}.num_rollout_samples"
             raise UserError(
                 f"{key}={self.num_rollout_samples}, but the checkpoint to resume is of a job with "
-                f"{before}: its steps, and with them epochs and max_steps, count rollouts of "
-                f"{before} prompts. Set {key}={before}, or start again from the checkpoint's "
-                ".nemo file (pretrained_checkpoint.restore_from_path) in another "
-                "exp_manager.explicit_log_dir."
+                f"{before}: steps count rollouts. Set {key}={before}, or start again from the "
+                "checkpoint's .nemo file in another exp_manager.explicit_log_dir."
             )
         self.step = int(state_dict["step"])
         self.consumed_samples = int(state_dict["consumed_samples"])

@@ -93,14 +93,8 @@ class PPORolloutBatch(UserDict[str, Tensor]):
     def chunk(
         self, rank: int, split_size: int, seed: int, global_batch_size: int | None = None
     ) -> PPORolloutBatch:
-        """One rank's share of the shuffled samples; needs no communication, as every rank holds
-        all samples.
-
-        Args:
-            rank, split_size: which share, of how many.
-            seed: of the permutation, the same on every rank.
-            global_batch_size: deal the permutation in global batches of this size (see `deal`);
-                None: as `split_size` consecutive pieces.
+        """One rank's share of the shuffled samples, which every rank holds; `seed` is that of the
+        permutation, which is dealt in global batches (`deal`), or as consecutive pieces.
         """
         sizes = {key: len(tensor) for key, tensor in self.data.items()}
         num_samples = next(iter(sizes.values()))
@@ -214,12 +208,7 @@ def repeat_prompts(
     batches: Iterable[InferenceBatch], num_responses: int, seed: int, step: int
 ) -> Iterator[InferenceBatch]:
     """Each prompt `num_responses` times in a row, in batches of the same sizes: responses to one
-    prompt are generated together and share the pass over it.
-
-    Args:
-        batches: must carry `idx`, int64 `[b]`, the dataset indices.
-        seed: of the run.
-        step: of training, so that a prompt that comes back gets another response.
+    prompt are generated together and share the pass over it. The batches carry `idx`, int64 `[b]`.
 
     Yields:
         The batch with `sample_seeds` int64 `[b]`, which depend on (seed, step, index, number of
@@ -274,7 +263,7 @@ def gather_scores(scores: list[Scores], width: int, order: Tensor) -> Scores:
     """The scores of all DP ranks on every rank; all ranks call it.
 
     Args:
-        scores: of this rank's micro-batches; either all or none with values, on every rank.
+        scores: of this rank's micro-batches.
         width: S of the gathered rollout; values get S-1 columns.
         order: int64 `[N]`, places among the samples in the order of the ranks.
     """

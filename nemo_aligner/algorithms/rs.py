@@ -84,12 +84,9 @@ class RSTrainer(RolloutTrainer):
         """Every rank builds one. Beside the arguments of the base class:
 
         Args:
-            train_dataloader, val_dataloader: data loaders of inference batches (they must carry
-                `idx`, the dataset index) whose batch samplers yield this rank's micro-batches of
-                one rollout after the other; the second may be None.
-            top_n_rollouts: how many responses to each prompt are trained on: those with the
-                highest rewards.
-            rm: the reward models.
+            train_dataloader, val_dataloader: of inference batches with `idx`, the dataset index,
+                whose batch samplers yield this rank's micro-batches of rollouts.
+            top_n_rollouts: how many of the best responses to each prompt are trained on.
         """
         check_top_n(int(top_n_rollouts), int(num_rollouts_per_prompt))
         learner = cfg, model, optimizer, scheduler, train_dataloader.batch_sampler
@@ -121,14 +118,11 @@ class RSTrainer(RolloutTrainer):
         dataloader_iter: Iterator[InferenceBatch] | None = None,
         num_microbatches: int | None = None,
     ) -> tuple[Any, ...]:
-        """Generate responses to the next prompts and select the best of them; all ranks call it.
+        """Generate responses to the next prompts and select the best of them: `(data, metrics,
+        timings)` of `generate_rs_data`; all ranks call it.
 
-        The arguments are NeMo-Aligner's: this rank's micro-batches of prompts, and how many of
-        them. By default they come from the data loader.
-
-        Returns:
-            `(data, metrics, timings)`, with NeMo-Aligner's arguments `(data, metrics)`; `data` is
-            that of `generate_rs_data` for this rank's share of the selected samples.
+        With NeMo-Aligner's arguments, this rank's micro-batches of prompts and how many of them,
+        `(data, metrics)`.
         """
         if dataloader_iter is not None:
             return self._generate_rollouts(islice(dataloader_iter, num_microbatches))[:2]

@@ -182,7 +182,6 @@ class SPINTrainer(SupervisedTrainer):
         ]
 
     def _pairs(self, batch: Mapping[str, Tensor], responses: Mapping[str, Any]) -> SelfPlayBatch:
-        """Both responses to the prompts of `batch`, with the reference's log-probs."""
         eos_id = self.model.tokenizer.eos_id
         generated_length = torch.tensor([len(tokens) for tokens in responses["tokens"]])
         width = int(max(batch["lengths"].max(), generated_length.max()))
@@ -206,7 +205,6 @@ class SPINTrainer(SupervisedTrainer):
         return cast(SelfPlayBatch, pairs)
 
     def _log_samples(self, pairs: SelfPlayBatch, batch: Mapping[str, Tensor]) -> None:
-        """Write the texts of the first pairs beside the metrics."""
         text = self.model.tokenizer.ids_to_text
         rows = []
         for i in range(min(SHOWN_SAMPLES, len(batch["lengths"]))):
@@ -264,10 +262,9 @@ class SPINTrainer(SupervisedTrainer):
         if before != self.steps_per_iteration:
             raise ConfigError(
                 f"the checkpoint is of a job whose iterations have {before} steps, but here they "
-                f"have {self.steps_per_iteration}, so step {self.step} would belong to another "
-                "iteration. Resume with the same data, model.global_batch_size, "
-                "trainer.spin.max_epochs and limit_train_batches, or start in another folder from "
-                "the .nemo file of that job."
+                f"have {self.steps_per_iteration}. Resume with the same data, "
+                "model.global_batch_size, trainer.spin.max_epochs and limit_train_batches, or "
+                "start in another folder from the .nemo file of that job."
             )
         if self.objective_age:
             self.model.check_reference_policy()
@@ -291,9 +288,8 @@ def spin_custom_collate(
     for item, (start, _end) in zip(batch, spans, strict=True):
         if not start:
             raise UserError(
-                f"example {item['idx']} (index in the data set) has no prompt, so the policy "
-                "cannot give a response of its own to it; remove it, or begin each example with a "
-                "token (add_bos=True in the data section)."
+                f"example {item['idx']} (index in the data set) has no prompt to respond to; "
+                "remove it, or set add_bos=True in the data section."
             )
     starts, ends = zip(*spans, strict=True)
     whole = [torch.tensor(item["tokens"][:end]) for item, end in zip(batch, ends, strict=True)]

@@ -73,17 +73,11 @@ class SupervisedTrainer(TrainingLoop):
         """Every rank builds one.
 
         Args:
-            cfg: `trainer.sft` or `trainer.rm`: `max_epochs`, `max_steps` (below 0: no limit),
-                `val_check_interval`, `save_interval` (steps; a float is a fraction of an epoch),
-                `limit_train_batches`, `limit_val_batches`, `gradient_clip_val`, `alarms`. Missing
-                keys take their values from `conf/gpt_sft.yaml`.
-            train_dataloader: yields this rank's share of each global batch
-                (`builders.build_dataloader`).
-            val_dataloader: the same for validation; or several by name, of which `validation` is
-                the one that checkpoints are ranked by; or None.
-            test_dataloader: is run through once at the end of training, under `test/`; or None.
-            logger, ckpt_callback, run_timer: see `core/interfaces.py`.
-            run_init_validation: validate before the first step too.
+            cfg: `trainer.sft` or `trainer.rm`; missing keys have the values of
+                `conf/gpt_sft.yaml`.
+            train_dataloader: yields this rank's share of each global batch.
+            val_dataloader: the same; or several by name, of which `validation` ranks checkpoints.
+            test_dataloader: is run through once at the end of training, under `test/`.
             section: name of `cfg` in messages; None: that of `JOB`.
 
         Raises:
@@ -126,9 +120,8 @@ class SupervisedTrainer(TrainingLoop):
         if epochs > 1 and not isinstance(self.sampler, MegatronPretrainingRandomBatchSampler):
             raise ConfigError(
                 f"{epochs} epochs need a random sampler (trainer.rm.train_random_sampler=True, or "
-                "shuffle=True in the SFT data section), and the sampler in use, "
-                f"{type(self.sampler).__name__}, makes one pass. Or set max_epochs=1 (in SPIN "
-                "also max_iterations=1)."
+                f"shuffle=True in the SFT data section), not {type(self.sampler).__name__}; or "
+                "set max_epochs=1 (in SPIN also max_iterations=1)."
             )
 
     @property
@@ -222,16 +215,14 @@ class SupervisedTrainer(TrainingLoop):
     def _score(
         self, key: str, dataloader: DataLoader[Any], limit_batches: int | float | None
     ) -> None:
-        """Validate on one set, log it under its name and keep it in `held_out`."""
         self.held_out[key] = self._validate(dataloader, limit_batches)
         self.logger.log_metrics(self.held_out[key][0], step=self.step, prefix=f"{key}/")
 
     def _validate(
         self, dataloader: DataLoader[Any], limit_batches: int | float | None
     ) -> tuple[dict[str, float], float]:
-        """Means over the batches, weighted by their metric `weights` (valid samples; a batch
-        counts 1 where the model does not give it), as the model summarizes them; and the sum of
-        the weights.
+        """Means over the batches, weighted by their metric `weights` (without it 1), as the model
+        summarizes them; and the sum of the weights.
         """
         sums: dict[str, float | Tensor] = {}
         total = 0.0

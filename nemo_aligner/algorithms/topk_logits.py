@@ -39,14 +39,8 @@ def write_topk_logits(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """Write the `top_k` largest logits of the examples `first` to `last` to `path`; all ranks call
-    it, rank 0 writes.
-
-    Args:
-        model: the teacher; `cfg.global_batch_size` examples are computed together.
-        dataset: `SFTDataset` or `SFTChatDataset`.
-        path: of the file. Lines of the same examples that it holds already stay.
-        first, last: numbers of the examples; None: to the end.
+    """Write the `top_k` largest logits of the examples `first` to `last` (None: to the end) to
+    `path`, where lines of the same examples stay; all ranks call it, rank 0 writes.
 
     Raises:
         UserError: more logits than the vocabulary has, examples that the data set does not have,
@@ -59,8 +53,8 @@ def write_topk_logits(
     last = len(dataset) - 1 if last is None else last
     if not 0 <= first <= last < len(dataset):
         raise UserError(
-            f"start_from_idx={first} to end_at_idx={last} (which counts too) are not examples of "
-            f"the data set, which has the numbers 0 to {len(dataset) - 1}."
+            f"start_from_idx={first} to end_at_idx={last} (inclusive) are not examples of the "
+            f"data set; choose from 0 to {len(dataset) - 1}."
         )
     model.set_eval()
     rows = last - first + 1
@@ -82,7 +76,6 @@ def write_topk_logits(
 def _lines(
     model: TopKTeacherModel, dataset: Any, numbers: range, top_k: int, rows: int, source: _Source
 ) -> list[str]:
-    """The lines of some examples, of which each data-parallel rank computes a share."""
     size = parallel_state.get_data_parallel_world_size()
     mine = numbers[parallel_state.get_data_parallel_rank() :: size]
     chosen = mine or numbers[:1]  # one with nothing to do takes part in the exchange of experts

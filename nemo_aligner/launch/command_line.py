@@ -33,13 +33,10 @@ HYDRA_OVERRIDES = (
 def hydra_runner(
     config_path: str = ".", config_name: str | None = None
 ) -> Callable[[Callable[[DictConfig], None]], Callable[..., None]]:
-    """Decorator of a script's `main(cfg)`: NeMo's `hydra_runner` without its schemas.
-
-    NeMo's own imports all of NeMo, which takes seconds; with this one, `--help` and a mistake in
-    the configuration are answered at once. The command line is the same: `key=value`, `+key=`,
-    `++key=`, `~key`, `--config-path`, `--config-name`, `--config-dir`, `--cfg job`, `--multirun`;
-    the first three mean the same. A command line of which Hydra can make no configuration ends the
-    process with `ExitCode.USER_ERROR`.
+    """Decorator of a script's `main(cfg)`: NeMo's `hydra_runner` without its schemas, and without
+    its imports, which take seconds. The command line is the same, but that `key=value`, `+key=`
+    and `++key=` mean the same. One of which Hydra can make no configuration ends the process with
+    `ExitCode.USER_ERROR`.
 
     Args:
         config_path: folder of the YAML files, relative to the script; where it is missing, as

@@ -114,11 +114,8 @@ def adopt(processes: list[subprocess.Popen]) -> None:
 def end_at_once(code: ExitCode, asked_by: int | None = None) -> NoReturn:
     """End this process, which cannot do it in order, and with it the job; any thread calls it.
 
-    Where rank 0 has started this process, that one ends first: Lightning's launcher would end the
-    job with another code.
-
-    Args:
-        asked_by: the signal, which rank 0 is to get as well.
+    Where rank 0 has started this process, that one ends first, by the same signal `asked_by`:
+    Lightning's launcher would end the job with another code.
     """
     _ends_at_once.set()
     if _was_started():
@@ -142,10 +139,8 @@ def _waiting_for_the_end() -> Iterator[None]:
 
 
 def end_with_starter() -> None:
-    """If rank 0 has started this process, let it be killed when rank 0 ends, however that happens;
-    if rank 0 has ended already, end now.
-
-    Call it early: an orphan would wait for the other ranks until it runs into a time limit.
+    """If rank 0 has started this process, let it be killed when rank 0 ends, or end now if that
+    has ended. Call it early: an orphan would wait for the other ranks.
     """
     starter = os.environ.get(STARTED_BY)
     if starter is not None:
@@ -169,9 +164,7 @@ def _exit_code(error: Exception) -> ExitCode:
 
 
 def _end_started_processes(grace_s: float) -> bool:
-    """Wait `grace_s` for the started processes, then kill what is left; True if all of them ended
-    well by themselves.
-    """
+    """Wait, then kill what is left; True if all ended well by themselves."""
     for processes in _watched:
         # Lightning kills this process once it sees that another one has not ended well, before
         # the error of this one is printed.

@@ -124,11 +124,8 @@ def open_base(cfg: DictConfig) -> Source | None:
 def start_from(
     base: Source | None, cfg: DictConfig, model_class: type[Model], with_new_head: bool = False
 ) -> tuple[Experiment, Model]:
-    """`start_job`, with the model that it trains and its adapters; every rank calls it.
-
-    Args:
-        base, cfg: from `open_base`.
-        with_new_head: leave a head in `base` out.
+    """`start_job`, with the model that it trains and its adapters; every rank calls it. `base` and
+    `cfg` are of `open_base`; `with_new_head` leaves a head in `base` out.
     """
     job = start_job(cfg)
     if base is None:
@@ -146,9 +143,9 @@ def start_from(
 
 
 def fix_chat_date(data: DictConfig | None, log_dir: Path | None) -> None:
-    """Set the day that chat templates take for today, `chat_date` of the section `model.data`, to
-    that of the run's first start, or the one given last, which its folder keeps: it does not
-    change at midnight, on a resume or between ranks, all of which call this.
+    """Set `chat_date` of the section `model.data`, the day that chat templates take for today, to
+    that of the run's first start, or the one given last, which its folder keeps; all ranks call
+    it.
     """
     if data is None or "chat_date" not in data:
         return
@@ -176,9 +173,7 @@ def log_config(cfg: DictConfig, config_name: str | None) -> None:
 
 
 def overview(cfg: DictConfig, config_name: str | None) -> dict[str, str]:
-    """What a job's log begins with, by name: of keys that the job reads itself, as `cfg.model`
-    holds those of the training that it starts from, too.
-    """
+    """What a job's log begins with, by name: of keys that the job reads itself."""
     rows = {"job": config_name or "of a script", "from": "random weights"}
     for name, keys in OVERVIEW.items():
         own = [key for key in keys if config_name is None or key in LIVE[config_name]]
@@ -199,14 +194,9 @@ def run_timer(cfg: DictConfig) -> Timer:
 
 
 def setup_experiment(trainer: Trainer, cfg: DictConfig) -> Path | None:
-    """Make the log folder and the loggers with NeMo's `exp_manager`; every rank calls it. Returns
-    the log folder; None with `exp_manager=null`, which makes neither.
-
-    Checkpoints, resuming and time limits are this project's own, and callbacks of Lightning's
-    loops have no use, so NeMo does not see those keys.
-
-    Raises:
-        UserError: the folder cannot be written, or a logger cannot be set up.
+    """Make the log folder and the loggers with NeMo's `exp_manager`, which does not see keys of
+    checkpoints, resuming and time limits; every rank calls it. Returns the folder; None with
+    `exp_manager=null`. `UserError`: the folder cannot be written, or a logger cannot be set up.
     """
     if cfg.exp_manager is None:
         return None
@@ -345,9 +335,7 @@ def build_checkpoint_callback(
 
 
 def checkpoint_options(cfg: DictConfig) -> dict[str, Any]:
-    """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`. Jobs
-    differ in what they keep: a key that is missing takes the default of the callback.
-    """
+    """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`."""
     options = cfg.get("exp_manager") or {}
     params = options.get("checkpoint_callback_params") or {}
     known = [key.name for key in fields(CheckpointParams) if key.metadata.get("acts", True)]
@@ -367,12 +355,7 @@ def set_up_training(
     has_validation: bool = True,
 ) -> dict[str, Any]:
     """What every trainer gets, by the names of its arguments; logs the configuration. All ranks
-    call it.
-
-    Args:
-        max_steps: optimizer updates, the horizon of the schedule.
-        train: loader of the training data; None: the job has none.
-        has_validation: there are data for it.
+    call it. `max_steps` is the horizon of the schedule, `train` a loader of the training data.
     """
     settings = cfg.trainer[job.section]
     if not has_validation:
@@ -396,12 +379,8 @@ def set_up_training(
 
 
 def load_trainer_state(cfg: DictConfig, ckpt_callback: CheckpointCallback) -> dict | None:
-    """Resume as `exp_manager` asks; returns the counters of the checkpoint that was loaded, or
-    None for a fresh start. All ranks call it.
-
-    Raises:
-        UserError: `resume_if_exists` without a checkpoint, while `resume_ignore_no_checkpoint` is
-            off.
+    """Resume as `exp_manager` asks: the counters of the checkpoint that was loaded, or None for a
+    fresh start. All ranks call it. `UserError`: it must resume, and there is no checkpoint.
     """
     if cfg.exp_manager is None:
         return None

@@ -174,7 +174,6 @@ def _check_record(
 def _check_scored(
     reader: RecordEncoder, record: Record, before: Record | None, has_label: bool
 ) -> None:
-    """The same of a record for a reward model."""
     if has_label and "label" not in record:
         raise missing(["label"], record)
     if holds_pair(record):

@@ -37,10 +37,8 @@ def job_main(
     """Decorator of a job, which gets its configuration complete and checked, and ends the process
     as `user_errors_end_the_job` says. Its attributes `config_name` and `check` are those here.
 
-    Args:
-        config_name: the YAML file of the job, without its ending.
-        jobs: as for `share_cores`, or what says it from the complete configuration.
-        check: raises `ConfigError` for what a checked configuration cannot have in this job.
+    `jobs` is that of `share_cores`, or computes it; `check` raises `ConfigError` for what a
+    checked configuration cannot have in this job.
     """
 
     def decorator(main: Any) -> Any:

@@ -44,17 +44,14 @@ def load_and_override_model_config(
     model_cfg_to_overwrite: DictConfig,
     remove_meta_info: bool = True,
 ) -> DictConfig:
-    """Configuration of the model in a `.nemo`, with `model_cfg_to_overwrite` over it.
+    """Configuration of the model in a `.nemo`, with `model_cfg_to_overwrite` over it; that of a
+    whole job is checked (`check_loaded`).
 
     A null there means "as in the checkpoint" for keys that describe the network
     (`drop_unset`). `overwrite_base_config.<section>=True`, or `.<section>.<key>=True`, drops that
-    part of the file's configuration before. Where the tokenizer is not given, the file's own is
-    used. Parallel sizes that neither has are the fallbacks of `config/keys/model.py`: older YAML
-    files refer to them. In jobs `WITHOUT_DROPOUT` the file's dropout is off where its key is not
-    given, and a line says so.
-
-    Where `model_cfg_to_overwrite` is the section `model` of a job's configuration, the whole of it
-    is checked (`check_loaded`).
+    part of the file's configuration before. Parallel sizes that neither has are the fallbacks of
+    `config/keys/model.py`: older YAML files refer to them. In jobs `WITHOUT_DROPOUT` the file's
+    dropout is off where its key is not given, and a line says so.
 
     Raises:
         UserError: the path does not exist.
@@ -98,16 +95,9 @@ def load_and_override_model_config(
 def complete_model_config(
     restore_path: str | PathLike[str] | None, model_cfg: DictConfig, job: str
 ) -> DictConfig:
-    """Section `model` of a job with all its keys: what the user gives over what the `.nemo` says,
-    the rest from `conf/<job>.yaml`.
-
-    Args:
-        restore_path: the `.nemo`; None: the model starts from random weights.
-        model_cfg: section `model` of the job's configuration.
-        job: name of its YAML file.
-
-    Raises:
-        UserError, ConfigError: as `load_and_override_model_config`.
+    """Section `model` of a `job` with all its keys: what the user gives over what the `.nemo` says
+    (None: it starts from random weights), the rest from `conf/<job>.yaml`. Raises as
+    `load_and_override_model_config`.
     """
     if restore_path is None:
         cfg, form = drop_unset(model_cfg), asked_form(model_cfg.get("data") or {})
@@ -189,11 +179,9 @@ def load_from_nemo(
     `.nemo`; all ranks call it.
 
     Args:
-        model_cfg: section `model`; of a whole configuration that section is taken.
-        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook, which has the last
-            word on the configuration.
-        load_base_model_only: leave weights that `cls.fresh_weights()` names (heads) at their
-            initial values even if the file has them.
+        model_cfg: section `model`, or a whole configuration.
+        modify_config_fn: `(file_cfg, model_cfg) -> cfg`, NeMo-Aligner's hook for the last word.
+        load_base_model_only: keep initial values of `cls.fresh_weights()` (heads).
         return_updated_cfg: return `(model, cfg)`.
 
     Raises:
@@ -225,14 +213,8 @@ def load_from_nemo(
 def load_reward_model(
     model_cfg: DictConfig, trainer: Trainer | None, restore_path: str | PathLike[str], key: str
 ) -> "MegatronGPTRewardModel":
-    """The reward model in `restore_path`; every rank calls it.
-
-    Args:
-        model_cfg: complete section `model`, with what the file says.
-        key: that `restore_path` comes from, for the message.
-
-    Raises:
-        UserError: the weights hold no head that was trained to give rewards.
+    """The reward model in `restore_path`, which `key` names; every rank calls it. `UserError`: the
+    weights hold no head that was trained to give rewards.
     """
     from nemo_aligner.models.nlp.gpt.reward_model_classes import reward_model_class
 
@@ -242,9 +224,8 @@ def load_reward_model(
     )
     if not model.has_trained_head:
         raise UserError(
-            f"{key}={restore_path} holds no head that was trained to give rewards: a "
-            "language model has none, and a critic's gives values. Train a reward model from it "
-            "(train_reward_model.py) and name that one."
+            f"{key}={restore_path} holds no head that was trained to give rewards. Train a "
+            "reward model from it (train_reward_model.py) and name that one."
         )
     model.prepare_for_inference()
     return model

@@ -196,10 +196,5 @@ def launch_processes(trainer: Trainer | None) -> None:
 
 
 def init_distributed(ptl_trainer: Trainer, ptl_model: object = None, use_te: bool = False) -> None:
-    """Join the process group of this job (NeMo-Aligner's name for `launch_processes`); every rank
-    calls it.
-
-    `load_from_nemo` does it too. `ptl_model` and `use_te` are NeMo-Aligner's arguments: the model
-    has set up Megatron's groups, and the layers their own.
-    """
+    """`launch_processes` by NeMo-Aligner's name and arguments; every rank calls it."""
     launch_processes(ptl_trainer)

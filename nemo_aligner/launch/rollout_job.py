@@ -78,12 +78,7 @@ def build_prompt_loaders(
     cfg: DictConfig, kind: str, remote: str, tokenizer: "TokenizerSpec"
 ) -> tuple[dict[str, Any], list[RLHFDataset]]:
     """The arguments of `PPOTrainer` that read the prompts of `model.data.data_prefix`, with the
-    sizes of `model.<kind>`, and the data sets.
-
-    Args:
-        cfg: the whole configuration.
-        kind: "ppo", "rs" or "reinforce".
-        remote: section of the servers that score the responses.
+    sizes of `model.<kind>`, and the data sets. `remote` is the section of the reward servers.
     """
     settings = cfg.model[kind]
     train_ds, validation_ds, _ = build_configured_datasets(
@@ -129,7 +124,6 @@ def train_on_rollouts(
     """Train `model` from where the last checkpoint stands to the end; all ranks call it.
 
     Args:
-        cfg: the whole configuration.
         model: with its initial weights, adapters and reference policy.
         trainer_class: its settings are the section `job.section` of `cfg.trainer`.
         remote: section of the servers that score the responses.
@@ -205,11 +199,9 @@ def connect_teachers(
 
 
 def own_function(named: str | None, key: str, parameters: Sequence[str]) -> Callable | None:
-    """The function that the value `named` of `key` names; None where it is None.
-
-    Args:
-        named: path/to/file.py:function of a file that exists.
-        parameters: names that it is called with; its result has the shape of the first one.
+    """The function that `named` (path/to/file.py:function, of a file that exists), the value of
+    `key`, names; None without it. It is called with `parameters`; its result has the shape of the
+    first.
 
     Raises:
         ConfigError: there is no such function, or it cannot be called in this way; when it is
@@ -261,14 +253,8 @@ def start_score_source(
     cfg: DictConfig, kind: str, remote: str, policy: Any, prompts: Sequence[RLHFDataset]
 ) -> ScoreSource | None:
     """What `model.<kind>.environment`, `trainer.<kind>.reward_fn` or `judge` names; None: servers
-    of this package give the rewards. All ranks call it. Its processes end with the job.
-
-    Args:
-        cfg: the whole configuration.
-        kind: "ppo", "rs" or "reinforce".
-        remote: section of the servers, which says how long one may take to come up.
-        policy: a `MegatronGPTPolicyModel`; it gets the environment.
-        prompts: data sets whose records have columns that the reward may ask for.
+    of this package (`remote`) give the rewards. All ranks call it. Its processes end with the job;
+    `policy` gets an environment.
 
     Raises:
         UserError: the code cannot be used; on all ranks.
@@ -342,7 +328,6 @@ def check_names(function: "RewardFunction", record: Mapping[str, Any]) -> None:
 def _agents(
     cfg: DictConfig, kind: str, remote: str, policy: Any, records: PromptColumns, place: int
 ) -> "AgentEnvironment":
-    """What talks to agents, on the copy of the weights that is number `place`."""
     from nemo_aligner.servers.agent_door import AgentDoor
     from nemo_aligner.servers.agents import AgentEnvironment
 
@@ -405,16 +390,11 @@ def load_state_of_pair(
     ckpt_callback: CheckpointCallback,
     rm_critic: RemoteGPTRMCriticClient | RewardsInPlaceOfCritic,
 ) -> dict[str, Any] | None:
-    """Resume the actor as `exp_manager` asks, and the critic at the same step; all ranks call it.
+    """Resume the actor as `exp_manager` asks, and the critic at the same step: its counters, None
+    for a fresh start; all ranks call it.
 
     Where they have no step in common, the actor resumes alone, and the check before its first
     rollout says what to do (`check_status`).
-
-    Returns:
-        The counters of the checkpoint that was loaded, None for a fresh start.
-
-    Raises:
-        UserError: as `load_trainer_state`.
     """
     if cfg.exp_manager is None:
         return load_trainer_state(cfg, ckpt_callback)

@@ -51,13 +51,8 @@ COUNTERS = (
 
 
 def init_peft(ptl_model: MegatronGPTModel, updated_cfg: DictConfig) -> None:
-    """Set up what `peft` of the section `model` asks for; all ranks call it.
-
-    Args:
-        updated_cfg: section `model`; without `peft` all weights train.
-
-    Raises:
-        ConfigError: a scheme that is not available.
+    """Set up what `peft` of the section `model` asks for, without it nothing; all ranks call it.
+    `UserError`: a scheme that is not available.
     """
     peft_cfg = updated_cfg.get("peft")
     scheme = None if peft_cfg is None else peft_cfg.get("peft_scheme")
@@ -83,15 +78,10 @@ def init_using_ptl(
     ptl_trainer: Trainer, ptl_model: MegatronGPTModel, train_dataloader: Any, train_ds: Any
 ) -> None:
     """Set the model up for training and load the checkpoint that `ptl_trainer.ckpt_path` names, if
-    any; all ranks call it, once.
+    any; all ranks call it, once. The length of the schedule follows from the section of `trainer`.
 
-    `extract_optimizer_scheduler_from_ptl_model` has the optimizer and the schedule afterwards,
-    whose length follows from the job's section of `trainer`; see `_updates`.
-
-    Args:
-        train_dataloader: of the training data: global batches of a supervised job; for PPO and RS
-            a loader of the prompts, whose dataset is read; None for a critic.
-        train_ds: its dataset.
+    `train_dataloader` and `train_ds` are global batches of a supervised job; for PPO and RS the
+    dataset of prompts is read; None for a critic.
     """
     launch_processes(ptl_trainer)
     disable_data_callbacks(ptl_model, train_dataloader, train_ds)
@@ -161,10 +151,8 @@ def _refuse_keys_of_own_script(rollout: DictConfig, settings: DictConfig) -> Non
 def extract_optimizer_scheduler_from_ptl_model(
     ptl_model: MegatronGPTModel,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer and learning-rate schedule of a model that is set up for training.
-
-    Raises:
-        UserError: it is not.
+    """Optimizer and learning-rate schedule of a model; `UserError`: it is not set up for
+    training.
     """
     if ptl_model._optimizer is None or ptl_model._scheduler is None:
         raise UserError(
@@ -212,7 +200,6 @@ def add_custom_checkpoint_callback(
 
 
 def _callback(trainer: Trainer, model: MegatronGPTModel, folder: Path) -> CheckpointCallback:
-    """`CheckpointCallback` for `folder` with the options of the job."""
     optimizer, scheduler = extract_optimizer_scheduler_from_ptl_model(model)
     job_cfg = trainer.job_cfg if isinstance(trainer, JobTrainer) else DictConfig({})
     options = checkpoint_options(job_cfg)
@@ -229,21 +216,15 @@ def custom_save_ckpt_func(
     is_train_end: bool = False,
     save_top_only: bool = False,
 ) -> None:
-    """`self.custom_save(...)`, by NeMo-Aligner's function; all ranks call it.
-
-    Args:
-        self: from `add_custom_checkpoint_callback`, which knows trainer and model.
-        save_top_only: not available: `self` also keeps the last two checkpoints.
+    """`self.custom_save(...)`, by NeMo-Aligner's function; all ranks call it. `save_top_only` has
+    no effect: `self` also keeps the last two checkpoints.
     """
     self.custom_save(monitor_candidates, is_train_end=is_train_end)
 
 
 def retrieve_custom_trainer_state_dict(ptl_trainer: Trainer) -> dict[str, int] | None:
     """Counters of the checkpoint that `ptl_trainer.ckpt_path` names, for the trainer's
-    `load_state_dict`; None without one.
-
-    Raises:
-        UserError: it is no complete checkpoint of this package.
+    `load_state_dict`; None without one. `UserError`: it is no complete checkpoint of this package.
     """
     path = ptl_trainer.ckpt_path
     if path is None:
@@ -251,9 +232,8 @@ def retrieve_custom_trainer_state_dict(ptl_trainer: Trainer) -> dict[str, int] |
     state = read_state(Path(path))
     if state is None:
         raise UserError(
-            f"{path} is not a complete checkpoint of this package, so the job cannot resume from "
-            "it; checkpoints of NeMo-Aligner itself cannot be resumed. Start from its .nemo file "
-            "(pretrained_checkpoint.restore_from_path) in another folder."
+            f"{path} is not a complete checkpoint of this package, to resume from. Start from "
+            "its .nemo file (pretrained_checkpoint.restore_from_path) in another folder."
         )
     # A trainer of one's own may give its counters as metrics only.
     counters = state["trainer"] or {
@@ -295,11 +275,7 @@ R = TypeVar("R")
 def deprecated_in_version(
     version: str, message: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator: a call warns (`DeprecationWarning`) that `version` will remove the function.
-
-    Args:
-        message: what to use in its place.
-    """
+    """Decorator: a call warns (`DeprecationWarning`) that `version` will remove the function."""
 
     def decorator(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

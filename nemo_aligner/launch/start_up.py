@@ -36,14 +36,9 @@ def long_imports() -> Iterator[None]:
 
 def share_cores(devices: Any, jobs: int = 1, env: MutableMapping[str, str] | None = None) -> None:
     """Set the number of CPU threads of this process, OMP_NUM_THREADS, unless the user has set it:
-    ranks of one machine, and jobs beside each other, divide its cores. Call it before torch is
-    imported; processes that this one starts inherit the number.
-
-    Args:
-        devices: `trainer.devices`, "auto" and -1 as 1; torchrun's and mpirun's own number of local
-            ranks overrides it.
-        jobs: by how many jobs the machine is shared, this one included.
-        env: the environment variables to read and change; None for those of this process.
+    ranks of one machine (`devices`, or those of torchrun and mpirun), and `jobs` beside each
+    other, divide its cores. Call it before torch is imported; processes that this one starts
+    inherit it.
     """
     env = os.environ if env is None else env
     if env.get("OMP_NUM_THREADS"):

@@ -29,13 +29,7 @@ from nemo_aligner.training.schedule import supervised_max_steps
 
 
 class Loaders(NamedTuple):
-    """Each yields this rank's share of global batches.
-
-    Attributes:
-        train: of the training data.
-        validation: by name of the set; may be empty.
-        test: None if there are no test data.
-    """
+    """Each yields this rank's share of global batches; there may be no validation or test data."""
 
     train: DataLoader[Any]
     validation: Mapping[str, DataLoader[Any]]
@@ -55,11 +49,9 @@ def build_dataloaders(
     """Loaders of the data that `model.data.data_prefix` names.
 
     Args:
-        cfg, build, tokenizer: as for `loading.build_configured_datasets`. Datasets whose items
-            make no batch by themselves have a `collate_fn`.
+        build: as for `loading.build_configured_datasets`.
         train_random, validation_random: shuffle. The test data keep their order.
-        samples_per_item: how many of the samples that `model.micro_batch_size` and
-            `model.global_batch_size` count an item of the datasets holds.
+        samples_per_item: samples, as batch sizes count them, of an item of the datasets.
         prepare: (dataset, name of the set) to what the loader reads in its place.
     """
     train, validation, test = build_configured_datasets(cfg, build, tokenizer)
@@ -139,12 +131,8 @@ def build_sft_dataloaders(
     answer_only_loss: bool = True,
     collate_fn: Callable[..., Any] | None = None,
 ) -> Loaders:
-    """Loaders of the prompts with responses, or conversations, that `model.data.train_ds` and
-    `model.data.validation_ds` name.
-
-    Args:
-        answer_only_loss: train on the responses only.
-        collate_fn: makes a batch of items of the training data; None: that of their dataset.
+    """`build_sft_loaders` of prompts with responses, or of conversations; `answer_only_loss`
+    trains on the responses only.
     """
     data = cfg.model.data
     build = partial(build_sft_dataset, answer_only_loss=answer_only_loss, **sft_chat_options(data))
@@ -158,11 +146,8 @@ def build_sft_loaders(
     collate_fn: Callable[..., Any] | None = None,
 ) -> Loaders:
     """Loaders of the data sets of `model.data.train_ds` and `model.data.validation_ds`; without
-    files the second has none.
-
-    Args:
-        build: (section, tokenizer) to a data set that has a `collate_fn`.
-        collate_fn: of the training data, in place of its own.
+    files the second has none. `build` makes a data set of (section, tokenizer); `collate_fn` is of
+    the training data, in place of its own.
     """
     train, validation = cfg.model.data.train_ds, cfg.model.data.validation_ds
     dataset = build(train, tokenizer)
@@ -181,15 +166,8 @@ def train_supervised(
     loaders: Loaders,
     trainer_class: Callable[..., SupervisedTrainer] = SupervisedTrainer,
 ) -> SupervisedTrainer:
-    """Train `model` from where the last checkpoint stands to the end; all ranks call it.
-
-    Args:
-        cfg: the whole configuration.
-        model: with its initial weights, adapters and reference policy.
-        trainer_class: its settings are the section `job.section` of `cfg.trainer`.
-
-    Returns:
-        The trainer, whose `held_out` has the last validation.
+    """Train `model` (with its initial weights, adapters and reference policy) from where the last
+    checkpoint stands to the end; returns the trainer. All ranks call it.
 
     Raises:
         JobStopped: after a save, at the time limit or a signal.

@@ -44,12 +44,7 @@ NAMED = 4  # most ranks that a message names
 
 
 class Watchdog:
-    """Watches this rank, with those of the other ranks; see the module.
-
-    Args:
-        timeout_s: without progress.
-        rank, size: of this process, of the job.
-    """
+    """Watches this rank, with those of the other ranks; see the module."""
 
     def __init__(self, timeout_s: float, rank: int, size: int) -> None:
         self.timeout_s, self.rank, self.size = timeout_s, rank, size
@@ -189,11 +184,8 @@ _watchdogs: list[Watchdog] = []
 
 
 def watch(timeout_s: float | None, rank: int = 0, size: int = 1) -> None:
-    """Have this process watched from now on, once; every rank of the job calls it.
-
-    Args:
-        timeout_s: `trainer.hang_timeout_s`; None or 0: it is not watched.
-        rank, size: of this process, of the job.
+    """Have this process watched from now on, once; every rank of the job calls it. `timeout_s` is
+    `trainer.hang_timeout_s`; None or 0: it is not watched.
     """
     if timeout_s and not _watchdogs:
         _watchdogs.append(Watchdog(timeout_s, rank, size))

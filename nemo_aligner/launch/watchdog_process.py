@@ -23,14 +23,9 @@ NOT_STOPPED = "native code keeps its threads from running, or a device its calls
 
 
 def main(pid: int, name: str, timeout_s: float, ending_file: str) -> None:
-    """Watch the parent `pid` until it ends.
-
-    Args:
-        name: of the rank, for the message.
-        timeout_s: how long the rank may be stopped, in seconds that this process runs: one that
-            was stopped with its rank (Ctrl-Z) counts none. A rank that is silent for another
-            reason gets `WITHOUT_STOP` times as long.
-        ending_file: the `ending.json` that the rank would write; empty if it writes none.
+    """Watch the parent `pid` until it ends. It may be stopped for `timeout_s`, in seconds that
+    this process runs (Ctrl-Z stops both), and silent for another reason `WITHOUT_STOP` times as
+    long. `ending_file` is the `ending.json` that it would write; empty if it writes none.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # to the process group: they ask the rank

@@ -256,15 +256,6 @@ def test_a_student_learns_from_its_own_responses_and_resumes_exactly(
 
 
 @pytest.mark.full
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(data, teacher, port, tmp_path):
-    options = ["model.knowledge_distillation.on_policy.fraction=1", *LORA]
-    options += ["++model.hidden_dropout=0.0", "model.knowledge_distillation.kd_loss=bwd_kl"]
-    must_succeed(on_policy(data, teacher, tmp_path / "same", port, *options))
-    assert read_metrics(tmp_path / "same", "train/kd_loss")[0] == pytest.approx(0, abs=1e-6)
-    assert read_metrics(tmp_path / "same", "train/on_policy") == [1] * 4
-
-
-@pytest.mark.full
 def test_a_teacher_with_another_tokenizer_or_none_at_all(
     data, port, reversed_tokenizer_dir, tmp_path
 ):

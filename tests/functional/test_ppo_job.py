@@ -5,7 +5,6 @@ processes, at several splits.
 """
 
 import json
-import re
 import shutil
 import signal
 import string
@@ -278,57 +277,6 @@ def test_a_network_that_loses_things_changes_no_number(inputs, single):
             assert read_metrics(folder / side, key) == read_metrics(single / side, key), key
 
 
-PADDED_JOBS = Path(__file__).parent / "padded_jobs"
-
-
-@pytest.mark.full  # tests/unit/test_padding.py and the matrix have it without servers
-def test_padding_that_is_not_computed_changes_no_metric(inputs, single):
-    """A run that computes all padding, in its requests too, against one that computes as little as
-    possible, with the sampler's log-probs, and one with fixed numbers of samples.
-    """
-    runs = {
-        "padded": {"script": PADDED_JOBS, "actor": ["remote_critic_rm.pad_to_length=48"]},
-        "dynamic": {"script": "", "actor": [DYNAMIC, SAMPLER], "critic": [DYNAMIC]},
-    }
-    for name, run in runs.items():
-        folder, port = inputs / name, find_free_port()
-        scripts = [
-            str(Path(run["script"]) / script)
-            for script in ("serve_ppo_critic.py", "train_gpt_ppo_actor.py")
-        ]
-        critic_keys, actor_keys = run.get("critic", ()), run["actor"]
-        with (
-            critic(inputs, folder, port, 1, "python", *critic_keys, script=scripts[0]) as server,
-            actor(inputs, folder, port, 1, "python", *actor_keys, script=scripts[1]) as job,
-        ):
-            assert_ended_well(job, job.wait(240))
-            assert_ended_well(server, server.stop())
-    for side in ("actor", "critic"):
-        padded = inputs / "padded" / side
-        for folder in (single / side, inputs / "dynamic" / side):
-            names = [name for name in metric_names(padded) if not NOT_COMPARED.search(name)]
-            assert names and set(names) <= set(metric_names(folder))
-            for key in names:
-                expected, found = read_metrics(padded, key), read_metrics(folder, key)
-                assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), (folder, key)
-    for key in ("logprobs", "train"):
-        fractions = {
-            folder.name: read_metrics(folder / "actor", f"tokens/{key}_computed")
-            for folder in (inputs / "padded", single, inputs / "dynamic")
-        }
-        padded = fractions.pop("padded")
-        for computed in fractions.values():
-            assert all(a < b for a, b in zip(computed, padded, strict=True))
-    scored = [
-        sum(read_metrics(run / "critic", "tokens/scoring_computed"))
-        for run in (inputs / "dynamic", inputs / "padded")
-    ]
-    assert scored[0] < 0.6 * scored[1]
-
-
-DYNAMIC = "model.dynamic_micro_batch_tokens=64"
-SAMPLER = "model.ppo.rollout_logprobs=sampler"
-NOT_COMPARED = re.compile("step_time|sampling_ratio")  # the second: of recomputed log-probs alone
 CONSTANT_RATE = "model.optim.sched.name=constant"  # any other schedule depends on max_steps
 
 

@@ -13,7 +13,7 @@ from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import assert_ended_well, read_metrics, wait_until_serving
 from tests.functional.test_distillation_scripts import served
 from tests.functional.test_ppo_job import actor, inputs  # noqa: F401  (a fixture)
-from tests.functional.test_ppo_without_critic import kill_after_checkpoint, reward_fn
+from tests.functional.test_ppo_without_critic import kill_after_checkpoint
 from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.timeout(400)
@@ -99,24 +99,6 @@ def test_teachers_alone_at_two_splits_and_resumed(inputs, other, tmp_path):  # n
         folder = tmp_path / "wrong"
         with job(inputs, folder, ports, "remote_teacher.column=text") as run:
             assert run.wait(240) and "'text' is 'the film 0', but" in run.log, run.log[-3000:]
-
-
-def test_a_policy_is_its_own_teacher_beside_rewards(inputs, tmp_path):  # noqa: F811
-    """Rewards that are all equal teach nothing, nor does a teacher that is the policy."""
-    port = find_free_port()
-    (tmp_path / "reward.py").write_text(
-        "def one(prompts, responses, lengths):\n    return [1.0] * len(prompts)\n"
-    )
-    beside = ["trainer.ppo.advantage_estimator=grpo", "model.ppo.num_rollouts_per_prompt=2"]
-    beside += ["trainer.ppo.max_steps=1", *reward_fn(tmp_path, "one")]
-    with served(inputs / "policy.nemo", tmp_path / "s.log", port, "inference.top_k=1") as server:
-        wait_until_serving(server)
-        with job(inputs, tmp_path / "job", [port], *beside) as run:
-            assert_ended_well(run, run.wait(240))
-    assert numbers(tmp_path / "job", "train_rollouts/rewards") == [1.0]
-    (kl,) = numbers(tmp_path / "job", "train_rollouts/teacher_kl")
-    assert kl == pytest.approx(0, abs=1e-6)
-    assert max(map(abs, numbers(tmp_path / "job", "train_optim/grad_norm")[:1])) < 1e-4
 
 
 @pytest.mark.full

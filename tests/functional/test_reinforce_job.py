@@ -9,7 +9,6 @@ import pytest
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
-    must_fail_with,
     read_metrics,
     rollout_options,
 )
@@ -99,20 +98,3 @@ def test_adapters_have_their_base_as_the_reference(inputs, server_port, tmp_path
     assert kl[0] == 0 and all(kl[1:])
     for key in COMPARED:
         assert read_metrics(parts, key) == read_metrics(whole, key), key
-
-
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        (
-            "trainer.reinforce.num_rollouts_per_prompt=1",
-            ["trainer.reinforce.num_rollouts_per_prompt=1", "set it to 2 or more"],
-        ),
-        (
-            "model.reinforce.sampling_params.use_greedy=True",
-            ["trainer.reinforce.num_rollouts_per_prompt=3", "would be the same"],
-        ),
-    ],
-)
-def test_values_that_cannot_work_are_one_line(inputs, tmp_path, override, words):  # noqa: F811
-    must_fail_with(actor(inputs, tmp_path, 1, 1, 1, "python", override), *words)

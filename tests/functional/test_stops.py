@@ -84,17 +84,6 @@ def test_a_job_that_is_stopped_again_and_again_ends_with_the_same_bits(
         assert read_metrics(folder, key) == read_metrics(tmp_path / "whole", key), key
 
 
-@pytest.mark.full
-def test_the_time_limit_has_a_code_of_its_own(data, tiny_tokenizer_dir, tmp_path):  # noqa: F811
-    limits = [*LONG, "trainer.sft.max_steps=5000", "exp_manager.max_time_per_run=00:00:00:01"]
-    with sft(data, tiny_tokenizer_dir, tmp_path / "sft", *limits, ranks=2) as job:
-        assert job.wait(120) == ExitCode.TIME, job.log[-3000:]
-        assert not job.leftovers()
-    found = ending(tmp_path / "sft")
-    assert found["name"] == "TIME" and "max_time_per_run" in found["reason"]
-    assert (tmp_path / f"sft/checkpoints/step-step={found['step']}/COMPLETE").exists()
-
-
 def second_rank(job):
     """The process of rank 1 of a job that plain `python` started, once it takes signals."""
     found = []

@@ -98,15 +98,6 @@ def test_what_begins_at_chance_is_not_watched_in_the_first_steps(key, metric, th
     assert of_kto.watch({"rewards_margin": -0.1}, 20) == {"alarms_active": 1}
 
 
-def test_a_target_of_one_response_is_heard():
-    said = []
-    watch = alarms.Alarms("trainer.sft.alarms", {"effective_responses": 1.05}, said.append)
-    assert not watch.concern({"loss": 1.0}) and watch.concern({"effective_responses": 2.0})
-    assert watch.watch({"effective_responses": 1.05}, 0) == {"alarms_active": 0}
-    assert watch.watch({"effective_responses": 1.01}, 1) == {"alarms_active": 1}
-    assert "below trainer.sft.alarms.effective_responses=1.05. The target" in said[0]
-
-
 def test_only_the_first_rank_speaks(monkeypatch):
     said = []
     watch = alarms.Alarms("trainer.ppo.alarms", {"clip_fraction": 0.5}, said.append)

@@ -190,38 +190,6 @@ def test_dropout_in_training_is_heard_at_the_first_update(tiny_tokenizer_dir, wa
 # -------------------------------------------------------------------------------- other warnings
 
 
-def test_a_step_that_is_too_large_clips(tiny_tokenizer_dir, warnings):
-    trainer = make_job(make_actor(tiny_tokenizer_dir))
-    trainer.ppo_epochs = 4
-    for group in trainer.optimizer.param_groups:
-        group["max_lr"] = group["lr"] = 0.003
-    trainer.max_steps = 1
-    trainer.fit()
-    assert alarms_of(warnings) == ["clip_fraction"]
-
-
-def test_a_critic_of_noise_and_responses_without_end_are_heard(tiny_tokenizer_dir, warnings):
-    actor = make_actor(tiny_tokenizer_dir)
-    actor.generation_params = actor.generation_params.__class__(max_length=3)  # no end string
-    trainer = make_job(actor, explained_variance=-1.0)
-    score = trainer.score
-
-    def noisy_score(rollout):
-        future = score(rollout)
-        rewards, values = future.value.rewards, future.value.values
-        noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
-        future.value = Scores(rewards, 10 * noise)
-        return future
-
-    trainer.score = noisy_score
-    trainer.data_settings = trainer.data_settings.__class__(
-        **vars(trainer.data_settings) | {"gae_lambda": 1.0}
-    )
-    trainer.step, trainer.max_steps = 10, 11  # before, a critic has time to learn
-    trainer.fit()
-    assert sorted(alarms_of(warnings)) == ["explained_variance", "truncated_fraction"]
-
-
 # ---------------------------------------------------------------------------------------- errors
 
 

@@ -10,7 +10,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_aligner.checkpoint.folders import format_name, outdated, why_unranked
-from nemo_aligner.config.parallel_rules import cuda_devices
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.launch import experiment
 from nemo_aligner.launch.experiment import (
@@ -24,13 +23,6 @@ from nemo_aligner.launch.experiment import (
 from nemo_aligner.launch.processes import resolve_and_create_trainer
 
 pytestmark = pytest.mark.slow
-
-
-def test_a_trainer_from_two_keys():
-    cfg = OmegaConf.create({"trainer": {"devices": 1, "ppo": {"max_epochs": 3}}})
-    trainer = resolve_and_create_trainer(cfg, "ppo")
-    assert trainer.world_size == 1
-    assert trainer.precision == ("bf16-true" if cuda_devices() else "32-true")
 
 
 def test_the_overview_names_the_job_and_no_key_of_its_base():

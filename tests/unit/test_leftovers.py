@@ -11,14 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from nemo_aligner.core import leftovers
-from tests import traces
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -156,27 +153,6 @@ def test_records_that_others_can_write_are_not_read(places, monkeypatch, how):
     process, folder, memory = start((records, temporary, temporary))  # works without a record
     assert end(process) == 0 and os.listdir(real) == ["record"]
     assert not folder.exists() and not memory.exists()
-
-
-def test_the_tests_remove_what_tritons_left_since_they_began(tmp_path, monkeypatch):
-    """`tests/traces.py`, with a folder in place of /tmp and no Triton alive."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(traces.subprocess, "run", lambda *_arguments, **_named: None)
-    old, new, used = (tmp_path / f"python_env_{name}" for name in ("old", "new", "used"))
-    old.mkdir()
-    time.sleep(0.05)
-    ours = traces.Traces(tmp_path)
-    assert os.environ["TMPDIR"] == str(tmp_path)
-    time.sleep(0.05)
-    new.mkdir()
-    (used / "1").mkdir(parents=True)
-    process = SimpleNamespace(info={"name": "tritonserver"})
-    monkeypatch.setattr(traces.psutil, "process_iter", lambda _names: [process])
-    ours.remove()
-    assert new.exists()
-    monkeypatch.setattr(traces.psutil, "process_iter", lambda _names: [])
-    ours.remove()
-    assert (old.exists(), new.exists(), used.exists()) == (True, False, True)
 
 
 def test_machines_that_share_a_folder_have_names_of_their_own(monkeypatch):

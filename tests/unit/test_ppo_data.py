@@ -360,37 +360,6 @@ def test_each_prompt_gets_several_responses(estimator):
     )
 
 
-def test_grpo_of_a_run_compares_the_responses_of_each_prompt():
-    trainer = make_trainer(
-        num_rollouts_per_prompt=3,
-        advantage_estimator="grpo",
-        initial_policy_kl_penalty=0.0,
-        max_steps=1,
-    )
-    trainer.fit()
-    advantages, rewards = {}, {}
-    for batch in trainer.model.batches:
-        for row, mask, advantage in zip(
-            batch["response_tokens"], batch["mask"], batch["advantages"]
-        ):
-            tokens = row[: int(mask.nonzero().max()) + 2].float()
-            advantages.setdefault(int(row[0]), []).append(float(advantage[mask.bool()][0]))
-            rewards.setdefault(int(row[0]), []).append(float(tokens.mean()) / 10)
-    assert len(advantages) == 8
-    for prompt, values in advantages.items():
-        scores = torch.tensor(rewards[prompt], dtype=torch.float64)
-        expected = (scores - scores.mean()) / (scores.std() + 1e-6)
-        assert values == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
-
-
-def test_responses_fill_whole_global_batches():
-    assert make_trainer(rollout_size=6, num_rollouts_per_prompt=2).num_rollout_samples == 6
-    with pytest.raises(
-        ConfigError, match="num_rollout_samples=6 x .*num_rollouts_per_prompt=3=18 is not a mult"
-    ):
-        make_trainer(rollout_size=6, num_rollouts_per_prompt=3)
-
-
 # ------------------------------------------------------------------------------ without a critic
 
 

@@ -321,15 +321,6 @@ def test_metrics_against_a_loop():
     )
 
 
-def test_equal_policies_have_no_kl_and_nothing_clipped():
-    b = make(seed=3)
-    b.prev = b.ref = b.logprobs
-    _, metrics = our_loss("actor", b, loss_weights(b.mask), b.logprobs)
-    for name in ("ppo_clip_fraction", "dual_clip_fraction", "approx_kl", "kl_loss"):
-        assert metrics[name].item() == 0
-    assert metrics["ppo_ratio"].item() == pytest.approx(1)
-
-
 def test_value_clip_off_cuts_nothing():
     b = make(seed=4)
     for off in (None, 0.0):

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from nemo_aligner.core.advantages import select_topk
-from nemo_aligner.core.errors import ConfigError, NonFiniteError, UserError
+from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.tensors import sample_seeds
 from tests.ppo_fakes import (
     EOS,
-    MAX_NEW_TOKENS,
     NUM_PROMPTS,
     FakeFuture,
     Prompts,
@@ -158,15 +157,6 @@ def test_failed_scoring_ends_the_run_before_an_update():
     assert len(submitted) == 12 and "update" not in trainer.events
 
 
-def test_nan_reward_is_refused():
-    trainer = make_rs_trainer(score=lambda rollout: rollout["response_lengths"] * float("nan"))
-    with pytest.raises(
-        NonFiniteError,
-        match=r"RS step 0: rewards of sample \d+ .* is nan; 24 of 24 are not finite",
-    ):
-        trainer.fit()
-
-
 # ------------------------------------------------------------------------------------- selection
 
 
@@ -250,12 +240,6 @@ def test_selection_of_ragged_groups_against_python_sorting():
         assert select_topk(batch, 2, group_by="idx")["row"].tolist() == expected
         best = sorted(range(12), key=lambda row: (float(rewards[row]), row))[-2:]
         assert select_topk(batch, 2)["row"].tolist() == best  # by text, all rows are one prompt
-
-
-def test_repeat_prompts_a_prompt_differ_and_change_with_the_step():
-    trainer = make_rs_trainer(dataset=TwinPrompts(), random=False, max_epochs=1)
-    trainer.fit()
-    assert len(set(trainer.rm.scored)) > 60  # of 72: short responses may coincide
 
 
 # -------------------------------------------------------------------------------------- the mask
@@ -375,13 +359,6 @@ def test_the_rest_of_an_epoch_is_left_out():
     ]
 
 
-def test_no_prompts_left_is_one_clear_error():
-    trainer = make_rs_trainer(random=False, max_steps=3)
-    trainer.load_state_dict({"step": 0, "consumed_samples": 24, "rs_optimization_step": 0})
-    with pytest.raises(UserError, match="no training data left after 24 samples, at step 0 of 3"):
-        trainer.fit()
-
-
 # ------------------------------------------------------------------------------------ bad values
 
 
@@ -405,10 +382,3 @@ def test_no_prompts_left_is_one_clear_error():
 def test_values_that_cannot_work_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         make_rs_trainer(**changes)
-
-
-def test_responses_of_the_fake_policy_are_ragged():
-    """The tests above mean something only if lengths differ."""
-    trainer = make_rs_trainer()
-    trainer.fit()
-    assert len({len(tokens) for tokens, _ in trainer.rm.scored}) >= MAX_NEW_TOKENS

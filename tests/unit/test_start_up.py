@@ -24,7 +24,6 @@ from nemo_aligner.core.errors import (
     UserError,
 )
 from nemo_aligner.launch import endings, job_entry, start_up
-from nemo_aligner.launch.command_line import hydra_runner
 from nemo_aligner.launch.endings import user_errors_end_the_job
 from nemo_aligner.training.stop_requests import stop_requests
 from tests.cases import some_of
@@ -142,12 +141,6 @@ def test_the_command_line_is_that_of_hydra(arguments, printed, tmp_path):
     assert set(tmp_path.rglob("*")) == before  # no log, no .hydra, no outputs/
 
 
-def test_main_can_be_called_with_a_configuration():
-    seen = []
-    hydra_runner(config_name="x")(seen.append)(OmegaConf.create({"a": 1}))
-    assert seen == [{"a": 1}]
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -179,15 +172,6 @@ def test_a_job_whose_peer_was_asked_to_end_too_was_pre_empted(capsys):
         main()
     assert caught.value.code == ExitCode.PRE_EMPTED
     assert capsys.readouterr().err == "\nERROR: the critic is gone\n"
-
-
-def test_any_other_error_keeps_its_traceback():
-    @user_errors_end_the_job
-    def main():
-        raise KeyError("b")
-
-    with pytest.raises(KeyError):
-        main()
 
 
 @pytest.mark.parametrize(("code", "ends_well"), [(0, True), (3, False)])
@@ -264,11 +248,6 @@ def test_no_process_outlives_the_one_that_has_started_it(when):
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-
-
-def test_a_process_that_nobody_has_started_goes_on(monkeypatch):
-    monkeypatch.delenv(endings.STARTED_BY, raising=False)
-    assert user_errors_end_the_job(lambda: "done")() == "done"
 
 
 # ---- imports and threads (launch/start_up.py) ----

@@ -296,16 +296,6 @@ def test_walk_tells_the_story_and_leaves_nothing_behind(tmp_path, scripts, capsy
     [
         ("run_dpo", "generate.py", "Not learned: the gold score rose by 0.000, clear is 0.300"),
         (
-            "run",
-            "train_gpt_ppo_actor.py",
-            "Not learned: the gold score rose by 0.000, clear is 0.300",
-        ),
-        (
-            "run_rs",
-            "train_gpt_rs_actor.py",
-            "Not learned: the gold score rose by 0.000, clear is 0.300",
-        ),
-        (
             "run_arithmetic",
             "train_gpt_ppo_actor.py",
             "Not learned: the share of exact responses rose by 0.000, clear is",
@@ -323,17 +313,12 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
 @pytest.mark.parametrize(
     ("name", "script"),
     [
-        ("run", "train_gpt_sft.py"),
         ("run", "serve_ppo_critic.py"),
         ("run", "train_gpt_ppo_actor.py"),
         ("run_rs", "train_reward_model.py"),
         ("run_rs", "serve_reward_model.py"),
-        ("run_rs", "train_gpt_rs_actor.py"),
-        ("run_arithmetic", "serve_ppo_critic.py"),
-        ("run_guessing", "serve_ppo_critic.py"),
         ("run_dpo", "train_gpt_dpo.py"),
         ("run_dpo", "generate.py"),
-        ("run_kto", "train_gpt_kto.py"),
         ("run_distill", "../synthetic_data_gen/compute_topk_logits.py"),
         ("run_teacher", "serve_teacher.py"),
     ],
@@ -348,27 +333,6 @@ def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, scrip
     said = capsys.readouterr().out
     assert "the value 7 is too odd" in said and "exit code 1" in said and "failed" in said
     assert children() == before
-
-
-def test_policies_respond_at_the_same_time_and_each_may_fail(tmp_path, scripts, capsys):
-    """The one before waits until the other one has begun; and the one after fails."""
-    together = """
-        import time
-        place = pathlib.Path(out).parent.parent
-        (place / f"{kind_of}.begun").touch()
-        deadline = time.monotonic() + 30
-        while not all((place / f"{name}.begun").exists() for name in ("sft", "dpo")):
-            assert time.monotonic() < deadline, "alone"
-            time.sleep(0.05)
-    """
-    code = textwrap.dedent(FAKE_GENERATOR) + "kind_of = pathlib.Path(model).parents[1].name\n"
-    code += textwrap.dedent(together)
-    scripts("generate.py", code)
-    assert run_dpo.main(["--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 0
-    scripts("generate.py", code + "assert kind_of == 'sft', 'the value 7 is too odd'\n")
-    assert run_dpo.main(["--run-dir", str(tmp_path / "other"), "--steps", "2"]) == 2
-    said = capsys.readouterr().out
-    assert "the value 7 is too odd" in said and "Responses after ended with exit code 1" in said
 
 
 def test_a_student_of_its_own_responses_has_the_served_teacher(tmp_path, scripts, capsys):
