@@ -40,11 +40,9 @@ def calculate_advantages_and_returns(
     ones, where the policy reads an observation, are no steps: t+1 is the next slot that counts.
 
     Args:
-        values: [B, S-1].
+        values, mask: [B, S-1]; mask from `create_mask`, None: every slot counts.
         rewards: [B, S-1], from `calculate_ppo_rewards`.
-        discount_factor: gamma.
-        gae_lambda: lambda.
-        mask: [B, S-1] from `create_mask`, or None: every slot counts.
+        discount_factor, gae_lambda: gamma, lambda.
         critic_gae_lambda: lambda of the returns, which the critic learns; None: the same
             (decoupled GAE, Yuan et al. 2025, arXiv:2503.01491: with 1.0 the critic's targets are
             not biased by its own values).
@@ -69,9 +67,7 @@ def calculate_advantages_and_returns(
 def _gae(
     values: Tensor, rewards: Tensor, skipped: Tensor, discount_factor: float, gae_lambda: float
 ) -> Tensor:
-    """Advantages [B, S-1]; slots that are `skipped`, bool [B, S-1], are no steps and have those of
-    the next one.
-    """
+    """Advantages [B, S-1]; slots that are `skipped` are no steps: they have those of the next."""
     advantages = torch.zeros_like(values)
     next_advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
@@ -86,19 +82,12 @@ def _gae(
 def calculate_reinforce_returns(
     rewards: Tensor, discount_factor: float, mask: Tensor | None = None
 ) -> Tensor:
-    """Discounted sum of the rewards to come: G_t = sum over k >= t of gamma^(k-t) r_k.
+    """Discounted sum [B, S-1] of the rewards to come: G_t = sum over k >= t of gamma^(k-t) r_k;
+    arguments as of `calculate_advantages_and_returns`, and so are prompt columns.
 
     Computed from token rewards with a KL penalty, and normalized over the global batch
     (`collectives.normalize_tensor`), these are the advantages of REINFORCE++ (Hu et al. 2025,
     arXiv:2501.03262).
-
-    Args:
-        rewards: [B, S-1], from `calculate_ppo_rewards`.
-        discount_factor: gamma.
-        mask: [B, S-1] from `create_mask`, or None: every slot counts.
-
-    Returns:
-        [B, S-1]; prompt columns hold returns too, which only the loss mask removes.
     """
     # GAE with lambda 1 and no critic: v = 0 everywhere.
     return calculate_advantages_and_returns(
@@ -107,16 +96,11 @@ def calculate_reinforce_returns(
 
 
 def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740): mean reward of the prompt's
-    *other* valid samples.
+    """Leave-one-out baseline [N] (Ahmadian et al. 2024, arXiv:2402.14740): mean `reward` [N] of
+    the prompt's *other* valid samples; for a sample without one its own, so its advantage is 0.
 
-    Args:
-        prompts: int [N] or [N, P]; equal entries belong to one prompt.
-        reward: [N].
-        mask: [N], non-zero where a sample is valid.
-
-    Returns:
-        [N]; a sample without a valid companion gets its own reward, so its advantage is 0.
+    `prompts` int [N] or [N, P]: equal entries belong to one prompt. `mask` [N]: non-zero where a
+    sample is valid.
     """
     group, size = group_rows(prompts)
     valid = (mask != 0).to(reward.dtype)
@@ -129,16 +113,9 @@ def calculate_rloo_baseline(prompts: Tensor, reward: Tensor, mask: Tensor) -> Te
 def calculate_rloo_advantages(
     scores: Tensor, prompts: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740): score minus
-    `calculate_rloo_baseline`.
-
-    Args:
-        scores: [N], of a whole response: the sum of its token rewards, KL penalty included.
-        prompts: int [N] or [N, P]; equal entries belong to one prompt.
-        mask: [N], non-zero where a sample is valid; None: all are.
-
-    Returns:
-        [N], dtype of `scores`; 0 for samples that are not valid or have no valid companion.
+    """REINFORCE leave-one-out: score minus `calculate_rloo_baseline`; arguments as of
+    `calculate_grpo_advantages`. Returns [N], dtype of `scores`; 0 for samples that are not valid
+    or have no valid companion.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask != 0
     kept = torch.where(valid, scores, 0).double()
@@ -155,17 +132,13 @@ def calculate_grpo_advantages(
     eps: float = 1e-6,
 ) -> Tensor:
     """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2): (score -
-    mean) / (std + eps).
-
-    Mean and standard deviation (Bessel-corrected) are those of the prompt's valid samples.
+    mean) / (std + eps), with mean and deviation (Bessel-corrected) of the prompt's valid samples.
 
     Args:
         scores: [N], of a whole response: the sum of its token rewards, KL penalty included.
-        prompts: int [N] or [N, P]; equal entries belong to one prompt.
-        mask: [N], non-zero where a sample is valid; None: all are.
+        prompts, mask: as for `calculate_rloo_baseline`; mask None: all samples are valid.
         normalize_std: False leaves the division out (Liu et al. 2025, arXiv:2503.20783, "Dr.
             GRPO").
-        eps: added to the deviation.
 
     Returns:
         [N], dtype of `scores`; 0 for samples that are not valid or have no valid companion, and
@@ -195,15 +168,9 @@ def calculate_gdpo_advantages(
     of each reward, their weighted sum, and that divided by its deviation over all valid samples. A
     reward that varies little then counts as much as one that varies much.
 
-    Args:
-        parts: [N, K], the rewards of whole responses, one column each.
-        prompts, mask: as for `calculate_grpo_advantages`.
-        weights: of the K columns.
-        eps: added to each deviation.
-
-    Returns:
-        [N], dtype of `parts`; 0 for samples that are not valid. The mean over all samples is 0, as
-        that of each prompt.
+    `parts` [N, K]: rewards of whole responses, one column each, with K `weights`; `eps` is added
+    to each deviation. Returns [N], dtype of `parts`, with mean 0 over the samples of each prompt;
+    0 for samples that are not valid.
     """
     each = [calculate_grpo_advantages(part.double(), prompts, mask, eps=eps) for part in parts.T]
     total = torch.stack(each, dim=1) @ parts.new_tensor(weights, dtype=torch.float64)
@@ -216,16 +183,13 @@ def calculate_grpo_step_advantages(
     """Group-relative advantages with process supervision (Shao et al. 2024, arXiv:2402.03300,
     section 4.1.3): the rewards of all steps of all responses to a prompt are normalized together,
     (reward - mean) / (std + eps), and the advantage of a token is the sum of the normalized
-    rewards of the steps that end with it or later.
-
-    Mean and standard deviation (Bessel-corrected) are those of the prompt's step rewards, so a
-    response of more steps counts more in them.
+    rewards of the steps that end with it or later. A response of more steps counts more in mean
+    and standard deviation (Bessel-corrected).
 
     Args:
         rewards: [N, S-1], of the steps, at the columns of the tokens that end them.
         prompts: int [N] or [N, P]; equal entries belong to one prompt.
-        scored: [N, S-1], True where a step has a reward.
-        mask: [N, S-1], non-zero where a slot counts.
+        scored, mask: [N, S-1], True where a step has a reward, where a slot counts.
 
     Returns:
         [N, S-1], dtype of `rewards`; 0 outside the mask, after the last step, and where the steps
@@ -251,29 +215,19 @@ def calculate_grpo_step_advantages(
 
 
 def spread_over_response(scores: Tensor, mask: Tensor) -> Tensor:
-    """The score of each sample on all of its response's transitions, 0 elsewhere.
-
-    Args:
-        scores: [B] or [B, 1]; a sample without a response may hold anything.
-        mask: [B, S-1] from `create_mask`.
-
-    Returns:
-        [B, S-1], dtype of `scores`.
+    """The score of each sample, [B] or [B, 1], on all of its response's transitions, 0 elsewhere:
+    [B, S-1]. A sample without a response may hold anything.
     """
     return torch.where(mask != 0, scores.reshape(-1, 1), 0)
 
 
 def clip_advantages(advantages: Tensor, limit: float | None) -> Tensor:
-    """`advantages` [B, S-1], normalized before, clipped to [-limit, limit]; unchanged if `limit`
-    is None.
-    """
+    """`advantages` [B, S-1], normalized before, clipped to [-limit, limit]; None: as they are."""
     return advantages if limit is None else advantages.clamp(-limit, limit)
 
 
 def group_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Group of each row (int64 [N]), and size of each group. Equal rows share a group; groups are
-    in sorted order.
-    """
+    """Group of each row (int64 [N]; equal rows share one, in sorted order), size of each group."""
     _, group, size = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
     return group, size
 
@@ -342,21 +296,16 @@ def calculate_ppo_rewards(
     penalty_factor: float = 0.0,
     token_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Reward per transition: the scalar reward at column R-2 and the rewards of tokens where they
-    are, minus the KL penalty at every column.
-
-    Columns outside the response are penalized too; `calculate_advantages_and_returns` masks them.
+    """Reward per transition [B, S-1]: the scalar reward at column R-2 and the rewards of tokens
+    where they are, minus the KL penalty at every column, also outside the response (which
+    `calculate_advantages_and_returns` masks).
 
     Args:
         values: [B, S-1]; only its shape, dtype and device matter.
         rewards: [B] or [B, 1], of the whole response.
         response_lengths: int [B], R.
-        init_policy_kl: [B, S-1], or a number.
-        penalty_factor: beta; 0 ignores the KL.
+        init_policy_kl: [B, S-1], or a number; `penalty_factor` beta of 0 ignores it.
         token_rewards: [B, S-1], of single tokens, beside `rewards`.
-
-    Returns:
-        [B, S-1].
     """
     per_token = torch.zeros_like(values)
     last = (response_lengths.to(values.device).reshape(-1, 1) - 2).clamp(min=0)
@@ -369,11 +318,8 @@ def calculate_ppo_rewards(
 
 
 def reward_at_last_token(rewards: Tensor, response_lengths: Tensor, width: int) -> Tensor:
-    """Scalar rewards [B] as rewards of tokens [B, S-1]: at column R-2, NaN elsewhere.
-
-    Args:
-        response_lengths: int [B], R.
-        width: S.
+    """Scalar rewards [B] as rewards of tokens [B, S-1]: at column R-2, NaN elsewhere;
+    `response_lengths` int [B], R; `width` S.
     """
     placed = rewards.new_full((len(rewards), width - 1), float("nan"))
     last = (response_lengths.to(rewards.device).reshape(-1, 1) - 2).clamp(min=0)
@@ -381,12 +327,8 @@ def reward_at_last_token(rewards: Tensor, response_lengths: Tensor, width: int) 
 
 
 def add_token_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum [B, S-1] of the rewards of tokens that several sources give; NaN where none
-    gives one.
-
-    Args:
-        parts: [B, S-1] by name, NaN where there is no reward.
-        weights: by name.
+    """Weighted sum [B, S-1] of the rewards of tokens that several sources give, [B, S-1] by name;
+    NaN where none gives one.
     """
     stacked = torch.stack([weight * parts[name].double() for name, weight in weights.items()])
     total = stacked.nansum(0).masked_fill(stacked.isnan().all(0), float("nan"))
@@ -394,15 +336,13 @@ def add_token_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float])
 
 
 def sums_of_steps(token_rewards: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
-    """Reward of each step: the sum over its tokens, at the column of the token that ends it.
+    """Reward of each step [B, S-1]: the sum over its tokens, at the column of the token that ends
+    it, 0 elsewhere. What follows the last step is in none.
 
     Args:
         token_rewards: [B, S-1], of every token (a KL penalty), and of steps where they end.
         scored: bool [B, S-1], True where a step ends.
         mask: [B, S-1], non-zero where a slot counts; elsewhere the others may hold anything.
-
-    Returns:
-        [B, S-1], 0 where no step ends. What follows the last step is in none.
     """
     ends = scored & (mask != 0)
     total = torch.where(mask != 0, token_rewards, 0).double().cumsum(1)
@@ -423,8 +363,8 @@ class RunningMoments:
     squares: float = 0.0  # sum of squared deviations from the mean
 
     def update(self, rewards: Tensor, mask: Tensor) -> None:
-        """Add those of `rewards` [N] where `mask` [N] is non-zero; all ranks give the same ones,
-        in whatever order.
+        """Add those of `rewards` [N] where `mask` [N] is non-zero, the same on all ranks in any
+        order.
         """
         added = rewards[mask != 0].double().sort().values  # sums do not depend on the order
         if not len(added):
@@ -442,8 +382,8 @@ class RunningMoments:
 
 
 def clip_rewards(rewards: Tensor, limit: float | None) -> Tensor:
-    """Rewards, [B] of responses or [B, S-1] of tokens, clipped to [-limit, limit]; unchanged if
-    `limit` is None. NaN stays NaN.
+    """Rewards, [B] of responses or [B, S-1] of tokens, clipped to [-limit, limit]; None: as they
+    are. NaN stays NaN.
     """
     return rewards if limit is None else rewards.clamp(-limit, limit)
 
@@ -452,24 +392,12 @@ def calculate_overlong_penalty(
     response_token_counts: Tensor, max_length: int, buffer_len: int, factor: float = 1.0
 ) -> Tensor:
     """Soft penalty on responses close to the length limit (Yu et al. 2025, DAPO,
-    arXiv:2503.14476, eq. 13).
-
-    With L tokens: 0 up to max_length - buffer_len, then falling linearly to -factor at max_length,
-    -factor beyond:
+    arXiv:2503.14476, eq. 13), float32 [B], to be added to the scalar rewards. With L tokens
 
         factor * clip((max_length - buffer_len - L) / buffer_len, -1, 0)
 
-    Args:
-        response_token_counts: int [B], R - P: tokens of the responses, end tokens included.
-        max_length: L_max, the most tokens a response can have.
-        buffer_len: L_cache, length of the slope; 0 switches the penalty off.
-        factor: of the penalty.
-
-    Returns:
-        float32 [B], to be added to the scalar rewards.
-
-    Raises:
-        ValueError: `buffer_len` is negative or above `max_length`.
+    `response_token_counts` int [B]: R - P, end tokens included. `buffer_len`: length of the
+    slope; 0: no penalty. `ValueError`: it is negative or above `max_length`.
     """
     if not 0 <= buffer_len <= max_length:
         raise ValueError(
@@ -485,16 +413,12 @@ def select_topk(
     batch: dict[str, Tensor], num_select: int = 1, group_by: str = "prompt_tokens"
 ) -> dict[str, Tensor]:
     """Keep the `num_select` samples of each prompt with the highest rewards (all of a prompt that
-    has fewer).
-
-    Of samples with equal rewards the later ones are kept.
+    has fewer); of samples with equal rewards the later ones.
 
     Args:
         batch: every tensor has N samples; `rewards` is [N] or [N, 1].
-        num_select: samples to keep for each prompt.
         group_by: name of the tensor, [N] or [N, P], that is equal for samples of one prompt. The
-            tokens of the prompt confuse prompts that occur twice in the data; the index in the
-            data set (`idx`) does not.
+            tokens of the prompt confuse prompts that occur twice in the data; `idx` does not.
 
     Returns:
         The kept samples of every tensor: prompts in sorted order of `group_by`, rewards ascending
@@ -507,10 +431,8 @@ def select_topk(
         raise ValueError(f"top_n_rollouts={num_select}: select at least 1 rollout for each prompt")
     rewards = batch["rewards"].flatten()
     if rewards.isnan().any():
-        raise ValueError(
-            f"the reward of rollout {int(rewards.isnan().nonzero()[0])} is NaN; cannot select the "
-            "best"
-        )
+        number = int(rewards.isnan().nonzero()[0])
+        raise ValueError(f"the reward of rollout {number} is NaN; cannot select the best")
     group, size = group_rows(batch[group_by])
     order = torch.argsort(rewards, stable=True)
     order = order[torch.argsort(group[order], stable=True)]  # by prompt, and by reward inside

@@ -43,11 +43,8 @@ def chosen_tokens(
     """bool [N, S-1]: a `fraction` of all tokens, one at least. With rule "clip" (Clip-Cov) drawn
     among those with a covariance in the range (maybe fewer), with "kl" (KL-Cov) the largest.
 
-    Args:
-        logprobs: of the policy that generated.
-        advantages: of the updates.
-        mask: non-zero where a token counts.
-        response_tokens: int64 [N, S]; seeds the draw, which the next rollout then repeats nowhere.
+    `logprobs` are of the policy that generated, `advantages` of the updates; `response_tokens`
+    int64 [N, S] seed the draw, which the next rollout then repeats nowhere.
     """
     covariance, able = covariances(logprobs, advantages, mask), mask != 0
     count = max(1, int(settings.fraction * int(able.sum())))

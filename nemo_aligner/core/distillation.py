@@ -45,13 +45,12 @@ def distillation_loss(
 
     Args:
         logprobs: [B, S, K], of the candidates under the student's softmax over the vocabulary;
-            carries the gradient.
+            carries the gradient, as those of the labels and of the rest do.
         teacher_logits: [B, S, K], up to a constant per position.
         teacher_log_sum_exp: [B, S], of all the teacher's logits, with the same constant.
-        label_logprobs: [B, S], under the student; carries the gradient.
+        label_logprobs, rest_logprobs: [B, S], the student's of the label, and of all tokens
+            together that are no candidates.
         weights: [B, S], from `losses.loss_weights`.
-        rest_logprobs: [B, S], the student's log-prob of all other tokens together; carries the
-            gradient.
         kd_loss, jsd_beta: see `divergence`.
         target_logits_scale: factor of the teacher's logits; 1 with `rest_logprobs`.
 
@@ -94,24 +93,15 @@ def distillation_loss(
 def divergence(
     student: Tensor, teacher: Tensor, kd_loss: str = "fwd_kl", jsd_beta: float = 0.5
 ) -> Tensor:
-    """Divergence of distributions. With P the teacher, Q the student, b = `jsd_beta` and the
-    mixture M = b P + (1 - b) Q:
+    """Divergence [..] of distributions, log-probs [.., C]. With P the teacher, Q the student
+    (which carries the gradient), b = `jsd_beta` between 0 and 1, and the mixture M = b P + (1 - b)
+    Q:
 
         fwd_kl   KL(P || Q)                          Hinton et al. 2015, arXiv:1503.02531
         bwd_kl   KL(Q || P)                          Gu et al. 2023, arXiv:2306.08543
         jsd      b KL(P || M) + (1 - b) KL(Q || M)   Agarwal et al. 2023, arXiv:2306.13649, sec. 2
 
-    Args:
-        student: [.., C], log-probs; carries the gradient.
-        teacher: [.., C], log-probs.
-        kd_loss: one of `estimators.DISTILLATION_LOSSES`.
-        jsd_beta: above 0 and below 1, where it would be one of the KLs times 0.
-
-    Returns:
-        [..].
-
-    Raises:
-        ValueError: an unknown loss.
+    `ValueError`: another `kd_loss`.
     """
     if kd_loss == "fwd_kl":
         return _kl(teacher, student)

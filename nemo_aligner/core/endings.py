@@ -49,11 +49,8 @@ def end_with(parent: int) -> None:
 
 
 class JobStopped(SystemExit):
-    """The job ends before its last step, as it was asked to.
-
-    Attributes:
-        code: the exit code.
-        reason: who asked.
+    """The job ends before its last step, as it was asked to: exit `code`, and `reason` (who
+    asked).
     """
 
     code: ExitCode
@@ -74,8 +71,8 @@ def interruptible() -> Iterator[None]:
 
 
 def keep_ending_in(folder: Path, is_rank_zero: bool = True) -> None:
-    """Have `note_ending` of rank 0 write into `folder`, and remove what a former run has left
-    there; every rank of a job may call it.
+    """Have `note_ending` of rank 0 write into `folder`, without what a former run has left there;
+    every rank of a job may call it.
     """
     global _folder, _folder_of_rank_zero
     if is_rank_zero:
@@ -99,12 +96,8 @@ def ending_file() -> Path | None:
 
 
 def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
-    """Write `ending.json`, if this process keeps one. The first ending counts: what breaks later
-    follows from it.
-
-    Args:
-        reason: one line.
-        step: finished steps, if the job counts them.
+    """Write `ending.json`, if this process keeps one: `reason` in one line, and the finished steps
+    of a job that counts them. The first ending counts: what breaks later follows from it.
     """
     global _folder
     folder, _folder = _folder, None
@@ -127,12 +120,9 @@ def note_ending(code: ExitCode, reason: str, step: int | None = None) -> None:
 
 
 class Progress:
-    """The progress of this process; there is one, `progress`.
-
-    Attributes:
-        count: units of work that have ended.
-        is_expected: whether units are counted where the main thread is.
-        before_exit: what a watchdog calls before it ends the process.
+    """The progress of this process; there is one, `progress`: the `count` of units of work that
+    have ended, whether they are counted where the main thread is (`is_expected`), and what a
+    watchdog calls `before_exit`.
     """
 
     def __init__(self) -> None:

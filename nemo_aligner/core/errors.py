@@ -35,8 +35,8 @@ class SaveError(UserError):
 
 class ServerRequestError(RuntimeError):
     """A request failed on the server, or no response arrived. The message is one line: the model,
-    the server's address and the cause. The traceback is in the log of the server; of a server that
-    sends it (PyTriton's own do), in the log of the client.
+    the server's address and the cause. The traceback is in the log of the server (of PyTriton's
+    own, of the client).
     """
 
 
@@ -78,10 +78,8 @@ def one_line(text: str) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return `error` in one line: "TypeError: why (file.py:12 in function)".
-
-    The place is the innermost one that is not in a library. A message of ours that says what to do
-    stands alone.
+    """Return `error` in one line: "TypeError: why (file.py:12 in function)", with the innermost
+    place that is not in a library. A message of ours that says what to do stands alone.
     """
     if isinstance(error, (UserError, ServerRequestError)):
         return one_line(str(error))

@@ -22,19 +22,13 @@ class Pending(Protocol[T_co]):
     """The outcome of a request that was sent to another process."""
 
     def result(self) -> T_co:
-        """Wait for the outcome and return it on every rank.
-
-        Raises:
-            ServerRequestError: on every rank: the request failed; the message has the cause.
-        """
+        """Wait for the outcome, on every rank; or raise `ServerRequestError` there, with cause."""
 
 
 class PendingScores(Protocol):
-    """The scores of one rollout micro-batch, while a server computes them.
-
-    Attributes:
-        pending: what this rank itself waits for (see `servers/futures.py:wait_for_all`);
-            empty on a rank that gets the outcome from another.
+    """The scores of one rollout micro-batch, while a server computes them. `pending`: what this
+    rank itself waits for (see `servers/futures.py:wait_for_all`); empty where another rank tells
+    it.
     """
 
     pending: tuple[Any, ...]
@@ -64,24 +58,17 @@ class Critic(Protocol):
         """Send a micro-batch to be scored; returns at once."""
 
     def train(self, rollout_batch: PPOTrainBatch) -> Pending[float | None]:
-        """Send this rank's share of a rollout for a critic update; returns at once.
-
-        The outcome is the critic's mean loss, or None where there is no critic to train.
+        """Send this rank's share of a rollout for a critic update; returns at once. The outcome is
+        the critic's mean loss, or None where there is no critic to train.
         """
 
     def save(self, actor_step: int | None = None) -> Pending[int | None]:
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Raise unless the critic's weights belong to this actor's step, or it can go back to
-        those.
-
-        Args:
-            expected_actor_step: the actor's step, 0 for a new run.
-            checkpoints: folder of each of the actor's complete checkpoints, by its step.
-
-        Raises:
-            UserError: on every rank; says how to bring the two jobs together.
+        """Raise `UserError`, on every rank, unless the critic's weights belong to this actor's
+        step (0: a new run), or it can go back to those; `checkpoints` are the folders of the
+        actor's complete ones by their steps.
         """
 
 
@@ -117,20 +104,18 @@ class CheckpointWriter(Protocol):
         trainer_state: dict[str, Any] | None = None,
     ) -> Any:
         """Write a checkpoint with `trainer_state`, ranked by one of `monitor_candidates`, or begin
-        to write it in the background.
+        to.
         """
 
     def check_save(self) -> None:
-        """Complete what is written in the background, if that has come to its end; all ranks call
-        it.
-        """
+        """Complete what is written in the background, if that has ended; all ranks call it."""
 
     def finish_save(self) -> None:
         """Wait for what is written in the background, and complete it; all ranks call it."""
 
     def finish_export(self) -> None:
-        """Write what the end of training writes beside its last checkpoint, which was loaded, if
-        that is still to be done; all ranks call it.
+        """Write what belongs beside the last checkpoint of a finished training, which was loaded,
+        if that is still to be done; all ranks call it.
         """
 
     def saved_at(self, counter: str) -> dict[int, str]:

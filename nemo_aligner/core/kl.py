@@ -53,17 +53,10 @@ def calculate_kl_penalty(
     Liu et al. 2025, arXiv:2510.01555; `tests/unit/test_kl_optimum.py` derives and measures it.
 
     Args:
-        log_probs_a: [B, S-1].
-        log_probs_b: [B, S-1].
+        log_probs_a, log_probs_b: [B, S-1], as the result, whose slots depend on their own alone.
         use_absolute_kl: "abs" if True, else "k1"; ignored if `estimator` is given. The default is
             that of NeMo-Aligner's function, not that of the configuration.
-        estimator: one of `KL_ESTIMATORS`.
-
-    Returns:
-        [B, S-1], dtype of the arguments. Every slot depends on its own log-probs alone.
-
-    Raises:
-        ValueError: the estimator is unknown.
+        estimator: one of `KL_ESTIMATORS`, else `ValueError`.
     """
     estimator = name_kl_estimator(use_absolute_kl, estimator)
     k1 = log_probs_a - log_probs_b
@@ -100,33 +93,18 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Steers the coefficient beta of the KL penalty towards a target KL (Ziegler et al. 2019,
-    arXiv:1909.08593, 2.2).
+    """Steers the coefficient beta (`value`) of the KL penalty towards a target KL (Ziegler et al.
+    2019, arXiv:1909.08593, 2.2); there n / horizon is K_beta = 0.1.
 
         e = clip(KL / target - 1, -0.2, 0.2),    beta <- beta * (1 + e * n / horizon)
 
-    In the paper n / horizon is K_beta = 0.1.
-
-    Attributes:
-        value: beta, to be used for the next rollout.
+    Every rank has one and updates it with equal numbers. `target` is the KL per *sample*, summed
+    over its tokens, in nats; `horizon` counts samples. `ValueError`: a value that is not above 0.
     """
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float):
-        """Every rank has one and updates it with equal numbers.
-
-        Args:
-            init_kl_coef: beta at the start; above 0, since factors cannot move it from 0.
-            target: KL per *sample*: the sum over its tokens, in nats.
-            horizon: samples; the larger, the slower beta moves.
-
-        Raises:
-            ValueError: a value that is not above 0.
-        """
-        for name, value in (
-            ("init_kl_coef", init_kl_coef),
-            ("target", target),
-            ("horizon", horizon),
-        ):
+        given = {"init_kl_coef": init_kl_coef, "target": target, "horizon": horizon}
+        for name, value in given.items():
             if not value > 0:
                 raise ValueError(f"{name}={value} of an adaptive KL controller must be above 0")
         self.value = float(init_kl_coef)
@@ -134,20 +112,12 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Adapt to the KL of a rollout; returns the new `value`.
-
-        Args:
-            kl: mean over the rollout's samples, of all ranks, of the KL summed over a sample's
-                tokens.
-            num_samples: n, samples of the rollout, of all ranks.
-
-        Raises:
-            ValueError: `kl` is not finite, or so many samples that beta could turn negative.
+        """Adapt to the `kl` of a rollout of `num_samples` (means and numbers over all ranks);
+        returns the new `value`. `ValueError`: `kl` is not finite, or so many samples that beta
+        could turn negative.
         """
         if not math.isfinite(kl):
-            raise ValueError(
-                f"the KL to the reference policy is {kl}, so its coefficient cannot be adapted"
-            )
+            raise ValueError(f"the KL to the reference is {kl}: its coefficient cannot be adapted")
         if not _MAX_RELATIVE_ERROR * num_samples < self.horizon:
             raise ValueError(
                 f"horizon={self.horizon:g} is too short for rollouts of {num_samples} samples: "
@@ -163,7 +133,5 @@ class AdaptiveKLController:
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue with the coefficient of `state_dict()`; the empty state of a fixed controller
-        leaves it unchanged.
-        """
+        """Continue with the coefficient of `state_dict()`; an empty state leaves it unchanged."""
         self.value = float(state.get("kl_coef", self.value))

@@ -52,11 +52,9 @@ def shared_memory_prefix() -> str:
 
 
 def claim(folder: Path, prefix: str, token: str | None = None) -> Path:
-    """Return a path for something temporary, which the caller creates, after noting it.
-
-    Args:
-        prefix: lower-case letters and underscores.
-        token: 16 hexadecimal digits that several processes agreed on; None: new ones.
+    """Return a path for something temporary, which the caller creates, after noting it. `prefix`:
+    lower-case letters and underscores; `token`: 16 hexadecimal digits that several processes
+    agreed on, None: new ones.
     """
     global _record
     path = folder.absolute() / f"{prefix}{token or secrets.token_hex(8)}"
@@ -98,11 +96,7 @@ def sweep_once() -> None:
 
 @contextlib.contextmanager
 def _records() -> Iterator[int]:
-    """Descriptor of the folder of the records.
-
-    Raises:
-        OSError: there is none that only this user can write.
-    """
+    """Descriptor of the folder of the records; `OSError`: none that only this user can write."""
     with contextlib.suppress(FileExistsError):
         RECORDS.mkdir(mode=0o700)
     folder = os.open(RECORDS, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -154,11 +148,7 @@ def _sweep(records: int, name: str) -> None:
 
 
 def _remove_all(paths: list[Path]) -> None:
-    """Remove what has these paths or, of shared memory, begins with them.
-
-    Raises:
-        OSError: something could not be removed.
-    """
+    """Remove what has these paths or, of shared memory, begins with them; else `OSError`."""
     for path in paths:
         if not path.is_absolute() or not _OURS.fullmatch(path.name):
             continue

@@ -32,28 +32,19 @@ def gated_blocks(rows: int) -> Tensor:
 
 
 def expand_blocks(b: Tensor, blocks: Tensor, count: int = -1) -> Tensor:
-    """B of an adapter with a block of A for each projection, with a column for each row of A.
+    """B `[rows, dim]` of an adapter with a block of A for each projection, with a column for each
+    row of A: `[rows, count * dim]`, zeros but for the place of each row's block.
 
-    Args:
-        b: `[rows, dim]`.
-        blocks: int64 `[rows]`, which block of A each row is multiplied with.
-        count: of the blocks; -1: as many as `blocks` has.
-
-    Returns:
-        `[rows, count * dim]`; zeros but for the place of each row's block.
+    `blocks` int64 `[rows]`: which of the `count` blocks (-1: as many as there are) each row is
+    multiplied with.
     """
     one_hot = F.one_hot(blocks, count).to(b)
     return (one_hot.unsqueeze(-1) * b.unsqueeze(1)).flatten(1)
 
 
 def delta(a: Tensor, wide_b: Tensor, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What merging adds to a weight, `[rows, columns]`.
-
-    Args:
-        a: `[d, columns]`.
-        wide_b: `[rows, d]`.
-        scale: alpha / dim.
-        dtype: of the sums and of the result.
+    """What merging adds to a weight, `[rows, columns]` in `dtype`: `scale` (alpha / dim) times
+    `wide_b` `[rows, d]` and `a` `[d, columns]`.
     """
     return scale * (wide_b.to(dtype) @ a.to(dtype))
 
@@ -64,16 +55,12 @@ def checked_rows(rows: int) -> range:
 
 
 def base_checksum(key: str, values: Tensor, layer: int, row: int, column: int) -> int:
-    """Checksum of a part of one row of a weight: those of all parts are added modulo 2**64.
+    """Checksum of a part of one row of the weight `key`, `values` `[columns]` from the global
+    place `layer, row, column` on: those of all parts are added modulo 2**64.
 
     Each number counts as its bits in bfloat16, so that a model has the same checksum in float32
     and in bfloat16, multiplied by an odd factor of its place, so that it does not depend on how
     the weight is split.
-
-    Args:
-        key: name of the weight.
-        values: `[columns]`.
-        layer, row, column: global place of `values[0]`.
     """
     bits = values.detach().to("cpu", torch.bfloat16).view(torch.int16).to(torch.int64)
     columns = torch.arange(column, column + len(bits))

@@ -40,24 +40,20 @@ def loss_weights(
     sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     longest: int | None = None,
 ) -> Tensor:
-    """Weights that turn a sum over slots into the named mean over the global batch.
+    """Weights float32, shape of `mask`, that turn a sum over slots into the named mean over the
+    global batch; all zero if no slot counts on any rank.
 
     Args:
         mask: [B, S-1], [B, A] or [B], non-zero where a slot counts; this data-parallel rank's
             whole share of the global batch.
         reduction: "token": mean over all counting slots of the global batch. "sequence": mean over
             samples of their own means; samples without a counting slot are left out. "constant":
-            mean over all samples of their sums, divided by `longest` (Liu et al. 2025,
-            arXiv:2503.20783, Dr. GRPO: no response counts less for its length).
-            "microbatch": mean over micro-batches of their means (0 for an empty one), which
-            depends on the split; kept to compare with NeMo-Aligner.
-        micro_batch_size: samples per micro-batch; used by "microbatch" only.
-        sum_over_dp: sums a tensor over the data-parallel ranks; all of them must call this
-            function.
-        longest: tokens that a response can have; used by "constant" only.
-
-    Returns:
-        float32, shape of `mask`; all zero if no slot counts on any rank.
+            mean over all samples of their sums, divided by `longest`, the tokens that a response
+            can have (Liu et al. 2025, arXiv:2503.20783, Dr. GRPO: none counts less for its
+            length). "microbatch": mean over micro-batches, of `micro_batch_size` samples, of their
+            means (0 for an empty one), which depends on the split; kept to compare with
+            NeMo-Aligner.
+        sum_over_dp: sums a tensor over the data-parallel ranks, all of which call this function.
     """
     keep = mask != 0
     rows = keep.reshape(keep.shape[0], -1)
@@ -65,9 +61,8 @@ def loss_weights(
     if reduction == "token":
         denominator = sum_over_dp(rows.sum(dtype=torch.float64))
     elif reduction == "sequence":
-        denominator = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1) * _count(
-            rows, 1
-        )
+        samples = sum_over_dp(rows.any(1).sum(dtype=torch.float64)).clamp(min=1)
+        denominator = samples * _count(rows, 1)
     elif reduction == "constant":
         if not longest:
             raise ValueError(f"longest={longest}: {reduction!r} needs one")
@@ -84,10 +79,8 @@ def loss_weights(
         per_split = _count(splits, 1) * splits.shape[0] * dp_size
         denominator = per_split.repeat_interleave(micro_batch_size, dim=0)
     else:
-        raise ValueError(
-            f"loss_reduction={reduction!r} is unknown; choose one of "
-            f"{', '.join(ROLLOUT_REDUCTIONS)}"
-        )
+        known = ", ".join(ROLLOUT_REDUCTIONS)
+        raise ValueError(f"loss_reduction={reduction!r} is unknown; choose one of {known}")
     weights = rows / denominator.clamp(min=1)
     return weights.float().reshape(mask.shape)
 
@@ -95,9 +88,8 @@ def loss_weights(
 def loss_count(
     mask: Tensor, reduction: str = "token", micro_batch_size: int | None = None
 ) -> float:
-    """Number of slots, samples or micro-batches of this rank that `loss_weights` averages over.
-
-    Means of several global batches are combined with it. Arguments as for `loss_weights`.
+    """How many slots, samples or micro-batches of this rank `loss_weights` averages over, for
+    means of several global batches; arguments as there.
     """
     keep = mask != 0
     if reduction == "token":
@@ -151,26 +143,21 @@ def ppo_actor_loss(
     (Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4) is differentiated through its estimator;
     `kl.calculate_kl_penalty` describes the resulting gradient.
 
-    Args:
-        logprobs: [B, S-1], of the policy in training; carries the gradient.
-        prev_logprobs: [B, S-1], of the policy that generated.
-        advantages: [B, S-1].
-        weights: [B, S-1], from `loss_weights`.
-        ratio_eps: clip range.
-        ratio_eps_high: its upper side; None: `ratio_eps` too.
-        policy_loss: one of `surrogates.SURROGATES`.
+    Args (tensors are [B, S-1]):
+        logprobs: of the policy in training; carries the gradient, as `entropy` does.
+        prev_logprobs, ref_logprobs: of the policy that generated, and of the reference, which is
+            needed when `kl_loss_coef` is not 0.
+        weights: from `loss_weights`.
+        ratio_eps, ratio_eps_high: clip range; None: its upper side is `ratio_eps` too.
+        policy_loss, kl_loss_estimator: one of `surrogates.SURROGATES`, of `kl.KL_ESTIMATORS`.
         dual_clip: c > 1, or None: off.
-        ref_logprobs: [B, S-1], of the reference policy; needed when `kl_loss_coef` is not 0.
-        kl_loss_coef: coefficient of the KL; 0 switches it off.
-        kl_loss_estimator: one of `kl.KL_ESTIMATORS`.
-        entropy: [B, S-1], per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
-        entropy_bonus: coefficient of the entropy.
+        entropy: per slot; needed when `entropy_bonus` is not 0, otherwise only reported.
         surrogate_of: `(logprobs, prev_logprobs, advantages, mask) -> [B, S-1]`, in place of the
             surrogate; `mask` is 1 where a slot counts.
-        old_kl_coefs: [B, S-1], None: 0; adds coef * |log rho| to the loss of a token (KL-Cov, Cui
-            et al. 2025, arXiv:2505.22617).
-        metric_weights: [B, S-1], of the means among the metrics, for `weights` that do not add up
-            to 1 (of "constant"); None: `weights`.
+        old_kl_coefs: None: 0; adds coef * |log rho| to the loss of a token (KL-Cov, Cui et al.
+            2025, arXiv:2505.22617).
+        metric_weights: of the means among the metrics, for `weights` that do not add up to 1 (of
+            "constant"); None: `weights`.
 
     Returns:
         Partial sums: the loss, and the metrics, which are weighted means. `loss`; `ppo_ratio` and,
@@ -210,12 +197,8 @@ def ppo_actor_loss(
             raise ValueError(f"dual_clip={dual_clip} is a bound for {', '.join(DUAL_CLIPPED)}")
         surrogate, metrics["dual_clip_fraction"] = _dual_clip(surrogate, advantages, dual_clip)
     if surrogate_of is not None:
-        surrogate = surrogate_of(
-            logprobs=logprobs,
-            prev_logprobs=prev_logprobs,
-            advantages=advantages,
-            mask=mask,
-        )
+        inputs = {"logprobs": logprobs, "prev_logprobs": prev_logprobs}
+        surrogate = surrogate_of(**inputs, advantages=advantages, mask=mask)
         if surrogate.shape != logprobs.shape:
             raise ValueError(
                 f"the loss of tokens has the shape {list(surrogate.shape)}, not that of their "
@@ -227,12 +210,10 @@ def ppo_actor_loss(
     loss = (weights * surrogate).sum()
     if kl_loss_coef:
         if ref_logprobs is None:
-            raise ValueError(
-                f"kl_loss_coef={kl_loss_coef} needs the log-probs of the reference policy"
-            )
-        kl = calculate_kl_penalty(
-            logprobs, kept(ref_logprobs, weights), estimator=kl_loss_estimator
-        )
+            needed = "the log-probs of the reference policy"
+            raise ValueError(f"kl_loss_coef={kl_loss_coef} needs {needed}")
+        reference = kept(ref_logprobs, weights)
+        kl = calculate_kl_penalty(logprobs, reference, estimator=kl_loss_estimator)
         loss = loss + kl_loss_coef * (weights * kl).sum()
         metrics["kl_loss"] = kl
     scaled_entropy = torch.zeros_like(loss)
@@ -261,18 +242,11 @@ def reinforce_loss(
     *, logprobs: Tensor, advantages: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE (Williams 1992, https://doi.org/10.1007/BF00992696, eq. 11; for language models
-    Ahmadian et al. 2024, arXiv:2402.14740, eq. 6): -advantage * log pi(token).
+    Ahmadian et al. 2024, arXiv:2402.14740, eq. 6): -advantage * log pi(token), all [B, S-1].
+    Returns partial sums: the loss and the metric `loss`.
 
     It has no importance ratio: the gradient is that of the expected reward only for the policy
     that wrote the responses.
-
-    Args:
-        logprobs: [B, S-1], carries the gradient.
-        advantages: [B, S-1], that of its response for each token.
-        weights: [B, S-1], from `loss_weights`.
-
-    Returns:
-        Partial sums: the loss and the metric `loss`.
     """
     loss = -(weights * kept(advantages, weights) * kept(logprobs, weights)).sum()
     return loss, {"loss": loss.detach()}
@@ -286,25 +260,16 @@ def ppo_critic_loss(
     weights: Tensor,
     loss_clip_val: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error to the returns, with values clipped to within `loss_clip_val` of
-    those at rollout time.
-
-    Per slot:
+    """Half the squared error to the returns, with values clipped to within `loss_clip_val` (None
+    or <= 0: not) of those at rollout time. Per slot of [B, S-1]:
 
         v_clipped = prev + clamp(v - prev, -clip, clip)
         loss = 0.5 * max((v_clipped - ret)^2, (v - ret)^2)
 
-    Args:
-        values: [B, S-1], of the critic in training; carries the gradient.
-        prev_values: [B, S-1], at rollout time.
-        returns: [B, S-1].
-        weights: [B, S-1], from `loss_weights`.
-        loss_clip_val: None or <= 0 switches clipping off.
-
     Returns:
         Partial sums: the loss, and metrics `loss` and `value_clip_fraction` (share of slots whose
-        gradient the clip removes, because the clipped value is the worse one; 0 if clipping is
-        off). The explained variance is in `core/metrics.py`.
+        gradient the clip removes, because the clipped value is the worse one). The explained
+        variance is in `core/metrics.py`.
     """
     values, prev_values, returns = (kept(x, weights) for x in (values, prev_values, returns))
     error = (values - returns).square()
@@ -320,15 +285,8 @@ def ppo_critic_loss(
 
 
 def sft_loss(*, logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the weighted tokens (supervised fine-tuning, and the selected
-    samples of rejection sampling).
-
-    Args:
-        logprobs: [B, S-1], carries the gradient.
-        weights: [B, S-1], from `loss_weights`.
-
-    Returns:
-        Partial sums: the loss and the metric `loss`.
+    """Negative log-likelihood of the weighted tokens [B, S-1] (supervised fine-tuning, and the
+    selected samples of rejection sampling). Returns partial sums: the loss and the metric `loss`.
     """
     loss = -(weights * kept(logprobs, weights)).sum()
     return loss, {"loss": loss.detach()}
@@ -349,12 +307,9 @@ def preference_loss(
         scaled_bt     -m log sigmoid(d)       Wang et al. 2024, arXiv:2410.01257
 
     Args:
-        rewards_chosen: [B] or [B, 1], carries the gradient.
-        rewards_rejected: [B] or [B, 1], carries the gradient.
+        rewards_chosen, rewards_rejected: [B] or [B, 1], carry the gradient.
         weights: [B], from `loss_weights`. A pair of margin 0 counts in their mean.
-        loss_func: one of `estimators.PREFERENCE_LOSSES`.
-        margins: [B], at least 0: how much better the chosen sample is; for margin_bt and
-            scaled_bt.
+        margins: [B], at least 0: how much better the chosen sample is.
 
     Returns:
         Partial sums: the loss, and metrics `loss` and `acc` (share of pairs in the right order,
@@ -367,9 +322,8 @@ def preference_loss(
         raise ValueError(
             f"loss_func={loss_func!r} is unknown; choose one of {', '.join(PREFERENCE_LOSSES)}"
         )
-    difference = kept(rewards_chosen.reshape(-1), weights) - kept(
-        rewards_rejected.reshape(-1), weights
-    )
+    chosen, rejected = (kept(x.reshape(-1), weights) for x in (rewards_chosen, rewards_rejected))
+    difference = chosen - rejected
     if loss_func == "regular_bt":
         losses = -logsigmoid(difference)
     elif margins is None:
@@ -385,19 +339,10 @@ def preference_loss(
 def regression_loss(
     *, predictions: Tensor, labels: Tensor, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), over the labels
-    that count.
-
-    Args:
-        predictions: [B, A], carries the gradient.
-        labels: [B, A].
-        weights: [B, A], from `loss_weights`; 0 where there is no label.
-
-    Returns:
-        Partial sums: the loss and the metric `loss`.
-
-    Raises:
-        ValueError: the shapes differ; broadcasting would compare one attribute with another.
+    """Mean squared error of the attributes (Wang et al. 2024, arXiv:2406.08673), all [B, A], over
+    the labels that count: `weights` are 0 where there is none. Returns partial sums: the loss and
+    the metric `loss`. `ValueError`: the shapes differ; broadcasting would compare one attribute
+    with another.
     """
     if not predictions.shape == labels.shape == weights.shape:
         raise ValueError(
@@ -414,14 +359,8 @@ def _count(keep: Tensor, dim: int) -> Tensor:
 
 
 def calculate_entropy(log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean entropy of the distributions in the last dimension.
-
-    Args:
-        log_probs: [B, S, V], normalised; -inf is a probability of 0.
-        mask: [B, S]; if given, the mean is over its slots alone.
-
-    Returns:
-        A scalar, the mean over all slots.
+    """Mean entropy, over all slots or those of `mask` [B, S], of normalised `log_probs` [B, S, V];
+    -inf is a probability of 0.
     """
     finite = torch.where(log_probs == -torch.inf, 0.0, log_probs)
     entropy = -(log_probs.exp() * finite).sum(-1)

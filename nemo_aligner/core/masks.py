@@ -14,15 +14,9 @@ from torch import Tensor
 
 
 def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
-    """Mask of the response's transitions: 1 on columns [P-1, R-1), which is R-P ones.
-
-    Args:
-        values: [B, S-1]; only its shape, dtype and device matter.
-        prompt_lengths: int [B], P.
-        response_lengths: int [B], R, the total length.
-
-    Returns:
-        [B, S-1], dtype of `values`.
+    """Mask of the response's transitions: 1 on columns [P-1, R-1), which is R-P ones; shape [B,
+    S-1], dtype and device of `values`. `prompt_lengths`, `response_lengths`: int [B], P and R (in
+    all).
     """
     column = torch.arange(values.shape[1], device=values.device)
     start = prompt_lengths.to(values.device).reshape(-1, 1) - 1
@@ -31,18 +25,11 @@ def create_mask(values: Tensor, prompt_lengths: Tensor, response_lengths: Tensor
 
 
 def counted_lengths(weights: Tensor, width: int) -> Tensor:
-    """How many tokens of each sample its counting slots depend on.
+    """How many tokens of each sample its counting slots depend on: int64 [B], from 1 (2 with S-1
+    columns) to S (`width`); the least where no slot counts.
 
     With S = 6 and a last counting column 2 of [B, S-1], these are the tokens 0 to 3: column 2
-    predicts token 3.
-
-    Args:
-        weights: [B, S-1] or [B, S] (column t predicts a label of its own), non-zero where a slot
-            counts.
-        width: S.
-
-    Returns:
-        int64 [B], from 1 (2 with S-1 columns) to S; the least where no slot counts.
+    predicts token 3. `weights` are [B, S-1] or [B, S] (column t predicts a label of its own).
     """
     column = torch.arange(weights.shape[1], device=weights.device)
     last = torch.where(weights != 0, column, 0).amax(1)
@@ -61,15 +48,9 @@ def lengths_before(padding_id: int | None, tokens: Tensor, lengths: Tensor) -> T
 
 
 def one_row_per_sample(mask: Tensor, packed_position_ids: Tensor) -> Tensor:
-    """Spread the samples of packed rows over rows of their own, where their columns are.
-
-    Args:
-        mask: [B, S].
-        packed_position_ids: int [B, S], 0 where a sample begins, so in column 0 too.
-
-    Returns:
-        [B * K, S], dtype of `mask`; K is the most samples of a row. Sample k of row b is row
-        b * K + k, and is 0 outside its columns.
+    """Spread the samples of packed rows `mask` [B, S] over rows of their own, where their columns
+    are: [B * K, S]; K is the most samples of a row. Sample k of row b is row b * K + k, and is 0
+    outside its columns. `packed_position_ids` int [B, S]: 0 where a sample begins, so in column 0.
     """
     number = (packed_position_ids == 0).cumsum(1) - 1  # [B, S]: of the sample in its row
     count = int(number.max()) + 1
@@ -111,15 +92,8 @@ def masked_mean_var(
     values: Tensor, mask: Tensor, sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance (not Bessel-corrected) over the slots of all ranks where `mask` is
-    non-zero.
-
-    Args:
-        values: any shape; slots outside the mask may hold NaN.
-        mask: same shape.
-        sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
-
-    Returns:
-        Two float64 scalars; 0 if no slot counts anywhere.
+    non-zero: two float64 scalars; 0 if no slot counts anywhere. All ranks call it; `sum_over_dp`
+    sums a float64 tensor over them.
     """
     keep = mask != 0
     kept = torch.where(keep, values.detach().double(), 0)
@@ -137,20 +111,11 @@ def whiten(
     sum_over_dp: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) with `masked_mean_var`, plus the mean again unless
-    `shift_mean`.
+    `shift_mean`; 0 outside the mask. All ranks call it.
 
     Token rewards are whitened without shifting their mean: a reward that moves with the others of
     its batch would no longer say what is good (TRL does the same, with the Bessel-corrected
     variance).
-
-    Args:
-        values: any shape; slots outside the mask may hold NaN.
-        mask: same shape, non-zero where a slot counts.
-        shift_mean: False keeps the mean.
-        sum_over_dp: sums a float64 tensor over the ranks; all of them call this function.
-
-    Returns:
-        dtype and shape of `values`; 0 outside the mask.
     """
     mean, var = masked_mean_var(values, mask, sum_over_dp)
     whitened = (values.double() - mean) * torch.rsqrt(var + 1e-8)

@@ -20,17 +20,10 @@ _NO_VARIANCE = 1e-12
 
 
 def correlation_moments(*, predictions: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums over the samples, from which `correlations_from_moments` computes.
-
-    Args:
-        predictions: [B, A], x below.
-        labels: [B, A], y below.
-        weights: [B, A], from `losses.loss_weights`; where they are 0, predictions and labels may
-            be NaN.
-
-    Returns:
-        float64 [6, A], partial sums of 1, x, x^2, x y, y and y^2. float32 would lose the small
-        variance of large numbers.
+    """Weighted sums over the samples, from which `correlations_from_moments` computes: float64
+    [6, A], of 1, x, x^2, x y, y and y^2, with x the predictions and y the labels, [B, A] as the
+    weights. float32 would lose the small variance of large numbers. Where weights are 0 both may
+    be NaN.
     """
     keep = weights != 0
     x, y = (torch.where(keep, values.detach().double(), 0.0) for values in (predictions, labels))
@@ -39,10 +32,8 @@ def correlation_moments(*, predictions: Tensor, labels: Tensor, weights: Tensor)
 
 
 def correlations_from_moments(moments: Tensor) -> dict[str, float]:
-    """Pearson's correlation of predictions and labels.
-
-    Args:
-        moments: [6, A], sums or means of `correlation_moments`.
+    """Pearson's correlation of predictions and labels, from sums or means of
+    `correlation_moments`.
 
     Returns:
         `correlation`: that of the only attribute, or the mean over several, which are then given
@@ -75,16 +66,9 @@ def _pearson(n: float, x: float, xx: float, xy: float, y: float, yy: float) -> f
 
 
 def explained_variance_moments(*, values: Tensor, returns: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums from which `explained_variance_from_moments` computes.
-
-    Args:
-        values: [B, S-1], of the critic.
-        returns: [B, S-1], r below; e = returns - values are the critic's errors.
-        weights: [B, S-1], from `losses.loss_weights`; where they are 0, values and returns may be
-            NaN.
-
-    Returns:
-        float64 [5], partial sums of e, e^2, 1, r and r^2.
+    """Weighted sums, float64 [5], from which `explained_variance_from_moments` computes: of e,
+    e^2, 1, r and r^2, with r the `returns` [B, S-1] and e = returns - values the critic's errors.
+    Where weights are 0 both may be NaN.
     """
     keep = weights != 0
     v, r = (torch.where(keep, x.detach().double(), 0.0) for x in (values, returns))
@@ -95,17 +79,10 @@ def explained_variance_moments(*, values: Tensor, returns: Tensor, weights: Tens
 
 
 def explained_variance_from_moments(moments: Tensor) -> dict[str, float]:
-    """`explained_variance` = 1 - Var(returns - values) / Var(returns).
-
-    1: the critic knows the returns up to a constant; 0: it predicts no better than a constant;
-    below 0: worse than that.
-
-    Args:
-        moments: [5], sums of `explained_variance_moments`.
-
-    Returns:
-        `explained_variance`; no key where the returns do not vary; NaN where a number is not
-        finite.
+    """`explained_variance` = 1 - Var(returns - values) / Var(returns), from sums of
+    `explained_variance_moments`; no key where the returns do not vary, NaN where a number is not
+    finite. 1: the critic knows the returns up to a constant; 0: it predicts no better than a
+    constant; below 0: worse than that.
     """
     e, ee, n, r, rr = moments.tolist()
     if n <= 0:

@@ -52,8 +52,8 @@ def dpo_loss(
         loss = preference_loss_weight * preference_loss - sft_loss_weight * log pi(chosen)
 
     Args:
-        logprobs: [2B, S-1], of the policy in training; carries the gradient.
-        ref_logprobs: [2B, S-1], of the reference policy.
+        logprobs, ref_logprobs: [2B, S-1], of the policy in training, which carries the gradient,
+            and of the reference.
         mask: [2B, S-1], non-zero on the tokens of the responses.
         weights: [B], from `losses.loss_weights`.
         beta, preference_loss, label_smoothing, reward_gaps: see `pair_losses`.
@@ -69,9 +69,9 @@ def dpo_loss(
     """
 
     def pairs(values: Tensor, average: bool) -> tuple[Tensor, Tensor]:
-        reduce = masked_mean if average else masked_sum
-        chosen, rejected = reduce(values.float(), mask, dim=1).reshape(-1, 2).unbind(-1)
-        return kept(chosen, weights), kept(rejected, weights)
+        both = weights.repeat_interleave(2)
+        chosen, rejected = _of_responses(values, mask, both, average).reshape(-1, 2).unbind(-1)
+        return chosen, rejected
 
     ratios = logprobs - ref_logprobs
     chosen, rejected = pairs(ratios, average_log_probs)
@@ -116,8 +116,8 @@ def pair_losses(
     label_smoothing: float = 0.0,
     reward_gaps: Tensor | None = None,
 ) -> Tensor:
-    """Loss of each pair. With d the difference of the implicit rewards, s the logistic function
-    and g the gap between the rewards that the data give:
+    """Loss [B] of each pair. With d the `difference` of the implicit rewards, s the logistic
+    function and g the gap between the rewards that the data give (`reward_gaps` [B]):
 
         dpo         -(1 - e) log s(beta d) - e log s(-beta d)   Rafailov et al. 2023,
                                                                 arXiv:2305.18290, eq. 7
@@ -128,16 +128,7 @@ def pair_losses(
         rpo_fwd_kl  KL(s(beta d) || s(g))
 
     e is `label_smoothing`, the probability that the two responses of a pair are exchanged.
-
-    Args:
-        difference: [B], carries the gradient.
-        beta: above 0.
-        preference_loss: one of `estimators.DIRECT_PREFERENCE_LOSSES`.
-        label_smoothing: of dpo.
-        reward_gaps: [B], needed by the losses rpo_*.
-
-    Raises:
-        ValueError: an unknown loss, or one that lacks the rewards.
+    `ValueError`: an unknown loss, or one that lacks the rewards.
     """
     logits = beta * difference
     if preference_loss == "dpo":
@@ -145,10 +136,8 @@ def pair_losses(
     if preference_loss == "ipo":
         return (difference - 1 / (2 * beta)).square()
     if preference_loss not in DIRECT_PREFERENCE_LOSSES:
-        raise ValueError(
-            f"preference_loss={preference_loss!r} is unknown; choose one of "
-            f"{', '.join(DIRECT_PREFERENCE_LOSSES)}"
-        )
+        known = ", ".join(DIRECT_PREFERENCE_LOSSES)
+        raise ValueError(f"preference_loss={preference_loss!r} is unknown; choose one of {known}")
     if reward_gaps is None:
         raise ValueError(f"preference_loss={preference_loss!r} needs rewards of the data")
     if preference_loss == "rpo_sq":
@@ -179,7 +168,11 @@ def reward_statistics(metrics: dict[str, float]) -> None:
     """Replace the mean square of `reward_sums`, summed over the global batch, by the mean
     `rewards_all_mean` and the standard deviation `rewards_all_std` of all samples.
     """
-    mean = (metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]) / 2
+    both = metrics["rewards_chosen_mean"] + metrics["rewards_rejected_mean"]
+    _mean_and_deviation(metrics, both / 2)
+
+
+def _mean_and_deviation(metrics: dict[str, float], mean: float) -> None:
     square = metrics.pop("rewards_square_mean")
     metrics["rewards_all_mean"] = mean
     metrics["rewards_all_std"] = math.sqrt(max(square - mean**2, 0.0))
@@ -199,10 +192,8 @@ def log_ratios(
     """float32 `[B]`: r = log pi(response) - log pi_ref(response), a sum over the tokens of the
     response, or with `average_log_probs` their mean; 0 for a sample of weight 0.
 
-    Args:
-        logprobs, ref_logprobs: `[B, S-1]`, of the policy in training and of the reference.
-        mask: `[B, S-1]`, non-zero on the tokens of the responses.
-        weights: `[B]`, from `losses.loss_weights`.
+    `logprobs` are of the policy in training, `mask` `[B, S-1]` is non-zero on the tokens of the
+    responses, `weights` `[B]` are from `losses.loss_weights`.
     """
     return _of_responses(logprobs - ref_logprobs, mask, weights, average_log_probs)
 
@@ -244,7 +235,6 @@ def kto_loss(
         desirable: `[B]`, non-zero for a desirable response.
         reference_point: z, a scalar at least 0 without a gradient: how far the policy is from its
             reference on responses to other prompts (`average_log_probs` as here).
-        beta: above 0.
         sft_average_log_probs: log pi(response) is a mean over tokens.
 
     Returns:
@@ -282,22 +272,15 @@ def kto_loss(
 
 
 def kto_statistics(metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics to report, from those of `kto_loss` averaged over batches.
-
-    Means over the desirable and over the undesirable samples (`rewards_chosen_mean`,
-    `logprobs_rejected_mean`, ...), absent where there are none; `rewards_margin`, their
-    difference, and `likelihood_fall` (`core.preference`); `rewards_all_mean` and
-    `rewards_all_std` of all samples.
+    """Metrics to report, from those of `kto_loss` averaged over batches: means over the desirable
+    and over the undesirable samples (`rewards_chosen_mean`, `logprobs_rejected_mean`, ...), absent
+    where there are none; `rewards_margin`, their difference, and `likelihood_fall`;
+    `rewards_all_mean` and `rewards_all_std` of all samples.
     """
     metrics = dict(metrics)
-    fractions = {
-        "chosen": metrics["desirable_fraction"],
-        "rejected": metrics.pop("undesirable_fraction"),
-    }
-    mean = sum(metrics[f"rewards_{side}_sum"] for side in fractions)
-    square = metrics.pop("rewards_square_mean")
-    metrics["rewards_all_mean"] = mean
-    metrics["rewards_all_std"] = math.sqrt(max(square - mean**2, 0.0))
+    good, bad = metrics["desirable_fraction"], metrics.pop("undesirable_fraction")
+    fractions = {"chosen": good, "rejected": bad}
+    _mean_and_deviation(metrics, sum(metrics[f"rewards_{side}_sum"] for side in fractions))
     gains = [metrics.pop(f"gains_{side}_sum") for side in fractions]
     for side, fraction in fractions.items():
         for name in ("rewards", "logprobs"):
@@ -328,12 +311,8 @@ class PromptWeights(NamedTuple):
 
 
 def target_weights(log_p_attributes: Tensor, log_p_response: Tensor, log_q: Tensor) -> Tensor:
-    """w of the module docstring, float64, the shape of the arguments.
-
-    Args:
-        log_p_attributes: `[..., n]`, log P(a|x,y).
-        log_p_response: `[..., n]`, log P(y|x).
-        log_q: `[..., n]`, log Q'(y|a,x).
+    """w of the module docstring, float64 `[..., n]`, from log P(a|x,y), log P(y|x) and log
+    Q'(y|a,x) of that shape.
     """
     return torch.softmax((log_p_attributes.double() + log_p_response - log_q), -1)
 
@@ -341,14 +320,9 @@ def target_weights(log_p_attributes: Tensor, log_p_response: Tensor, log_q: Tens
 def prompt_weights(
     log_policy: Tensor, log_q: Tensor, targets: Tensor, tokens: Tensor
 ) -> PromptWeights:
-    """Losses of prompts and the factors of their gradient.
-
-    Args:
-        log_policy: `[B, n]`, log Q(y|a,x) of the policy in training; no gradient is needed.
-        log_q: `[B, n]`, log Q'(y|a,x).
-        targets: `[B, n]`, from `target_weights`.
-        tokens: `[B, n]`, how many tokens log_policy is the sum over; 0: the response does not
-            count.
+    """Losses of prompts and the factors of their gradient, from log Q(y|a,x) of the policy in
+    training (no gradient is needed), log Q'(y|a,x) and `target_weights`, all `[B, n]`; `tokens`
+    `[B, n]`: how many log_policy is the sum over; 0: the response does not count.
     """
     counts = tokens > 0
     some = counts.any(1, keepdim=True)

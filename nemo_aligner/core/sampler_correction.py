@@ -34,11 +34,8 @@ class SamplerCorrection:
 
 def importance_ratios(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """p_trainer / p_sampler [B, S-1]: of each "token"; of its whole response ("sequence", the
-    product), or the root of that ("geometric", the mean of a token).
-
-    Args:
-        log_ratio: [B, S-1], log p_trainer - log p_sampler; 0 outside the mask.
-        mask: [B, S-1], 1 where a slot counts.
+    product), or the root of that ("geometric", the mean of a token). `log_ratio` [B, S-1] is log
+    p_trainer - log p_sampler, 0 outside the mask.
     """
     log_ratio = torch.where(log_ratio.abs() > ROUNDING, log_ratio, 0)
     if level != "token":
@@ -53,10 +50,8 @@ def correction_factors(
     log_ratio: Tensor, mask: Tensor, settings: SamplerCorrection
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What the advantages are multiplied with, [B, S-1], min(weight, cap) or 0 where the ratio is
-    out of range; and by name where it is so, for metrics: bool [B, S-1].
-
-    Args:
-        log_ratio, mask: as for `importance_ratios`.
+    out of range; and by name where it is so, for metrics: bool [B, S-1]. Arguments as of
+    `importance_ratios`.
     """
     factors, where = torch.ones_like(log_ratio), {}
     if settings.weights is not None:

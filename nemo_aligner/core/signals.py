@@ -22,14 +22,11 @@ def caught(
 ) -> Iterator[int]:
     """Yield the end of a pipe from which the numbers of these signals can be read. They do nothing
     else inside; a Ctrl-C that a shell keeps from jobs in its background stays ignored. Outside of
-    the main thread no signal is caught or ignored.
+    the main thread no signal is caught or ignored. Processes that start inside ignore `ignored`,
+    too. `restore` is asked at the end; False leaves the signals without any effect.
 
     A process that is forked inside is ended by SIGTERM and ignores the others: one to the whole
     process group asks this process.
-
-    Args:
-        ignored: signals that processes which start inside are to ignore too.
-        restore: asked at the end; False leaves the signals without any effect.
     """
     global _caught
     read_end, write_end = os.pipe()

@@ -6,7 +6,6 @@ samples.
 Shapes: B samples, S positions, V vocabulary.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,14 +21,9 @@ def calculate_response_lengths(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def select_log_probs(full_log_probs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each next token, and the distributions that it is taken from.
-
-    Args:
-        full_log_probs: [B, S, V], column t over the token t+1.
-        indices: int64 [B, S], the tokens.
-
-    Returns:
-        [B, S-1] and [B, S-1, V]: the last column predicts nothing.
+    """Log-prob of each next token [B, S-1], and the distributions that it is taken from
+    [B, S-1, V]: of `full_log_probs` [B, S, V], column t over the token t+1; the last one predicts
+    nothing. `indices` int64 [B, S]: the tokens.
     """
     distributions = full_log_probs[:, :-1].contiguous()
     chosen = distributions.gather(-1, indices[:, 1:, None])
@@ -39,36 +33,22 @@ def select_log_probs(full_log_probs: Tensor, indices: Tensor) -> tuple[Tensor, T
 def batch_pad_to_fixed_len(
     batch: Sequence[Tensor], max_batch_len: int, pad_token: float
 ) -> Tensor:
-    """[B, max_batch_len] from B tensors of one dimension, filled up with `pad_token`.
-
-    Raises:
-        UserError: one of them is longer.
+    """[B, max_batch_len] from B tensors of one dimension, filled up with `pad_token`; `UserError`:
+    one of them is longer.
     """
     longest = max(map(len, batch))
     if longest > max_batch_len:
         raise UserError(f"a sequence of {longest} does not fit into max_batch_len={max_batch_len}")
-    return torch.stack(
-        [
-            torch.nn.functional.pad(each, (0, max_batch_len - len(each)), value=pad_token)
-            for each in batch
-        ]
-    )
+    pad = torch.nn.functional.pad
+    return torch.stack([pad(x, (0, max_batch_len - len(x)), value=pad_token) for x in batch])
 
 
 def get_iterator_k_split_list(batch: list[Any], num_microbatches: int) -> Iterator[list[Any]]:
-    """`num_microbatches` equal parts of a list, in order.
-
-    Raises:
-        UserError: the list cannot be divided so.
-    """
+    """`num_microbatches` equal parts of a list, in order; `UserError`: it cannot be divided so."""
     size, rest = divmod(len(batch), num_microbatches)
     if rest:
-        raise UserError(
-            f"a list of {len(batch)} cannot be cut into {num_microbatches} equal parts"
-        )
-    return itertools.chain(
-        [batch[start * size : (start + 1) * size] for start in range(num_microbatches)]
-    )
+        raise UserError(f"a list of {len(batch)} has no {num_microbatches} equal parts")
+    return iter([batch[start * size :][:size] for start in range(num_microbatches)])
 
 
 def apply_func_to_dict(
@@ -102,17 +82,9 @@ def append_and_repad_list(
 
 
 def sample_seeds(seed: int, step: int, idx: Tensor) -> Tensor:
-    """A seed for each sample's own random stream, from (seed, step, index in the data set) alone.
-
-    The response then does not depend on the rank, batch or place in which it is generated.
-
-    Args:
-        seed: of the run.
-        step: of training, so that a prompt that comes back gets another response.
-        idx: int64 [B].
-
-    Returns:
-        int64 [B], in [0, 2**63).
+    """A seed int64 [B], in [0, 2**63), for each sample's own random stream, from (seed of the run,
+    step, `idx` int64 [B] in the data set) alone: a response does not depend on the rank, batch or
+    place in which it is generated, and a prompt that comes back gets another one.
     """
     state = torch.full_like(idx, seed, dtype=torch.int64)
     state = _splitmix64(_splitmix64(state) + step)
@@ -120,9 +92,7 @@ def sample_seeds(seed: int, step: int, idx: Tensor) -> Tensor:
 
 
 def _splitmix64(x: Tensor) -> Tensor:
-    """One output of SplitMix64 (Steele, Lea, Flood 2014) for each state; int64 arithmetic wraps
-    like uint64's.
-    """
+    """One output of SplitMix64 (Steele, Lea, Flood 2014) for each state; int64 wraps as uint64."""
     x = x - 0x61C8864680B583EB  # + 0x9E3779B97F4A7C15, as a signed number
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB

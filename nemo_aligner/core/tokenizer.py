@@ -38,10 +38,8 @@ class Tokenizer(Protocol):
 
 def begins_with_bos(tokenizer: Tokenizer, asked: bool | None, key: str = "add_bos") -> bool:
     """Whether plain texts begin with bos: `asked`, the value of `key`, or if it is None what the
-    tokenizer itself does. Those of Hugging Face may put it; others leave it to their callers.
-
-    Raises:
-        UserError: it is asked for, and the tokenizer has none.
+    tokenizer itself does (those of Hugging Face may put it; others leave it to their callers).
+    `UserError`: it is asked for, and the tokenizer has none.
     """
     if asked and tokenizer.bos_id is None:
         raise UserError(f"{key}=True, but the tokenizer has no bos token; set it to null.")
@@ -64,10 +62,8 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def set_end_ids(tokenizer: Any, ids: Sequence[int]) -> None:
-    """Let those of `ids` (`model.tokenizer.end_token_ids`) that it has end a response too.
-
-    Raises:
-        ConfigError: they are no list of ids.
+    """Let those of `ids` (`model.tokenizer.end_token_ids`) that it has end a response too;
+    `ConfigError`: they are no list of ids.
     """
     if not isinstance(ids, Sequence) or not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise ConfigError(
@@ -88,10 +84,7 @@ def response_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def keep_special_tokens(tokenizer: Tokenizer) -> dict[str, bool]:
-    """Options of `ids_to_text` with which it writes special tokens too.
-
-    Hugging Face tokenizers leave them out unless told otherwise; others have no such option.
-    """
+    """Options of `ids_to_text` to write special tokens too (Hugging Face leaves them out)."""
     options = inspect.signature(tokenizer.ids_to_text).parameters
     return {"remove_special_tokens": False} if "remove_special_tokens" in options else {}
 
@@ -112,17 +105,11 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """Return a short text that is equal for two tokenizers if their ids mean the same tokens.
-
-    Args:
-        tokenizer: of NeMo, of any kind.
-
-    Returns:
-        E.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id of the end
-        token, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids.
-        It does not depend on the kind of tokenizer, nor on a padding token that the export of a
-        reward model has added at its end. None if there is no tokenizer, or it cannot list its
-        tokens.
+    """Return a short text that is equal for two tokenizers, of any kind, if their ids mean the
+    same tokens, e.g. "512 tokens, end 0, 3fa9c1d2e4b5": the size of the vocabulary, the id of the
+    end token, and the first 12 hexadecimal digits of the SHA-256 of all tokens with their ids, but
+    for a padding token that the export of a reward model has added at its end. None: there is no
+    tokenizer, or it cannot list its tokens.
     """
     if not hasattr(tokenizer, "ids_to_tokens") or not hasattr(tokenizer, "eos_id"):
         return None

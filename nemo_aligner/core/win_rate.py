@@ -20,9 +20,6 @@ _CHUNK = 2**21  # elements of a `[K, N]` tensor that are computed at once
 def wins(rewards: Tensor, other_rewards: Tensor) -> Tensor:
     """float64 `[N]`: 1 where the first response has the higher reward, 0 where the second has, 0.5
     where they are equal.
-
-    Args:
-        rewards, other_rewards: `[N]`.
     """
     return (1.0 + torch.sign(rewards.double() - other_rewards.double())) / 2
 
@@ -30,7 +27,7 @@ def wins(rewards: Tensor, other_rewards: Tensor) -> Tensor:
 def length_controlled_win_rate(
     won: Tensor, length_difference: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """The win rate that remains if both responses to each prompt are equally long.
+    """The win rate, float64 `[K]`, that remains if both responses to each prompt are equally long.
 
     The method of AlpacaEval 2 (Dubois et al., arXiv 2404.04475, equation 2) for two policies: the
     chance to win is modelled as
@@ -47,18 +44,13 @@ def length_controlled_win_rate(
         won: `[N]`, 1 where the first policy won, 0 where the second did, 0.5 for a tie.
         length_difference: `[N]`, length of the first policy's response less the second's.
         weights: `[K, N]`, how often each pair counts; None: once, and K = 1.
-
-    Returns:
-        float64 `[K]`.
     """
     won, difference = won.double(), length_difference.double()
     if weights is None:
         weights = torch.ones_like(won).unsqueeze(0)
     rows = max(_CHUNK // max(won.numel(), 1), 1)
-    parts = [
-        _at_equal_length(won, difference, part) for part in torch.split(weights.double(), rows)
-    ]
-    return torch.cat(parts)
+    parts = torch.split(weights.double(), rows)
+    return torch.cat([_at_equal_length(won, difference, part) for part in parts])
 
 
 def _at_equal_length(won: Tensor, difference: Tensor, weights: Tensor) -> Tensor:
@@ -116,8 +108,8 @@ def _fit(won: Tensor, effect: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """float64 `[K]`: the mean of `values` `[N]` under each of `weights` `[K, N]`; None: one plain
-    mean.
+    """float64 `[K]`: the mean of `values` `[N]` under each of `weights` `[K, N]`; None: the plain
+    one.
     """
     values = values.double()
     if weights is None:
@@ -126,18 +118,12 @@ def weighted_mean(values: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def resample(groups: Tensor, resamples: int, seed: int) -> Tensor:
-    """Weights of a bootstrap that draws prompts with replacement, as many as there are.
+    """Weights float64 `[K, N]`, how often each pair was drawn, of a bootstrap of K `resamples`
+    that draws prompts with replacement, as many as there are. `groups` int64 `[N]`: the number of
+    the prompt of each pair, from 0 on.
 
     All responses to a prompt are drawn together, and the same draws serve every measure, so that
     differences between two policies are compared prompt by prompt.
-
-    Args:
-        groups: int64 `[N]`, the number of the prompt of each pair, from 0 on.
-        resamples: K.
-        seed: of the draws.
-
-    Returns:
-        float64 `[K, N]`: how often each pair was drawn.
     """
     count = int(groups.max()) + 1
     generator = torch.Generator().manual_seed(seed)
@@ -150,15 +136,9 @@ def resample(groups: Tensor, resamples: int, seed: int) -> Tensor:
 def bootstrap_interval(
     statistic: Callable[[Tensor], Tensor], weights: Tensor, confidence: float
 ) -> tuple[float, float]:
-    """The percentile interval of a statistic (Efron and Tibshirani 1993, chapter 13).
-
-    Args:
-        statistic: maps weights `[K, N]` to its K values.
-        weights: from `resample`.
-        confidence: share of the resamples inside, between 0 and 1.
-
-    Returns:
-        The lower and the upper end.
+    """The percentile interval (lower, upper end) of a statistic (Efron and Tibshirani 1993,
+    chapter 13), which maps weights of `resample` to its K values; `confidence`: share of them
+    inside.
     """
     values = statistic(weights)
     tail = (1 - confidence) / 2

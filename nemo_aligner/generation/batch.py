@@ -1,17 +1,16 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of one rank while they are decoded: those that wait, and those in the slots of the
+"""The samples of one rank while they are decoded: those that wait, and those in slots of the
 cache.
 
-The device keeps what a step reads and writes, in place: the tokens to feed, where they go, random
+The device keeps in place what a step reads and writes: tokens to feed, their positions, random
 numbers, log-probs. The host keeps ids and lengths, and looks every few steps at the tokens that
-were chosen (`look`). What a slot computed beyond the end of its response is dropped then.
+were chosen (`look`); what a slot computed beyond the end of its response is dropped then. A sample
+of several turns (`interface.py`) pauses at the end of each response, until an observation extends
+it or it is finished.
 
 Shapes: c slots, b of them in use, P prompt length, R total length (prompt and response), V
 vocabulary.
-
-A sample may have several turns (`interface.py`): its slot then pauses at the end of each response,
-until an observation extends it or it is finished.
 """
 
 from collections import deque
@@ -129,7 +128,6 @@ class DecodingBatch:
 
     @property
     def pausing(self) -> int:
-        """Slots whose response has ended, while the sample may go on."""
         return sum(each.pauses for each in self.in_slots)
 
     def _new(self, dtype: torch.dtype, *widths: int) -> Tensor:
@@ -169,14 +167,12 @@ class DecodingBatch:
             return
         source, target = torch.tensor(moves, device=self.device).T
         for name in self._PER_SLOT:
-            tensor = getattr(self, name)
-            if tensor is not None:
+            if (tensor := getattr(self, name)) is not None:
                 tensor[target] = tensor[source]
         for old, new in moves:
             self.in_slots[new] = self.in_slots[old]
 
     def _place(self, taken: list[tuple[int, WaitingSample]]) -> None:
-        """Put samples that waited into slots."""
         if not taken:
             return
         for slot, sample in taken:
@@ -206,9 +202,7 @@ class DecodingBatch:
         return rows
 
     def pause(self, slot: int) -> tuple[int, ...]:
-        """Stop decoding in `slot` until it is extended or finished; returns the response that has
-        ended there.
-        """
+        """Stop decoding in `slot` until it is extended or finished; returns its last response."""
         held = self.in_slots[slot]
         held.pauses, held.limit = True, len(held.ids)
         self._set([slot])
@@ -223,11 +217,9 @@ class DecodingBatch:
         return tuple(self.logprobs[slot, drawn - len(held.ids) + held.start : drawn].tolist())
 
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
-        """Append an observation to the sample in `slot`, of at most `longest` tokens; its pause
-        ends, its next response begins.
+        """Append an observation to the sample in `slot`, of at most `longest` tokens; its next
+        response begins. Returns the first position to feed before, and the one beyond the last.
 
-        Returns:
-            The first position that is to be fed to the model before, and the one beyond the last.
         """
         held = self.in_slots[slot]
         start = len(held.ids)
@@ -307,11 +299,10 @@ class DecodingBatch:
         return self._chosen[-1]
 
     def look(self) -> list[tuple[int, bool]]:
-        """Take the tokens that were chosen since the last look: where the device is waited for.
-        Returns the slots whose response has ended, and whether by itself.
+        """Take the tokens that were chosen since the last look, for which it waits. Returns the
+        slots whose response has ended, and whether by itself; `RuntimeError`: logits are not
+        finite.
 
-        Raises:
-            RuntimeError: the model's logits are not finite.
         """
         steps = torch.stack(self._chosen, 1).tolist()
         self._chosen.clear()
@@ -334,8 +325,7 @@ class DecodingBatch:
         if not_finite:
             raise RuntimeError(
                 f"the model's logits at position {min(not_finite)} are not finite: its weights "
-                "hold NaN or infinity, or its activations overflow. Was the learning rate too "
-                "high?"
+                "are not, or its activations overflow. Was the learning rate too high?"
             )
         return ended
 

@@ -34,7 +34,6 @@ class KeyValueCache:
         self._layers: list[Tensor | None] = [None] * layers
 
     def reserve(self, width: int) -> None:
-        """Make room for `width` positions."""
         more = width - self.width
         if more <= 0:
             return
@@ -45,8 +44,8 @@ class KeyValueCache:
 
     def layer(self, number: int, like: Tensor) -> Tensor:
         """Keys and values of a layer; `like` `[..., ng, 2, hn]` has their sizes, dtype and device.
-
         They begin as zeros: what lies beyond a row's length is masked, but NaN would not be.
+
         """
         layer = self._layers[number]
         if layer is None:
@@ -56,9 +55,7 @@ class KeyValueCache:
         return layer
 
     def copy(self, pairs: list[tuple[int, int]], width: int) -> None:
-        """Copy the first `width` positions from slot to slot, for all `pairs` (from, to) at once:
-        a slot may be both.
-        """
+        """Copy the first `width` positions for all pairs (from, to) of slots at once."""
         if not pairs:
             return
         source, target = torch.tensor(pairs).T
@@ -181,11 +178,7 @@ def attention(
     `[b, ng, W, hn]`; `mask` None: each position to itself and to all before it.
     """
     context = F.scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=mask,
-        dropout_p=dropout_p,
+        *(queries, keys, values, mask, dropout_p),
         is_causal=mask is None,
         scale=scale,
         enable_gqa=queries.size(1) != keys.size(1),

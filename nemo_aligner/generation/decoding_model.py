@@ -3,11 +3,10 @@
 """The forward pass of a Megatron model for decoding: the same weights, with little around them,
 and on a GPU its steps as CUDA graphs.
 
-Megatron Core's own layers rotate all cached keys anew in every step, expand the keys of grouped
-queries, and pass through the code that training needs; with small matrices that is most of the
-time. Here a layer is its norms, its linear layers, its MLP and attention over `KeyValueCache`. A
-step starts hundreds of kernels for a few microseconds of work each, which takes a CPU several
-times as long as a GPU needs for them; a graph starts them at once.
+Megatron Core's layers rotate all cached keys in every step, expand the keys of grouped queries,
+and do what training needs; with small matrices that is most of the time. Here a layer is its
+norms, its linear layers, its MLP and attention over `KeyValueCache`. A graph starts a step's
+hundreds of kernels at once.
 
 Shapes: b rows, s tokens of each, h hidden size, np heads, ng query groups and hn channels per head
 on this rank.
@@ -36,15 +35,10 @@ from nemo_aligner.parallel.cpu_operations import packed_linear
 
 
 class DecodingModel:
-    """The chunks of a model on this pipeline stage, as functions of tokens and a cache.
+    """The chunks (bare `GPTModel`s) of this pipeline stage, as functions of tokens and a cache;
+    ids from `vocab_size` on are dropped. Make one inside `megatron_switches.decoding_mode`, after
+    the last change of the weights' tensors, and use it there.
 
-    Make one inside `megatron_switches.decoding_mode`, after the last change of the weights'
-    tensors, and use it there.
-
-    Args:
-        chunks: bare `GPTModel`s of this pipeline stage.
-        vocab_size: number of ids; logits of others are dropped.
-        split: groups of the ranks that hold `chunks`.
     """
 
     def __init__(self, chunks: Sequence[Any], vocab_size: int, split: Split) -> None:
@@ -64,8 +58,8 @@ class DecodingModel:
 
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
         """The last layer's output `[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, None
-        on the others. All ranks of the pipeline call it; each stage but the first receives its
-        input from the stage before.
+        on the others. All ranks of the pipeline call it.
+
         """
         rotate = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
@@ -76,22 +70,23 @@ class DecodingModel:
             if chunk.pre_process:
                 hidden = chunk.embedding(tokens, which.positions.expand(samples, -1))
             else:
-                shape = (width, samples, chunk.config.hidden_size)
-                hidden = torch.empty(
-                    shape, dtype=chunk.config.pipeline_dtype, device=tokens.device
+                shape, dtype = (
+                    (width, samples, chunk.config.hidden_size),
+                    chunk.config.pipeline_dtype,
                 )
+                hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
                 torch.distributed.recv(hidden, src=ranks[stage - 1], group=group)
             for layer in layers:
                 hidden = layer(hidden, rotate, which)
             if not chunk.post_process:
-                torch.distributed.send(
-                    hidden.contiguous(), dst=ranks[(stage + 1) % len(ranks)], group=group
-                )
+                after = ranks[(stage + 1) % len(ranks)]
+                torch.distributed.send(hidden.contiguous(), dst=after, group=group)
         return hidden if chunk.post_process else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits `[b, V]` of the last stage's output `[1, b, h]`; the ranks of its
-        tensor-parallel group call it.
+        """float32 logits `[b, V]` of the last stage's output `[1, b, h]`; its tensor-parallel
+        group calls it.
+
         """
         assert self._output is not None
         if self._final_norm is not None:
@@ -106,16 +101,12 @@ class DecodingModel:
 
 
 class _Layer:
-    """A layer of Megatron Core's `TransformerBlock` as a function."""
-
     def __init__(self, layer: Any, number: int, group: ProcessGroup) -> None:
         config, attention = layer.config, layer.self_attention
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer.layer_number
-        )
-        self.how = AttentionSettings(
-            number, config.softmax_scale, config.window_size[0] if windowed else None
-        )
+        skipped = config.window_attn_skip_freq
+        windowed = is_layer_window_attention(config.window_size, skipped, layer.layer_number)
+        window = config.window_size[0] if windowed else None
+        self.how = AttentionSettings(number, config.softmax_scale, window)
         self.input_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.pre_mlp_layernorm)
         self.attention = attention
@@ -211,10 +202,9 @@ _ENGINE_NORMS = ("RMSNorm", "LayerNorm")
 
 def _linear(module: Any, group: ProcessGroup) -> _Function:
     """A linear layer, divided among the ranks of `group`, as a function that adds its bias, with
-    the norm before it if Transformer Engine has both in one.
+    the norm before it if Transformer Engine has both in one. The module itself is called only for
+    an adapter that is not merged: Transformer Engine's take long to start.
 
-    The module itself is called only where it does more, with an adapter that is not merged: those
-    of Transformer Engine take longer to start than one token's products take on a GPU.
     """
     adapter = getattr(module, "lora", None)
     if adapter is not None and not adapter.merged:
@@ -231,23 +221,17 @@ def _linear(module: Any, group: ProcessGroup) -> _Function:
     product = _product(module.weight, bias)
     if not hasattr(module, "layer_norm_weight"):
         return product
-    norm = _normalization(
-        module.normalization,
-        module.layer_norm_weight,
-        module.layer_norm_bias,
-        module.eps,
-        module.zero_centered_gamma,
-    )
+    weights = module.layer_norm_weight, module.layer_norm_bias
+    norm = _normalization(module.normalization, *weights, module.eps, module.zero_centered_gamma)
     return lambda x: product(norm(x))
 
 
 def _norm(module: Any) -> _Function:
     """A norm as a function; of Transformer Engine's without the module around it."""
-    if type(module).__name__ not in _ENGINE_NORMS or not type(module).__module__.startswith(
-        "transformer_engine."
-    ):
-        return module
     kind, bias = type(module).__name__, getattr(module, "bias", None)
+    engine = type(module).__module__.startswith("transformer_engine.")
+    if kind not in _ENGINE_NORMS or not engine:
+        return module
     return _normalization(kind, module.weight, bias, module.eps, module.zero_centered_gamma)
 
 
@@ -271,7 +255,6 @@ def _normalization(
 
 
 def _output(chunk: Any) -> _Function:
-    """The output layer of the last stage as a function; each tensor-parallel rank has its ids."""
     layer = chunk.output_layer
     if chunk.share_embeddings_and_output_weights:
         return _product(chunk.shared_embedding_or_output_weight(), layer.bias)
@@ -327,11 +310,10 @@ def _mlp(module: Any, group: ProcessGroup) -> _Function:
 
 
 class StepGraphs:
-    """Runs steps, as graphs if `wanted`; if they are `required`, an error of a capture is raised,
-    else steps run without from then on.
+    """Runs steps, as graphs if `wanted`; the error of a capture is raised if they are `required`,
+    else steps run without from then on. An object lives no longer than the weights and the cache
+    stay where they are.
 
-    A graph holds the addresses of all that a step reads and writes: an object lives no longer than
-    the weights and the cache stay where they are.
     """
 
     def __init__(self, wanted: bool, required: bool) -> None:
@@ -340,12 +322,10 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle() if wanted else None
 
     def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """What `step` returns, which the next step may overwrite.
+        """What `step` returns, which the next step may overwrite. `shape` names all that is not
+        read from tensors: its first step runs as it is (it warms up), the second one is captured.
+        `step` works on the same tensors each time, in place, and waits for nothing.
 
-        Args:
-            shape: names all that is not read from tensors. The first step of a shape runs as it
-                is: it warms up what a capture must not start. The second one is captured.
-            step: works on the same tensors each time, in place, and waits for nothing.
         """
         if not self._wanted:
             return step()

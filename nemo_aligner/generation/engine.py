@@ -63,36 +63,29 @@ class MegatronGenerator:
     """Decodes on the Megatron model that is being trained, with a cache of keys and values
     (docs/performance.md).
 
-    A sample takes a slot of the cache, its prompt is fed to the model, and it advances by one
-    token with the other samples until its response ends; the next sample takes its slot. Samples
-    with the same prompt share the pass over it. Each token has the position that it has in
-    training.
+    A sample takes a slot of the cache until its response ends; the next takes its slot. Samples
+    with the same prompt share the pass over it. Each token has its position of training.
 
-    Every rank of a TP x PP x CP group calls `generate` with the same arguments. Tokens are chosen
-    on one rank and sent to the others that hold parts of the same copy of the weights (TP x PP),
-    so these cannot disagree. Sequences are not split while they grow: the samples of a batch are
-    divided among the context-parallel ranks.
+    Every rank of a TP x PP x CP group calls `generate` with the same arguments. One rank chooses
+    tokens for all that hold the same copy of the weights (TP x PP); context-parallel ranks divide
+    the samples. With expert parallelism the data-parallel ranks of an expert-parallel group must
+    call `generate` equally often, each with its own samples: they make their passes in lockstep.
 
-    With expert parallelism the data-parallel ranks of an expert-parallel group hold each other's
-    experts: they must call `generate` equally often, each with its own samples, and make their
-    passes through the model in lockstep.
-
-    With a `split` of its own generation has weights of its own, moved there before the first token
-    and dropped after the last; ranks may divide the samples of a policy, or generate those of
-    several data-parallel ranks together, which then call `generate` equally often.
+    With a `split` of its own, generation has weights of its own from the first token to the last;
+    ranks may divide the samples of a policy, or generate those of several data-parallel ranks
+    together, which then call `generate` equally often.
 
     With an environment one rank of each copy of the weights asks it (`asks_environment`) and tells
-    the others. The other samples are decoded meanwhile, and a conversation goes on from its cached
-    keys.
+    the others; other samples are decoded meanwhile, and a conversation keeps its cached keys.
 
     Args:
         model: model chunks of this pipeline stage, wrapped or not.
         tokenizer: NeMo tokenizer; its eos ends a response and pads the batch.
-        max_sequence_length: longest prompt with response. A learned position embedding may limit
+        max_sequence_length: longest prompt with response; a learned position embedding may limit
             it further.
         split: how the ranks share weights and samples; None: as in training.
-        cuda_graphs: run decoding steps as CUDA graphs: where that is possible ("auto"), or else
-            fail (True).
+        cuda_graphs: run decoding steps as CUDA graphs: "auto" where possible, True or else fail.
+
     """
 
     def __init__(
@@ -111,9 +104,8 @@ class MegatronGenerator:
         self.max_sequence_length = max_sequence_length
         for module in unwrap_model(self.model):
             if module.position_embedding_type == "learned_absolute":
-                self.max_sequence_length = min(
-                    self.max_sequence_length, module.max_sequence_length
-                )
+                longest = min(self.max_sequence_length, module.max_sequence_length)
+                self.max_sequence_length = longest
         self._end_conditions: dict[tuple[str, ...], EndConditions] = {}
 
     @torch.no_grad()
@@ -136,21 +128,17 @@ class MegatronGenerator:
         change places with the shape of a batch).
 
         Args:
-            prompts: int64 `[b, W]`, padded on the right; only the first P columns of each are
-                read.
+            prompts: int64 `[b, W]`; only the first P columns of each are read.
             prompt_lengths: int64 `[b]`, P.
             sample_seeds: int64 `[b]`, seeds of the samples' random streams.
             params: how to generate.
             on_tokens: called with the tokens as they are generated. Where ranks divide the
-                samples, it sees those of its own rank alone, which rank 0 numbers as the caller
-                does.
-            environment: replies to responses; given on every rank, only that which
-                `asks_environment` uses it. `params.max_length` is that of each response,
-                `min_length` that of all of them together. A conversation ends when the environment
-                says so, with a response that was cut off, after `environment.max_turns` responses,
-                or where an observation leaves no room for a response.
-            slots: samples that are decoded together at most, by all ranks that divide them; None:
-                all.
+                samples, it sees those of its own rank, which rank 0 numbers as the caller does.
+            environment: replies to responses; given on every rank, used where `asks_environment`.
+                `params.max_length` is that of each response, `min_length` that of all together. A
+                conversation ends when it says so, with a response that was cut off, after
+                `max_turns` responses, or where an observation leaves no room for a response.
+            slots: samples decoded together at most, by all ranks that divide them; None: all.
             records: int64 `[b]`, numbers of the prompts' records, for an environment that asks.
 
         Returns:
@@ -160,6 +148,7 @@ class MegatronGenerator:
             UserError: a prompt is empty, leaves no room for a response, or has ids outside the
                 vocabulary; or the environment failed.
             RuntimeError: the model's logits are not finite.
+
         """
         inputs: Prompts = prompts, prompt_lengths, sample_seeds
         if records is not None:
@@ -215,18 +204,16 @@ class MegatronGenerator:
         slots: int,
         environment: Environment | None = None,
     ) -> Iterator[tuple[list[int], GenerationOutput]]:
-        """Generate one response to each prompt of all `batches`, as `generate`; responses come as
-        they end. Every rank of a TP x PP x CP group calls it and iterates to the end.
+        """Generate one response to each prompt of all `batches`, as `generate`: yields places of
+        samples, counted through all batches, and their responses as they end. Every rank of a TP x
+        PP x CP group calls it and iterates to the end.
 
         Args:
             batches: asked for the next one only once there is room for a sample of it, so that
                 several ranks can take from one queue. Where ranks divide the samples, they take
                 some batches at a time and exchange the results.
-            slots: samples that are decoded together at most, and responses that are given out
-                together (the last group may be smaller).
+            slots: samples decoded, and given out, together (the last group may be smaller).
 
-        Yields:
-            Places of the samples, counted through all batches, and their responses.
         """
         with self._decoding_model() as model:
             if self.split.dividing or self.split.joined is not None:
@@ -272,9 +259,9 @@ class MegatronGenerator:
         return unwrap_model(self.model)[0].config.params_dtype
 
     def slots_within(self, memory: float) -> int:
-        """Most samples of this rank's that can be decoded together with `memory` bytes for keys
-        and values on each rank, however long they become; at least one on each. All ranks that
-        generate together call it.
+        """Most samples that can be decoded together with `memory` bytes on each rank for keys and
+        values, however long they become. All ranks that generate together call it.
+
         """
         config, split = unwrap_model(self.model)[0].config, self.split
         layers = config.num_layers // split.pipeline_ranks
@@ -288,10 +275,9 @@ class MegatronGenerator:
         return max(1, slots * self._dividing_ranks() // sharing)
 
     def step_graphs(self) -> StepGraphs:
-        """How the steps of the next samples run; the log says it once.
+        """How the steps of the next samples run; the log says it once. `UserError`: `cuda_graphs`
+        is True and cannot be.
 
-        Raises:
-            UserError: `cuda_graphs` is True and cannot be.
         """
         config, obstacle = unwrap_model(self.model)[0].config, None
         if get_device().type == "cpu":
@@ -307,9 +293,8 @@ class MegatronGenerator:
         ):
             obstacle = "adapters are not merged (model.peft.merge_for_generation)"
         if obstacle and self.cuda_graphs is True:
-            raise UserError(
-                f"generation.cuda_graphs=True cannot be: {obstacle}. Set it to auto or False."
-            )
+            remedy = "Set it to auto or False."
+            raise UserError(f"generation.cuda_graphs=True cannot be: {obstacle}. {remedy}")
         wanted = obstacle is None and self.cuda_graphs is not False
         if not self._said and get_device().type != "cpu":
             self._said = True
@@ -318,37 +303,28 @@ class MegatronGenerator:
         return StepGraphs(wanted, required=self.cuda_graphs is True)
 
     def end_conditions_of(self, params: GenerationParams) -> EndConditions:
-        if params.end_strings not in self._end_conditions:
-            self._end_conditions[params.end_strings] = EndConditions(
-                self.tokenizer, params.end_strings
-            )
-        return self._end_conditions[params.end_strings]
+        strings, known = params.end_strings, self._end_conditions
+        if strings not in known:
+            known[strings] = EndConditions(self.tokenizer, strings)
+        return known[strings]
 
     def _check(self, prompts: Tensor, lengths: Tensor) -> None:
-        """Refuse a prompt that no response can be generated to."""
         shortest, longest = int(lengths.min()), int(lengths.max())
         if shortest < 1:
-            raise UserError(
-                f"prompt {int(lengths.argmin())} of the batch is empty; a prompt needs at least "
-                "one token."
-            )
+            raise UserError(f"prompt {int(lengths.argmin())} of the batch is empty.")
         if longest > prompts.size(1):
-            raise UserError(
-                f"a prompt length of {longest} exceeds the width of the prompts, "
-                f"{prompts.size(1)}."
-            )
+            raise UserError(f"a prompt length of {longest} exceeds the width of the prompts.")
         if longest >= self.max_sequence_length:
             raise UserError(
-                f"prompt {int(lengths.argmax())} of the batch has {longest} tokens and leaves no "
-                f"room for a response within the {self.max_sequence_length} positions of the "
-                "model; shorten it or raise model.encoder_seq_length."
+                f"prompt {int(lengths.argmax())} of the batch has {longest} tokens: no room for a "
+                f"response within {self.max_sequence_length}; see model.encoder_seq_length."
             )
         inside = torch.arange(prompts.size(1), device=prompts.device) < lengths.unsqueeze(1)
         wrong = inside & ((prompts < 0) | (prompts >= self.vocab_size))
         if wrong.any():
             raise UserError(
                 f"a prompt holds the id {int(prompts[wrong][0])}, outside the tokenizer's "
-                f"vocabulary of {self.vocab_size} ids; was it tokenized with another tokenizer?"
+                f"{self.vocab_size} ids; was it tokenized with another tokenizer?"
             )
 
     def _joined(self, samples: list[FinishedSample]) -> GenerationOutput:
@@ -439,8 +415,9 @@ class _Decoding:
     def _refill(self, done: list[int]) -> None:
         """Give the slots `done` and the free ones to the next samples; feed their prompts.
 
-        Samples wait until a part of the slots is free, or slots for the last of them, so that
-        their prompts share a pass.
+        Samples wait until a part of the slots, or those for the last of them, is free: their
+        prompts share a pass.
+
         """
         batch, cache = self.batch, self.cache
         wanted = len(done) + batch.slots - batch.active
@@ -466,9 +443,7 @@ class _Decoding:
             self.model.forward(tokens, FeedingPass(self.cache, places, starts, width))
 
     def _reserve(self) -> None:
-        """Make room for the samples in the slots; on a GPU in large steps, since all that was
-        captured is of no use afterwards.
-        """
+        """Make room for the samples in slots; on a GPU in large steps, as captures are lost."""
         width = self.batch.width
         if self.batch.device.type != "cpu":
             width = max(width, min(rounded(width), self.longest))
@@ -497,8 +472,9 @@ class _Decoding:
     def _broadcast_choice(
         self, chosen: tuple[Tensor, Tensor | None] | None, rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Send what the first tensor-parallel rank of the last stage chose (None on the other
-        stages) to all ranks that hold parts of the same copy of the weights.
+        """Send what the first tensor-parallel rank of the last stage chose (None on other stages)
+        to all ranks of the copy.
+
         """
         if chosen is None:
             device, logprobs = self.batch.device, None
@@ -528,8 +504,9 @@ class _Decoding:
                 environment.submit(sample.number, sample.seed, sample.prompt, said, details)
 
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
-        """Take the replies that have come: some conversations get an observation. Returns the
-        slots of the others, which are over, and their samples.
+        """Take the replies that have come; returns the slots and samples of the conversations that
+        are over.
+
         """
         batch = self.batch
         if not batch.pausing:
@@ -564,7 +541,6 @@ class _Decoding:
 def _numbered(
     batches: Iterator[Prompts], max_length: int, longest: int
 ) -> Iterator[list[WaitingSample]]:
-    """The samples of each batch, numbered in the order in which they come."""
     number = 0
     for inputs in batches:
         samples = []
@@ -578,18 +554,15 @@ def _numbered(
 def _feeding_passes(
     fed: list[tuple[int, int, int]],
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """(slots, first positions, width) of the passes that feed some slots the positions from a
-    first one up to (not including) another, (slot, first, beyond the last) each. Those of similar
-    number share a pass.
+    """(slots, first positions, width) of the passes that feed (slot, first position, beyond the
+    last) each; those of similar number share a pass.
+
     """
     left = sorted(fed, key=lambda each: each[1] - each[2])
     while left:
         most = left[0][2] - left[0][1]
-        share = [
-            each
-            for each in left[: max(1, PREFILL_TOKENS // max(1, most))]
-            if each[2] - each[1] >= LEAST_FILLED * most
-        ]
+        first = left[: max(1, PREFILL_TOKENS // max(1, most))]
+        share = [each for each in first if each[2] - each[1] >= LEAST_FILLED * most]
         left = left[len(share) :]
         for done in range(0, most, PREFILL_TOKENS):
             width = min(PREFILL_TOKENS, most - done)
@@ -601,8 +574,9 @@ class _FailedElsewhere(RuntimeError):
 
 
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
-    """Called by all ranks of the expert-parallel group before each pass through the model: True
-    if all of them are `done`; else each of them makes a pass.
+    """Called by all ranks of the expert-parallel group before each pass: True if all are `done`;
+    else each of them makes a pass.
+
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done
@@ -610,7 +584,5 @@ def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
     group = parallel_state.get_expert_model_parallel_group()
     state = largest(2 if failure else int(not done), group)
     if failure is None and state == 2:
-        raise _FailedElsewhere(
-            "generation failed on another rank of this expert-parallel group; see its error."
-        )
+        raise _FailedElsewhere("generation failed on another expert-parallel rank; see its error.")
     return state == 0

@@ -1,11 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What a generation engine is asked for and gives: parameters, prompts and responses, and samples
-of several turns.
-
-Of these an environment replies to each response with an observation, after which the policy
-continues, until one of them ends the conversation: prompt, response, observation, response, ...,
-response.
+of several turns. An environment replies to each response of these with an observation, until one
+of both ends the conversation: prompt, response, observation, response, ..., response.
 
 Shapes: b samples, W width of the prompts, P prompt length, R total length (prompt and response).
 """
@@ -22,11 +19,7 @@ from nemo_aligner.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How to generate.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """How to generate; `ConfigError`: a value is out of range."""
 
     max_length: int  # tokens to generate at most, the end token included
     min_length: int = 0  # tokens to generate before an end may follow
@@ -56,9 +49,8 @@ class GenerationParams:
         }
         for key, (valid, wanted) in rules.items():
             if not valid:
-                raise ConfigError(
-                    f"{_NUMBERS[key][0]}.{key}={getattr(self, key)} must be {wanted}."
-                )
+                name = f"{_NUMBERS[key][0]}.{key}"
+                raise ConfigError(f"{name}={getattr(self, key)} must be {wanted}.")
         if not all(isinstance(string, str) and string for string in self.end_strings):
             raise ConfigError(
                 f"sampling_params.end_strings={list(self.end_strings)} must hold non-empty texts."
@@ -78,20 +70,16 @@ class GenerationParams:
     def from_config(
         cls, length_params: Mapping[str, Any], sampling_params: Mapping[str, Any]
     ) -> "GenerationParams":
-        """Read the configuration sections `length_params` and `sampling_params`.
+        """Read the configuration sections `length_params` and `sampling_params`; a key that is
+        null or missing has the default of this class, `add_BOS`, `all_probs` and `compute_logprob`
+        have no effect. `ConfigError`: a missing or unusable value.
 
-        A key that is null or missing has the default of this class. `add_BOS` has no effect,
-        because prompts come as tokens; neither have `all_probs` and `compute_logprob`.
-
-        Raises:
-            ConfigError: a missing or unusable value.
         """
         lengths, sampling = _given(length_params), _given(sampling_params)
         given = {"length_params": lengths, "sampling_params": sampling}
         if "max_length" not in lengths:
             raise ConfigError(
-                "length_params.max_length is missing; set the number of tokens to generate at "
-                "most."
+                "length_params.max_length is missing: the tokens to generate at most."
             )
         values: dict[str, Any] = {}
         for key, (section, kind) in _NUMBERS.items():
@@ -102,9 +90,8 @@ class GenerationParams:
         if "end_strings" in sampling:
             strings = sampling["end_strings"]
             if isinstance(strings, str):
-                raise ConfigError(
-                    f"sampling_params.end_strings={strings!r} must be a list: [{strings!r}]."
-                )
+                key = "sampling_params.end_strings"
+                raise ConfigError(f"{key}={strings!r} must be a list: [{strings!r}].")
             values["end_strings"] = tuple(strings)
         return cls(**values)
 
@@ -169,23 +156,16 @@ class Environment(Protocol):
         responses: tuple[tuple[int, ...], ...],
         details: Details,
     ) -> None:
-        """Ask for the reply to the last of `responses`, ids; returns at once.
+        """Ask for the reply to the last of `responses`, which has `details`; returns at once. One
+        reply is asked for after the other in the conversation `number`, whose random stream has
+        the `seed`.
 
-        Args:
-            number: of the conversation, in which one reply is asked for after the other.
-            seed: of its random stream.
-            prompt: ids.
-            details: of the last response.
         """
 
     def replies(self, wait: bool) -> Mapping[int, Reply]:
-        """Replies that have come since the last call, by the number of the conversation.
+        """Replies that have come since the last call, by number of the conversation; `wait` for
+        one at least. `UserError`: the environment failed; the message has the cause.
 
-        Args:
-            wait: for one at least.
-
-        Raises:
-            UserError: the environment failed; the message has the cause.
         """
 
     def end(self, number: int) -> None:

@@ -3,15 +3,14 @@
 """Weights for generation at another tensor- and pipeline-parallel size.
 
 Where only the pipeline ends, each rank gets the layers of all stages (`gather_stages`) and decodes
-a part of the samples alone, as a data-parallel rank would: a pipeline of n stages decodes with one
-stage at a time. A stage's own weights stay where they are.
+a part of the samples alone. A stage's own weights stay where they are.
 
 Elsewhere Megatron Core plans and makes the copies (`megatron.core.resharding.swap_model_weights`).
-It finds weights by their names in a module and looks at the module's first chunk alone, so it
-knows no virtual stages. In 0.16 it copies no buffers, receives all weights of the model into
-second buffers and looks for a weight on data-parallel ranks that may not have it; 0.19 remembers
-its plan by parallel sizes, whatever the weights. So it is given the weights of one layer at a
-time, by their names in a model of all layers.
+It finds weights by their names in a module's first chunk, so it knows no virtual stages. In 0.16
+it copies no buffers, receives all weights into second buffers and looks for a weight on
+data-parallel ranks that may not have it; 0.19 remembers its plan by parallel sizes, whatever the
+weights. So it is given the weights of one layer at a time, by their names in a model of all
+layers.
 """
 
 import copy
@@ -38,14 +37,12 @@ LAYERS = "decoder.layers."
 
 
 def undivided(config: TransformerConfig) -> TransformerConfig:
-    """A copy of `config` for a model whose layers are all on one stage, built without initial
-    values.
-    """
+    """A copy of `config` for a model with all layers on one stage, without initial values."""
     config = copy.copy(config)
     config.pipeline_model_parallel_size = 1
     config.virtual_pipeline_model_parallel_size = None
-    config.num_layers_in_first_pipeline_stage = None
-    config.num_layers_in_last_pipeline_stage = None
+    for stage in ("first", "last"):
+        setattr(config, f"num_layers_in_{stage}_pipeline_stage", None)
     config.perform_initialization = False
     return config
 
@@ -53,13 +50,10 @@ def undivided(config: TransformerConfig) -> TransformerConfig:
 @torch.no_grad()
 def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
     """A model, made by `build` as `undivided` describes it, with the weights of all pipeline
-    stages; every rank of a pipeline calls it with its bare `GPTModel`s.
+    stages; every rank of a pipeline calls it with its bare `GPTModel`s. Weights of this stage are
+    the stage's own tensors, the others copies, in memory until the model is dropped.
+    `RuntimeError`: after the exchange the ranks of the pipeline hold different weights.
 
-    Its weights of this stage are the stage's own tensors; those of the others are copies, which
-    take memory until the model is dropped. Tensor and expert parallelism stay as they are.
-
-    Raises:
-        RuntimeError: after the exchange the ranks of the pipeline hold different weights.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -130,12 +124,9 @@ def divided(config: TransformerConfig, tp: int, pp: int) -> TransformerConfig:
 @torch.no_grad()
 def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) -> Any:
     """A model, made by `build` as `divided` describes it, with the weights of the bare `GPTModel`s
-    `chunks` of training; every rank of the job calls it. It takes memory of its own until it is
-    dropped.
+    `chunks` of training, in memory of its own; every rank of the job calls it. `RuntimeError`, on
+    every rank: a weight is nowhere to be had, or does not have the same bits afterwards.
 
-    Raises:
-        RuntimeError: on every rank; a weight is nowhere to be had, or does not have the same bits
-            afterwards.
     """
     source = dict(global_weights(chunks))
     if chunks[-1].share_embeddings_and_output_weights and INPUT in source:
@@ -164,9 +155,8 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
 
 def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
     """The form of each weight that any rank needs for generation; every rank of the job calls it.
+    Those of `source`: Megatron Core marks how a weight is divided with its initial values.
 
-    Megatron Core marks how a weight is divided when it gives it initial values, which the weights
-    of `target` never get.
     """
     mine = {
         name: _Form(
@@ -182,10 +172,8 @@ def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
     wanted = set().union(*(names for _, names in found))
     forms = {name: form for forms, _ in found for name, form in forms.items() if name in wanted}
     if missing := sorted(wanted - set(forms)):
-        raise RuntimeError(
-            f"no rank trains {missing[0]}, which generation at another split needs; set "
-            "generation.reshard=none."
-        )
+        remedy = "set generation.reshard=none."
+        raise RuntimeError(f"no rank trains {missing[0]}, which generation needs; {remedy}")
     return dict(sorted(forms.items()))
 
 
@@ -262,10 +250,7 @@ def _check(source: dict[str, int], target: dict[str, int]) -> None:
 
 
 class _Transport(CopyService):
-    """Copies between ranks with the job's own backend.
-
-    Megatron Core's service for gloo needs CUDA streams and pinned memory.
-    """
+    """Copies between ranks with the job's backend (Megatron Core's for gloo needs CUDA)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to the next token: pure functions of plain tensors, without ranks or a model.
 
-b samples, V ids of the vocabulary, without padding ids. A forbidden id has the logit -inf.
-
-Each (sample, position) has one uniform number, from the sample's own stream, and the token is
-drawn by inverting the cumulative distribution: it depends on the sample's logits and seed, never
-on other samples.
+b samples, V ids of the vocabulary, without padding ids. A forbidden id has the logit -inf. A token
+is drawn by inverting the cumulative distribution at a uniform number of the sample's own stream:
+it depends on the sample's logits and seed, never on other samples.
 """
 
 import torch
@@ -18,11 +16,10 @@ _GOLDEN_GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number: Sp
 
 
 def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
-    """float64 `[b, max_length]` in [0, 1): the random numbers of the stream of each of
-    `sample_seeds` int64 `[b]`, one per generated token.
+    """float64 `[b, max_length]` in [0, 1): one number per generated token, from the streams of
+    `sample_seeds` int64 `[b]` (SplitMix64: the same on every device; a longer stream starts like a
+    shorter one).
 
-    SplitMix64, a counter-based generator: all 64 bits of the seed count, a longer stream starts
-    like a shorter one, and every device gives the same numbers.
     """
     steps = torch.arange(max_length, device=sample_seeds.device) * _GOLDEN_GAMMA
     bits = _splitmix64(_splitmix64(sample_seeds.long()).unsqueeze(1) + steps)
@@ -79,12 +76,10 @@ def invert_cdf(logits: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = logits.softmax(dim=1).cumsum(dim=1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Below the total even after rounding: an id of probability zero is never reached.
-    target = torch.minimum(
-        uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total))
-    )
-    return (
-        torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.size(1) - 1)
-    )
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniforms.unsqueeze(1) * total, below)
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    return ids.clamp(max=logits.size(1) - 1)
 
 
 def choose_tokens(

@@ -57,11 +57,11 @@ def training_split() -> Split:
 
 def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequence[Any]]) -> Split:
     """Generation with tp x pp ranks to a copy, and `Split.weights`, given the split too; every
-    rank of the job calls it.
+    rank of the job calls it. One of tp x pp and TP x PP divides the other
+    (`config.rollout_rules`): with fewer, the ranks of a policy's copy hold several copies and
+    divide its samples; with more, data-parallel ranks hold one copy together and generate the
+    samples of all of them.
 
-    Where tp x pp < TP x PP, the ranks of a policy's copy hold several copies and divide its
-    samples. Where it is more, data-parallel ranks hold one copy together and generate the samples
-    of all of them. One of both numbers divides the other (`config.rollout_rules`).
     """
     own = torch.distributed.get_process_group_ranks(
         parallel_state.get_tensor_and_pipeline_parallel_group()
@@ -91,10 +91,9 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
 
 
 def _rank_lists(policies: Sequence[Sequence[int]], tp: int, pp: int) -> dict[str, list[list[int]]]:
-    """The ranks of each group of each kind within `policies`, which generate together.
+    """The ranks of each group of each kind within `policies`, which generate together. Each copy
+    has its stages in the order of the ranks, so tp = TP and pp = PP give the groups of training.
 
-    Each copy has its stages in the order of the ranks. With tp = TP and pp = PP the groups are
-    those of training.
     """
     ranks = sorted(rank for policy in policies for rank in policy)
     copies = len(ranks) // (tp * pp)
@@ -142,9 +141,7 @@ def joined_prompts(batches: list[Prompts]) -> Prompts:
 
 
 def until_all_end(batches: Iterator[Prompts], group: Any) -> Iterator[Prompts]:
-    """`batches`, and empty ones until those of every rank of `group` have ended; all of them call
-    it and iterate in step.
-    """
+    """`batches`, and empty ones until those of every rank of `group` have ended."""
     prompts, none = torch.zeros((2, 0, 1), dtype=torch.int64)
     empty = prompts, none[:, 0], none[:, 0]
     while True:
@@ -158,7 +155,8 @@ def join(
     inputs: Prompts, group: Any, check: Callable[[Tensor, Tensor], None]
 ) -> tuple[Prompts, Tensor]:
     """The samples of all ranks of `group`, which call it, in their order, and the places of this
-    rank's among them. A `UserError` of `check` on some rank is raised on all.
+    rank's. A `UserError` of `check` on some rank is raised on all.
+
     """
     error = None
     try:

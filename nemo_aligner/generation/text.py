@@ -27,16 +27,10 @@ def tokenize_batch(
     add_BOS: bool | None = None,
     add_EOS: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tokenize texts, cut each to `max_len` tokens and pad with eos to exactly `max_len`.
+    """Tokenize texts, cut each to `max_len` tokens and pad with eos to exactly `max_len`: tokens
+    int64 `[b, max_len]` and lengths int64 `[b]`, on the CPU. `add_BOS` None: as the tokenizer
+    itself does it; `UserError`: it is True and the tokenizer has no bos token.
 
-    Args:
-        add_BOS: begin each with bos; None: as the tokenizer itself does it.
-
-    Returns:
-        tokens int64 `[b, max_len]` and lengths int64 `[b]`, on the CPU.
-
-    Raises:
-        UserError: `add_BOS` with a tokenizer that has no bos token.
     """
     with_bos = begins_with_bos(tokenizer, add_BOS, "add_BOS")
     tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
@@ -52,15 +46,11 @@ def tokenize_batch(
 
 
 class EndConditions:
-    """Decides when a response has ended: at an end token, or with one of the end strings.
-
-    An end string that is one token for the tokenizer (mostly a special token) ends a response as
-    that token, not as the same characters spelled by others. Any other is searched for in the
+    """Decides when a response has ended: at one of `token_ids` (eos first), or with an end string.
+    One that is a token for the tokenizer (mostly a special token) ends a response as that token,
+    not as the same characters spelled by others; the other `strings` are searched for in the
     decoded last tokens.
 
-    Attributes:
-        token_ids: ids that end a response by themselves, eos first.
-        strings: end strings that are searched for in the decoded tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
@@ -83,9 +73,9 @@ class EndConditions:
         self._may_end: dict[int, bool] = {}
 
     def _single_token_ids(self, string: str) -> list[int]:
-        """The ids of `string` where it follows other text and, if that is one token, alone.
+        """The ids of `string` where it follows other text (empty: it is several tokens there) and,
+        if that is one token, alone.
 
-        Empty if it is several tokens where it follows other text.
         """
         for prefix in "a1>":  # one of them does not merge with the string into other tokens
             before = self.tokenizer.text_to_ids(prefix)
@@ -129,7 +119,8 @@ def verify_is_valid_and_clamp_range_(
     tokenizer: Tokenizer,
     end_strings: Sequence[str] | None = None,
 ) -> Tensor:
-    """Find the responses of another engine that are fit for training; clamp their ids in place.
+    """bool `[b]`: the response of another engine ends at R-1 and no id of the sample is outside
+    the vocabulary; clamps the ids in place.
 
     Args:
         response_tokens: int64 `[b, S]`, prompt and response.
@@ -137,8 +128,6 @@ def verify_is_valid_and_clamp_range_(
         strategy: not used (NeMo-Aligner's signature).
         end_strings: strings that end a response, besides eos.
 
-    Returns:
-        bool `[b]`: the response ends at R-1 and no id of the sample is outside the vocabulary.
     """
     inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
     response_tokens.clamp_(0, tokenizer.vocab_size - 1)
@@ -153,11 +142,9 @@ _INCOMPLETE = "\ufffd"  # what the bytes of half a character decode to
 
 class TextStream:
     """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
-    `response_text` of all tokens.
+    `response_text` of all tokens. A token alone does not decode to its part of the text, so all
+    are decoded each time, and what may still change is held back.
 
-    A token alone does not decode to its part of the text (a character may take several tokens;
-    SentencePiece drops the space before the first one, and some tokenizers those at the end), so
-    all tokens are decoded each time, and what may still change is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The roles that a model can play. Trainers and servers know models through these classes only.
 
-Every method is a collective: all ranks of the job call it together, the ranks of one tensor x
-pipeline parallel group with the same samples, each data-parallel rank with its own. Results are on
-every rank of the group that computed them.
+All ranks of the job call every method together, those of one tensor x pipeline parallel group with
+the same samples, each data-parallel rank with its own. Results are on every rank of the group.
 """
 
 from abc import ABC, abstractmethod
@@ -41,6 +40,7 @@ class SupervisedInterface(ABC):
         Returns:
             The loss and the metrics over the whole global batch, equal on all ranks: Python
             numbers, or moments (`core/metrics.py`), float64 tensors on the CPU.
+
         """
 
     @abstractmethod
@@ -58,14 +58,13 @@ class SupervisedInterface(ABC):
         """Called after that `get_loss_and_metrics`."""
 
     def unwrapped(self) -> list[torch.nn.Module]:
-        """This rank's bare model chunks, whose weights the alarms compare with their replicas;
-        none are compared of a model that does not override it.
-        """
+        """This rank's bare model chunks, whose weights the alarms compare with their replicas."""
         return []
 
     def summarize_metrics(self, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Metrics to report, from those of `get_loss_and_metrics` averaged over batches (weighted
-        by `weights`); a model whose metrics hold moments computes the final metrics from them.
+        by `weights`); a model whose metrics hold moments overrides it.
+
         """
         return {key: float(value) for key, value in metrics.items()}
 
@@ -105,9 +104,7 @@ class CriticModelInterface(_TakesTurns):
         """(rewards, values) of the same sequences, in this order."""
 
     def infer_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """The rewards alone, for a server that scores many sequences; a model whose values cost
-        more than that overrides it.
-        """
+        """The rewards alone; a model whose values cost more than that overrides it."""
         return self.infer_rm_critic(*args, **kwargs)[0]
 
 
@@ -116,9 +113,9 @@ class AlignableGenerativeInterface(_TakesTurns):
 
     Attributes:
         tokenizer: of the policy; its `eos_id` ends responses and pads them.
-        starts_as_reference: before the first update policy and reference (of a
-            `PolicyWithReference`) must give the same log-probs; False if the policy starts from
-            other weights, such as those of earlier adapters.
+        starts_as_reference: before the first update policy and reference must give the same
+            log-probs; False if the policy starts from earlier adapters, for example.
+
     """
 
     tokenizer: Tokenizer
@@ -135,8 +132,9 @@ class AlignableGenerativeInterface(_TakesTurns):
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
         """One response to each prompt of all batches, in groups as the model finishes them: the
-        prompts of a group, at least their one-dimensional columns, and its responses. A model that
-        decodes them all as one queue overrides it.
+        prompts of a group (their one-dimensional columns), and its responses. A model that decodes
+        them all as one queue overrides it.
+
         """
         for batch in batches:
             yield batch, self.infer(batch)

@@ -227,9 +227,8 @@ def all_reduce_dict(
 ) -> dict[str, float]:
     """Reduce the scalars of a dict by name, in one collective; all ranks have the same keys."""
     keys = sorted(dictionary)  # the order of insertion may differ between ranks
-    packed = torch.tensor(
-        [float(dictionary[key]) for key in keys], dtype=dtype, device=get_device()
-    )
+    values = [float(dictionary[key]) for key in keys]
+    packed = torch.tensor(values, dtype=dtype, device=get_device())
     return dict(zip(keys, all_reduce(packed, group, op).tolist()))
 
 
@@ -254,20 +253,15 @@ def pad_tensors_to_max_global_seq_len(
     sequence_length_to_pad_to: int | None = None,
 ) -> Tensor:
     """Stack 1-D tensors of different lengths, at least one, right-padded to the longest on any
-    rank: [len(list), width], the same width on every rank.
-
-    Args:
-        sequence_length_to_pad_to: pad at least to this width; longer tensors are kept whole, with
-            a warning.
+    rank, and at least to `sequence_length_to_pad_to` (longer tensors are kept whole, with a
+    warning): [len(list), width], the same width on every rank.
     """
     local = torch.stack(pad_list(list_of_tensors, pad_value))
     width = largest(local.shape[-1], group)
     if sequence_length_to_pad_to is not None:
         if width > sequence_length_to_pad_to:
-            warnings.warn(
-                f"a sequence of {width} tokens is longer than the {sequence_length_to_pad_to} to "
-                f"pad to; using {width}"
-            )
+            limit = sequence_length_to_pad_to
+            warnings.warn(f"a sequence of {width} tokens is longer than the {limit} to pad to")
         width = max(width, sequence_length_to_pad_to)
     return torch.nn.functional.pad(local, (0, width - local.shape[-1]), value=pad_value)
 
@@ -279,8 +273,8 @@ def run_distributed_inference(
 
     Args:
         inputs: on rank 0, `inputs` int64 [N, S] and `sequence_length` [N] or [N, 1] (arrays or
-            tensors); ignored elsewhere. N should be a multiple of the data-parallel size, so that
-            no rank gets an empty share.
+            tensors). N should be a multiple of the data-parallel size: no rank gets an empty
+            share.
         infer_fn: called as `infer_fn(inputs=(tokens, lengths))` with this rank's samples; returns
             a tensor, or (rewards, values).
 

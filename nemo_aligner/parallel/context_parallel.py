@@ -13,6 +13,7 @@ Everything here is the identity with one context-parallel rank. Otherwise all ra
 context-parallel group make the same calls, with equal shapes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,19 +43,21 @@ def take_share(x: Tensor, dim: int) -> Tensor:
             f"{size} context-parallel ranks"
         )
     rank = parallel_state.get_context_parallel_rank()
-    chunks = x.chunk(2 * size, dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim)
+    return _share(x.chunk(2 * size, dim), rank, dim)
+
+
+def _share(chunks: Sequence[Tensor], rank: int, dim: int) -> Tensor:
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim)
 
 
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
     """Invert `take_share`: join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the
     backend carries (not bool), to `[.., S, ..]` on every rank.
 
-    Args:
-        sum_gradients: what the backward pass does. False: every rank computes the *same* loss
-            from the result, so this rank's part of the gradient is complete. True: the ranks
-            compute different things from it (attention of their own queries), so the gradients
-            are summed over the ranks, a collective.
+    `sum_gradients` says what the backward pass does. False: every rank computes the *same* loss
+    from the result, so this rank's part of the gradient is complete. True: the ranks compute
+    different things from it (attention of their own queries), so the gradients are summed over
+    the ranks, a collective.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x
@@ -79,7 +82,7 @@ def _all_gather(x: Tensor, dim: int) -> Tensor:
 def _reduce_scatter(x: Tensor, dim: int) -> Tensor:
     size = parallel_state.get_context_parallel_world_size()
     chunks = x.chunk(2 * size, dim)
-    shares = [torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim) for rank in range(size)]
+    shares = [_share(chunks, rank, dim) for rank in range(size)]
     mine = torch.empty_like(shares[0])
     dist.reduce_scatter(mine, shares, group=parallel_state.get_context_parallel_group())
     return mine

@@ -59,10 +59,9 @@ _NO_ACTIVATION: tuple = ("none", [], "")
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """`x` -> `x @ weight.T + bias` with a copy of `weight` `[out, in]` in the order that is read
-    fastest; without gradients, and later changes of `weight` are not seen.
-
-    That is oneDNN's own where `onednn_packs` the dtype. MKL is given a float32 weight by its
-    columns, which costs less while x has few rows, and no more when it has hundreds.
+    fastest; without gradients, and later changes of `weight` are not seen. That is oneDNN's own
+    where `onednn_packs` the dtype. MKL is given a float32 weight by its columns, which costs less
+    while x has few rows, and no more when it has hundreds.
     """
     weight = weight.detach()
     if onednn_packs(weight.dtype):
@@ -130,10 +129,9 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`.
-
-    The numbers are those of separate operations; the gradients of both halves are written where
-    they lie, not joined afterwards.
+    """`silu(gate) * up` for the halves gate and up `[..., f]` of `both` `[..., 2f]`, in the bits
+    of separate operations; the gradients of both halves are written where they lie, not joined
+    afterwards.
     """
     return _SwiGLU.apply(both)
 

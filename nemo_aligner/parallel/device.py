@@ -71,7 +71,5 @@ def log_memory(prefix: str) -> None:
         return
     free, total = torch.cuda.mem_get_info()
     own, occupied = (value / 2**30 for value in (torch.cuda.memory_allocated(), total - free))
-    logging.info(
-        f"GPU memory at {prefix}: PyTorch {own:.2f} GiB, all {occupied:.2f} GiB, not PyTorch "
-        f"{occupied - own:.2f} GiB"
-    )
+    other = f"all {occupied:.2f} GiB, not PyTorch {occupied - own:.2f} GiB"
+    logging.info(f"GPU memory at {prefix}: PyTorch {own:.2f} GiB, {other}")

@@ -88,9 +88,8 @@ def _gather_unequal_shares(
     padded[: len(input_)] = input_
     shares = [torch.empty_like(padded) for _ in output_split_sizes]
     torch.distributed.all_gather(shares, padded, group=group)
-    return torch.cat(
-        [share[:size] for share, size in zip(shares, output_split_sizes, strict=True)]
-    )
+    sizes = zip(shares, output_split_sizes, strict=True)
+    return torch.cat([share[:size] for share, size in sizes])
 
 
 def _reduce_scatter_unequal_shares(
@@ -424,9 +423,7 @@ def _sets_in_constructor(owner: object, name: str) -> bool:
 
 def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
     """(owner, attribute name, value) of `dotted` in a module; None for an instance's.
-
-    Raises:
-        ImportError: the installed release does not have it; the message names it.
+    `ImportError`, which names it: the installed release does not have it.
     """
     try:
         owner = importlib.import_module(module_name)
@@ -462,13 +459,9 @@ def _cpu_constant(constant: Any) -> Any:
 @functools.cache
 def adapt_megatron_core() -> None:
     """Check the names that are touched, and make Megatron Core usable in a process without CUDA,
-    and its distributed optimizer usable with PyTorch's Adam.
-
-    `parallel_state.initialize()` calls it, and nothing else needs to.
-
-    Raises:
-        ImportError: a listed name is missing from the installed megatron-core, or from Transformer
-            Engine where it is installed; the message names it.
+    and its distributed optimizer usable with PyTorch's Adam. `parallel_state.initialize()` calls
+    it, and nothing else needs to. `ImportError`: the installed megatron-core, or Transformer
+    Engine where it is installed, lacks a listed name, which the message has.
     """
     for touched in TOUCHED:
         if importlib.util.find_spec(touched.module.split(".")[0]) is not None:

@@ -78,9 +78,8 @@ def changed(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
-    """Put the chunks of a model in evaluation mode, with sequences not split over TP or CP ranks.
-
-    For Megatron Core's own modules and for Transformer Engine's attention.
+    """Put the chunks of a model in evaluation mode, with sequences not split over TP or CP ranks:
+    Megatron Core's own modules, and Transformer Engine's attention.
     """
     names = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
     modules: list[Any] = [module for chunk in model for module in chunk.modules()]
@@ -97,11 +96,8 @@ def decoding_mode(model: list[torch.nn.Module]) -> Iterator[None]:
     if split:
         changes += [(config, "context_parallel_size", 1) for config in split]
         changes += [(m, "cp_group", None) for m in modules if isinstance(m, RotaryEmbedding)]
-        attention = [
-            module
-            for module in modules
-            if hasattr(module, "set_context_parallel_group") and hasattr(module, "cp_comm_type")
-        ]
+        needed = ("set_context_parallel_group", "cp_comm_type")
+        attention = [m for m in modules if all(hasattr(m, name) for name in needed)]
     context = ("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type")
     settings = [[getattr(module, name) for name in context] for module in attention]
 
@@ -132,8 +128,7 @@ def shapes_exchanged(config: TransformerConfig, wanted: bool) -> AbstractContext
 
 
 def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
-    """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too.
-
+    """Let the optimizer of a bf16 model name its float32 weights (a head) in a checkpoint too:
     Megatron Core numbers the bf16 weights alone, and would take the state of one weight for that
     of another.
     """
@@ -148,11 +143,9 @@ def all_weights_named(optimizers: list[MegatronOptimizer]) -> AbstractContextMan
 
 def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
     """Let distributed optimizers find the state of each weight where they gather it for a
-    checkpoint.
-
-    Megatron Core leaves out the padding between buckets when it gathers, but not when it looks for
-    a weight: behind padding it would save the state of other weights. Buckets are several with
-    `overlap_grad_sync`, and in pipelines with tied embeddings.
+    checkpoint. Megatron Core leaves out the padding between buckets when it gathers, but not when
+    it looks for a weight: behind padding it would save the state of other weights. Buckets are
+    several with `overlap_grad_sync`, and in pipelines with tied embeddings.
     """
 
     def places(buffer: Any) -> dict[Any, tuple[int, int, int]]:
@@ -171,9 +164,8 @@ def places_without_padding(optimizers: list[MegatronOptimizer]) -> AbstractConte
 
 
 def groups_in_order(optimizers: list[MegatronOptimizer]) -> AbstractContextManager[None]:
-    """Load parameter groups in the order in which they are given.
-
-    Megatron Core matches them by settings, which two groups of different dtype may share.
+    """Load parameter groups in the order in which they are given: Megatron Core matches them by
+    settings, which two groups of different dtype may share.
     """
     return changed(
         (part, "_filter_and_reorder_param_groups", lambda _own, given: given)

@@ -53,14 +53,11 @@ def initialize(
     timeout: timedelta = timedelta(minutes=30),
 ) -> None:
     """Adapt Megatron Core and PyTorch, create the process groups and seed Megatron Core's
-    random-number tracker.
+    random-number tracker. Every rank calls it once, before it builds a model. A process without
+    `torch.distributed` becomes a world of its own (size 1, through an in-process store: no port).
 
-    Every rank calls it once, before it builds a model. A process without `torch.distributed`
-    becomes a world of its own (size 1, through an in-process store: no port).
-
-    Raises:
-        ConfigError: TP x PP x CP does not divide the number of ranks, or EP does not divide the
-            ranks that share a model's work.
+    `ConfigError`: TP x PP x CP does not divide the number of ranks, or EP does not divide the
+    ranks that share a model's work.
     """
     adapt_megatron_core()
     keep_freed_memory()
@@ -143,18 +140,15 @@ def _new_replica_group(timeout: timedelta) -> ProcessGroup:
 
 
 def seed_generators(seed: int, by_context_rank: bool = False) -> None:
-    """Seed Megatron's random-number tracker and the generator of the device.
-
-    `by_context_rank`: give the context-parallel ranks different numbers, for dropout, since they
-    hold different positions. Otherwise they get the same, for initial weights, since they hold the
-    same weights.
+    """Seed Megatron's random-number tracker and the generator of the device. With
+    `by_context_rank` the context-parallel ranks get different numbers, for dropout, since they
+    hold different positions; else the same, for initial weights, since they hold the same ones.
     """
     # Pipeline stages hold other layers: they must not draw the same weights and dropout masks.
     stream = _mcore.get_pipeline_model_parallel_rank()
     if by_context_rank:
-        stream += (
-            _mcore.get_pipeline_model_parallel_world_size() * _mcore.get_context_parallel_rank()
-        )
+        stages = _mcore.get_pipeline_model_parallel_world_size()
+        stream += stages * _mcore.get_context_parallel_rank()
     _tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stream)
 
 
@@ -236,9 +230,8 @@ def get_model_parallel_src_rank() -> int:
 
 
 def is_trt_llm_reshard() -> bool:
-    """False, by NeMo-Aligner's name: no function of this module ever speaks of another split.
-
-    `generation.split` has the groups of generation.
+    """False, by NeMo-Aligner's name: no function of this module ever speaks of another split
+    (`generation.split` has the groups of generation).
     """
     return False
 

@@ -29,8 +29,8 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def join_on_loopback(
     backend: str, rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> bool:
-    """Initialise `torch.distributed` if all ranks are on this machine; every rank calls it. False:
-    the ranks must meet as torch has them.
+    """Initialise `torch.distributed` if all ranks, which call it, are on this machine; False: they
+    must meet as torch has them.
     """
     # torchrun has opened the store already.
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -66,9 +66,8 @@ _OWN_DEVICES = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 
 
 def share_gloo_devices() -> None:
-    """Let the gloo groups that this process creates from now on share the devices of its first.
-
-    It replaces `ProcessGroupGloo.__init__`; a second call changes nothing. A process whose group
+    """Let the gloo groups that this process creates from now on share the devices of its first. It
+    replaces `ProcessGroupGloo.__init__`; a second call changes nothing. A process whose group
     could not be created, because a rank did not come in time, should end: the device stays open,
     and the rank may still connect to it.
     """

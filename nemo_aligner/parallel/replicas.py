@@ -52,12 +52,9 @@ def checksum_of_shard(
     whole: the shares of all ranks sum to the same number, modulo 2**64, however they are cut.
 
     The element at place r of its row, of M, in row i of the whole counts 2 (i M + r) + 1 times,
-    where a row has all elements at one index of `dim`. Any change of one element changes the sum.
-
-    Args:
-        dim: that is divided; None: no rank has a part only.
-        parts: pieces of the share, of equal size, each of them the `rank`-th of a part of the
-            whole.
+    where a row has all elements at one index of `dim`, which is divided (None: nobody has a part
+    only). Any change of one element changes the sum. A share has `parts` pieces of equal size,
+    each of them the `rank`-th of a part of the whole.
     """
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
     bits = bits.movedim(dim or 0, 0).flatten(1) if bits.dim() > 1 else bits.reshape(-1, 1)
@@ -80,11 +77,8 @@ def check_replicas(modules: list[torch.nn.Module]) -> None:
 
     Replicas of a weight are its copies on the data-parallel (x context-parallel) ranks of the same
     tensor-parallel shard and pipeline stage. Shards of the distributed optimizer have no replicas
-    and are not checked.
-
-    Raises:
-        ReplicaError: on every rank; names the first weight that differs, and groups the ranks by
-            the bits they hold.
+    and are not checked. `ReplicaError`, on every rank: names the first weight that differs, and
+    groups the ranks by the bits they hold.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -131,9 +125,7 @@ def _raise(differing: dict[_Weight, list[int]], sums: dict[_Weight, int]) -> NoR
     raise ReplicaError(
         f"{name} (model chunk {chunk} of rank {first_rank}) differs between its replicas: ranks "
         f"with equal bits are {by_content}; {max(len(entry[0]) for entry in found)} weight(s) "
-        "differ in all. Replicas apply the same updates, so a rank missed an update, a broadcast "
-        "or a checkpoint's weights, or its memory or device is faulty: gradients since then mix "
-        "different models. Resume from an earlier checkpoint (the check runs every "
-        "alarms.replica_check_interval steps), and replace the odd rank's machine if it happens "
-        "again."
+        "differ in all. A rank missed an update, a broadcast or a checkpoint's weights, or its "
+        "memory or device is faulty. Resume from an earlier checkpoint (the check runs every "
+        "alarms.replica_check_interval steps); replace that machine if it happens again."
     )

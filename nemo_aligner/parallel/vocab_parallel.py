@@ -46,16 +46,17 @@ def from_parallel_logits_to_logprobs(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """Log-prob of each target token.
+    """Log-prob float32 [B, S-1] of each target token, or [B, S] without `ignore_last`; -inf for a
+    target outside the vocabulary.
 
     Args:
         vocab_parallel_logits: [B, W/CP, V/TP], this rank's slice of the vocabulary and share of
             the positions.
         target: int64 [B, S]. With `ignore_last` the tokens themselves: column t is scored on token
-            t+1 (shifted here). Without it the targets: column t is scored on target t.
+            t+1 (shifted here), and the last one, which predicts nothing, is dropped. Without it
+            the targets: column t is scored on target t.
         inference_only: keep nothing for a backward pass.
         higher_stability: accepted for NeMo-Aligner's callers; the stable form is always used.
-        ignore_last: drop the last column, which predicts nothing.
         temperature: of sampling; the result is log softmax(logits / temperature).
         vocab_size: number of real tokens; the padding above it gets no probability and no
             gradient. None: all of V is real.
@@ -63,10 +64,6 @@ def from_parallel_logits_to_logprobs(
             their size in memory. Afterwards their values are gone: another backward pass that
             needs them raises (autograd counts writes), but reading them directly does not. They
             must not be a leaf of the graph.
-
-    Returns:
-        float32 [B, S-1], or [B, S] without `ignore_last`. A target outside the vocabulary gives
-        -inf.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     return _scores_of_tokens(vocab_parallel_logits, target, ignore_last, *how)[0]
@@ -81,14 +78,12 @@ def logprobs_and_entropy(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and the entropy of the same distributions, in one pass over the vocabulary.
+    """Log-probs and the entropy of the same distributions, both float32 [B, S-1], or [B, S]
+    without `ignore_last`, in one pass over the vocabulary.
 
     The log-probs are bit-identical to those of `from_parallel_logits_to_logprobs`, which has the
     same arguments. Use `entropy.detach()` where the entropy is only reported: then the backward
     pass does nothing for it. The logits must be finite.
-
-    Returns:
-        (log-probs, entropy), both float32 [B, S-1], or [B, S] without `ignore_last`.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     logprobs, entropy = _scores_of_tokens(
@@ -104,19 +99,12 @@ def distributed_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Entropy of the next-token distribution, differentiable; the logits must be finite.
-
-    Args:
-        logits, temperature, vocab_size: as in `from_parallel_logits_to_logprobs`.
-        mask: [B, S-1]; if given, the result is the masked mean.
-
-    Returns:
-        float32 [B, S-1], the last column dropped; or a scalar with `mask`. Without a mask S is W.
+    """Entropy of the next-token distribution, float32 [B, S-1], the last column dropped, or with
+    `mask` [B, S-1] its masked mean; differentiable. The logits must be finite, and are like the
+    other arguments those of `from_parallel_logits_to_logprobs`. Without a mask S is W.
     """
-    if mask is None:
-        width = logits.shape[1] * parallel_state.get_context_parallel_world_size()
-    else:
-        width = mask.shape[1] + 1
+    whole = logits.shape[1] * parallel_state.get_context_parallel_world_size()
+    width = whole if mask is None else mask.shape[1] + 1
     # Any token serves as the target: its log-prob is not used.
     target = torch.zeros(logits.shape[0], width, dtype=torch.int64, device=logits.device)
     _, entropy = logprobs_and_entropy(
@@ -309,13 +297,11 @@ class _Scores(torch.autograd.Function):
 
 
 class VocabShard:
-    """The part of its logits [B, W/CP, V/TP] that a rank computes, in blocks.
-
-    It is the first `columns` columns and, of the vocabulary, the real tokens.
+    """The part of its logits [B, W/CP, V/TP] that a rank computes, in blocks: the first `columns`
+    columns and, of the vocabulary, the real tokens.
 
     Attributes:
         dtype: of the arithmetic.
-        temperature: of sampling.
         first: token id of the first column of this slice.
         width: real tokens in this slice; the last slices may hold padding only.
     """
@@ -324,10 +310,7 @@ class VocabShard:
         self, logits: Tensor, temperature: float, vocab_size: int | None, columns: int
     ) -> None:
         if not temperature > 0:
-            raise ValueError(
-                f"temperature={temperature} must be above 0 to score tokens (greedy decoding "
-                "scores with 1)"
-            )
+            raise ValueError(f"temperature={temperature} must be above 0 (greedy decoding: 1)")
         self.temperature = temperature
         self.dtype = torch.promote_types(logits.dtype, torch.float32)
         self._rows, self._all_columns, width = logits.shape
@@ -393,10 +376,8 @@ class VocabShard:
         """[.., C] -> [.., TP * C]: the numbers of all slices, in rank order."""
         if not self._several_ranks:
             return tensor
-        parts = [
-            torch.empty_like(tensor)
-            for _ in range(parallel_state.get_tensor_model_parallel_world_size())
-        ]
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        parts = [torch.empty_like(tensor) for _ in range(size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, -1)
 
@@ -419,7 +400,9 @@ def candidate_logprobs(
     inference_only: bool = False,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """Log-prob of each candidate under the softmax over the whole vocabulary.
+    """Log-prob float32 [B, S, C] of each candidate under the softmax over the whole vocabulary, or
+    with `rest_of` [B, S, C+1], the rest last. -inf: a candidate outside the vocabulary, and a
+    rest without a token.
 
     With p = softmax(logits / temperature) and candidates c_1 to c_C of a position
 
@@ -429,15 +412,8 @@ def candidate_logprobs(
 
         d log r / d logits = (p / r outside c_1 to c_n, else 0, less p) / temperature
 
-    Args:
-        candidates: int64 [B, S, C], S at most W; column t belongs to the logits of column t.
-        rest_of: n; 0: without the rest.
-        vocab_parallel_logits, temperature, vocab_size, inference_only, overwrite_logits: as for
-            `from_parallel_logits_to_logprobs`.
-
-    Returns:
-        float32 [B, S, C], or with `rest_of` [B, S, C+1], the rest last. A candidate outside the
-        vocabulary, and a rest without a token, give -inf.
+    `candidates` are int64 [B, S, C], S at most W; column t belongs to the logits of column t. The
+    other arguments are those of `from_parallel_logits_to_logprobs`.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     return _scores(vocab_parallel_logits, candidates, candidates.shape[1], rest_of, False, *how)[0]
@@ -470,9 +446,8 @@ def top_logits(
     share = torch.where(local_sum > 0, (local_max - maximum[..., 0]).exp() * local_sum, 0.0)
     total = shard.all_reduce(share, dist.ReduceOp.SUM)
     results = (values - maximum, ids.gather(-1, order), total.log())
-    return TopLogits(
-        *(context_parallel.gather_shares(shard.padded(x), 1)[:, :wanted] for x in results)
-    )
+    gather = context_parallel.gather_shares
+    return TopLogits(*(gather(shard.padded(x), 1)[:, :wanted] for x in results))
 
 
 def _without(exp: Tensor, index: Tensor, here: Tensor, count: int) -> Tensor:

@@ -29,10 +29,8 @@ def forget_balance_losses() -> None:
 
 
 def take_balance_losses(config: TransformerConfig, num_microbatches: int) -> dict[str, float]:
-    """Read and clear the balance losses of the last forward-backward pass, which had
-    `num_microbatches` on this rank; all ranks call it.
-
-    The losses are without their coefficients.
+    """Read and clear the balance losses, without their coefficients, of the last forward-backward
+    pass, which had `num_microbatches` on this rank; all ranks call it.
 
     Returns:
         Means over layers with experts, micro-batches and data-parallel ranks, equal on every rank:

@@ -46,8 +46,7 @@ def check_finite(
     """Refuse a loss or a gradient that is NaN or infinite; all ranks call it after the reductions.
 
     Args:
-        model_chunks: of this pipeline stage; only the gradients of chunks that are wrapped for
-            training are checked.
+        model_chunks: of this stage; gradients only of those that are wrapped for training.
         loss: of the global batch.
         shares: scalars, this rank's part of the loss from each micro-batch; empty except on the
             last pipeline stage.
@@ -63,16 +62,14 @@ def check_finite(
     if not wrong.any():
         return
     bad_loss, bad_gradient = wrong.tolist()
-    by_rank = gathered(
-        (_where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks))
-    )
+    mine = _where_loss_is_wrong(shares, rows), _weights_with_wrong_gradients(model_chunks)
+    by_rank = gathered(mine)
     places = [place for place, _ in by_rank if place]
     names = sorted({name for _, names in by_rank for name in names})
     parts = []
     if bad_loss:
-        parts.append(
-            f"the loss is {loss}" + (f" ({'; '.join(dict.fromkeys(places))})" if places else "")
-        )
+        where = f" ({'; '.join(dict.fromkeys(places))})" if places else ""
+        parts.append(f"the loss is {loss}{where}")
     if bad_gradient:
         more = f" and {len(names) - NAMED_TENSORS} more" if len(names) > NAMED_TENSORS else ""
         parts.append(f"the gradient of {', '.join(names[:NAMED_TENSORS])}{more} is not finite")
@@ -108,8 +105,6 @@ def _where_loss_is_wrong(
         if not share.isfinite():
             rank, samples = parallel_state.get_data_parallel_rank(), sorted(rows[number])
             named = ", ".join(map(str, samples))
-            return (
-                f"first in {'sample' if len(samples) == 1 else 'samples'} {named} of the share of "
-                f"data-parallel rank {rank}"
-            )
+            kind = "sample" if len(samples) == 1 else "samples"
+            return f"first in {kind} {named} of the share of data-parallel rank {rank}"
     return None

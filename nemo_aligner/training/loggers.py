@@ -33,7 +33,7 @@ class CustomLoggerWrapper:
 
     Args:
         loggers: Lightning loggers (or anything with some of their methods), or None.
-        metrics_file: path of `metrics.jsonl`, or None for no files. Only rank 0 writes.
+        metrics_file: path of `metrics.jsonl`, which rank 0 writes, or None for no files.
         report: is told when there are new metrics, and at the end.
     """
 
@@ -49,10 +49,8 @@ class CustomLoggerWrapper:
         self._rows_written: dict[str, int] = {}
         if metrics_file is not None and is_rank_zero():
             path = Path(metrics_file)
-            self._files = {
-                "metrics": _JsonLines(path),
-                "tables": _JsonLines(path.with_name("tables.jsonl")),
-            }
+            tables = path.with_name("tables.jsonl")
+            self._files = {"metrics": _JsonLines(path), "tables": _JsonLines(tables)}
             self._folder = path.parent
 
     def log_hyperparams(self, params: Any) -> None:
@@ -73,11 +71,9 @@ class CustomLoggerWrapper:
         self._report(False)
 
     def log_table(self, key: str, dataframe: "pandas.DataFrame", step: int | None = None) -> None:
-        """Log a table that grows from call to call; the file gets the rows added since then.
-
-        Args:
-            dataframe: all rows, or the newest of them with the numbers that they have among all:
-                `index=pandas.RangeIndex(number of the first, ...)`.
+        """Log a table that grows from call to call; the file gets the rows added since then. The
+        frame has all rows, or the newest of them with the numbers that they have among all:
+        `index=pandas.RangeIndex(number of the first, ...)`.
         """
         self._call("log_table", key=key, dataframe=dataframe, step=step)
         if "tables" not in self._files:
@@ -109,10 +105,8 @@ class CustomLoggerWrapper:
         self._call(name_of_fn, *args, **kwargs)
 
     def finalize(self, status: str = "success") -> None:
-        """Flush and close; a further call of `log_metrics` opens the files again.
-
-        Raises:
-            UserError: what waits in memory cannot be written; names the files.
+        """Flush and close; a further call of `log_metrics` opens the files again. `UserError`:
+        what waits in memory cannot be written; names the files.
         """
         self._call("finalize", status)
         problems = []
@@ -140,9 +134,7 @@ class CustomLoggerWrapper:
 
 class _JsonLines:
     """A file of JSON lines, opened at the first write; each line is handed to the system at once.
-
-    While there is no space for them, lines wait in memory for the next write, and a warning says
-    so.
+    While there is no space, lines wait in memory for the next write, and a warning says so.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,10 +154,8 @@ class _JsonLines:
         error = self._write_waiting(self._number)
         if error is not None and not self._warned:
             self._warned = True
-            logging.warning(
-                f"{self.path}: {error.strerror}; its lines wait in memory. Free some space before "
-                "the job ends."
-            )
+            remedy = "its lines wait in memory. Free some space before the job ends."
+            logging.warning(f"{self.path}: {error.strerror}; {remedy}")
 
     def _write_waiting(self, number: int) -> OSError | None:
         """Write what waits; returns the error if there is no space for all of it."""
@@ -210,14 +200,10 @@ def _number(key: str, value: Any) -> float:
         try:
             value = value.item()
         except (RuntimeError, ValueError):
-            raise TypeError(
-                f"metric {key} has shape {tuple(value.shape)}; log one number per key."
-            ) from None
+            shape = tuple(value.shape)
+            raise TypeError(f"metric {key} has shape {shape}; log one number per key.") from None
     if not isinstance(value, (bool, int, float)):
-        raise TypeError(
-            f"metric {key}={value!r} is a {type(value).__name__}; log numbers, and tables with "
-            "log_table."
-        )
+        raise TypeError(f"metric {key}={value!r} is no number; log tables with log_table.")
     return value
 
 

@@ -98,9 +98,8 @@ def _call_packed(
 ) -> torch.Tensor:
     """Output `[1, b * width, ...]` for rows `[b, width]` of several samples each, which go to the
     model as one row, in Megatron Core's form `thd`: positions and attention restart where
-    `position_ids` `[b, width - pad]` is 0.
-
-    On a GPU Transformer Engine takes this form; that has not been run yet.
+    `position_ids` `[b, width - pad]` is 0. (On a GPU, where Transformer Engine takes this form,
+    that has not been run yet.)
     """
     if parallel_state.get_context_parallel_world_size() > 1:
         raise UserError(
@@ -111,27 +110,19 @@ def _call_packed(
     flat = torch.cat([position_ids, added], dim=1).reshape(1, -1)
     ends = torch.tensor([flat.numel()], device=flat.device)
     starts = torch.cat([(flat[0] == 0).nonzero()[:, 0], ends]).to(torch.int32)
-    longest = int(flat.max()) + 1
+    lengths = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), int(flat.max()) + 1)
     return model(
         tokens.reshape(1, -1),
         flat,
         None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        ),
+        packed_seq_params=PackedSeqParams("thd", starts, starts, **lengths),
         **_output_options(model),
     )
 
 
 def _output_options(model: Any) -> dict[str, bool]:
-    """Options that keep a bf16 language model from copying logits and gradient to float32.
-
-    `vocab_parallel` computes in float32 for logits of any dtype. The small output of a head is
-    copied as usual.
+    """Options that keep a bf16 language model from copying logits and gradient to float32, in
+    which `vocab_parallel` computes for logits of any dtype. The small output of a head is copied.
     """
     while not isinstance(model, Float16Module) and hasattr(model, "module"):
         model = model.module
@@ -149,10 +140,8 @@ def _crop(
     output: torch.Tensor, model: torch.nn.Module, micro_batch: Batch, width: int
 ) -> torch.Tensor:
     """Remove the added columns from the output `[b, width]` of a head, and make rows of that of
-    packed samples.
-
-    Logits stay as they are: `vocab_parallel` takes them with padding, and cutting it off would
-    copy their gradient.
+    packed samples. Logits stay as they are: `vocab_parallel` takes them with padding, and cutting
+    it off would copy their gradient.
     """
     if "packed_position_ids" in micro_batch:
         return output.view(-1, width, *output.shape[2:])
@@ -168,9 +157,7 @@ def _run_schedule(
     forward_only: bool,
 ) -> list[Any]:
     """Run the schedule; return what `consume(output, micro_batch)` returns on the last stage, in
-    the order of the plan.
-
-    With gradients `consume` is the loss function of Megatron's schedule.
+    the order of the plan. With gradients it is the loss function of Megatron's schedule.
     """
     config = get_model_config(model_chunks[0])
     packed = "packed_position_ids" in batch  # the rows of a micro-batch make one
@@ -253,7 +240,7 @@ def forward_backward(
             all. With the losses that balance experts, which are statistics of whole micro-batches,
             nothing is cut and no sample moves.
         micro_batch_tokens: most tokens that a micro-batch computes, in place of
-            `micro_batch_size`; None: fixed numbers of samples.
+            `micro_batch_size`.
         keep_order: micro-batches are consecutive samples, for a loss that depends on which share
             one.
         together: so many consecutive samples stay in one micro-batch, in their order.
@@ -308,8 +295,8 @@ def forward_backward(
 
 
 def _sum_over_data_parallel(totals: Batch) -> tuple[dict[str, float], Batch]:
-    """Sum the last stage's `totals` over data-parallel ranks; all ranks get the scalars as
-    numbers, and the other tensors, float64 on the CPU.
+    """Sum the last stage's `totals` over data-parallel ranks: (scalars, other tensors) on all
+    ranks.
     """
     keys = sorted(totals)
     if keys:
@@ -343,14 +330,10 @@ def forward_collect(
     ranks; so all of them must call it equally often.
 
     Args:
-        batch: this rank's samples; `tokens` int64 `[B, S]` and what `output_fn` needs.
         micro_batch_size: most samples per forward pass. Expert parallelism and virtual pipelining
             may need more passes, also of repeated samples.
         output_fn: `(output, micro_batch) -> tensor [b, ...]`, called on the last stage.
-        model_inputs: further keys of the batch that are handed to the model by name.
-        lengths: int64 `[B]`, how many tokens of each sample matter, at least 1; None: all.
-        micro_batch_tokens: most tokens of a forward pass, in place of `micro_batch_size`; None:
-            fixed numbers of samples.
+        batch, model_inputs, lengths, micro_batch_tokens: as of `forward_backward`.
         by_position: dimension 1 of the output is positions, those of the micro-batch's tokens or
             one less.
 
@@ -359,14 +342,8 @@ def forward_collect(
         have as many columns as for the whole batch, and 0 beyond the length of a sample.
     """
     rows, columns = batch["tokens"].shape
-    plan = plan_of_rank(
-        model_chunks,
-        batch["tokens"],
-        lengths,
-        micro_batch_size,
-        micro_batch_tokens,
-        training=False,
-    )
+    sizes = micro_batch_size, micro_batch_tokens
+    plan = plan_of_rank(model_chunks, batch["tokens"], lengths, *sizes, training=False)
     _count(FORWARD, model_chunks[0], plan, lengths, batch)
     outputs = _run_schedule(model_chunks, batch, plan, output_fn, model_inputs, forward_only=True)
     collected = None
@@ -396,12 +373,9 @@ def _count(
 def _in_order(
     outputs: Sequence[torch.Tensor], plan: Plan, rows: int, columns: int | None
 ) -> torch.Tensor:
-    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch.
-
-    Args:
-        columns: of the tokens of the batch, if outputs have positions; they get as many columns,
-            less what they have fewer than the tokens of their micro-batch. None: their shapes are
-            equal.
+    """`[rows, ...]` in the order of the batch, from `[b, ...]` of each micro-batch. Outputs that
+    have positions get the `columns` of the batch's tokens, less what they have fewer than the
+    tokens of their micro-batch; None: their shapes are equal.
     """
     shape = list(outputs[0].shape)
     shape[0] = rows

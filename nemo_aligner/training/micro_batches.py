@@ -46,14 +46,11 @@ def plan_micro_batches(
     lengths: Sequence[int], count: int, *, even_tokens: bool = False, keep_order: bool = False
 ) -> list[MicroBatch]:
     """Share samples out to `count` micro-batches, the longest samples first: what needs most
-    memory runs first.
+    memory runs first. Where there are fewer samples, the last micro-batches are copies of the
+    shortest one.
 
-    Args:
-        count: of micro-batches, none of which is empty. Where there are fewer samples, the last
-            ones are copies of the shortest sample.
-        even_tokens: the largest number of computed tokens is the least possible; otherwise the
-            numbers of samples are even.
-        keep_order: samples stay in their order, which excludes `even_tokens`.
+    With `even_tokens` the largest number of computed tokens is the least possible; otherwise the
+    numbers of samples are even. `keep_order` (samples stay in their order) excludes it.
     """
     order = list(range(len(lengths)))
     if not keep_order:
@@ -72,13 +69,11 @@ def plan_micro_batches(
 
 def with_rows_together(plan: Sequence[MicroBatch], together: int) -> list[MicroBatch]:
     """A plan for samples from one for groups of `together` consecutive samples."""
-    return [
-        MicroBatch(
-            tuple(group * together + place for group in part.rows for place in range(together)),
-            part.width,
-        )
-        for part in plan
-    ]
+
+    def rows(part: MicroBatch) -> tuple[int, ...]:
+        return tuple(row * together + place for row in part.rows for place in range(together))
+
+    return [MicroBatch(rows(part), part.width) for part in plan]
 
 
 def _even_sizes(samples: int, count: int) -> list[int]:
@@ -136,18 +131,13 @@ def plan_of_rank(
     keep_order: bool = False,
     together: int = 1,
 ) -> Plan:
-    """The micro-batches of this rank's samples; all ranks call it.
+    """The micro-batches of this rank's samples, of which `tokens` int64 `[B, S]` has the shape;
+    all ranks call it, those of a model-parallel group with equal arguments. `training`: no sample
+    may be in two micro-batches. The other arguments are those of
+    `megatron_steps.forward_backward`.
 
-    The ranks of a model-parallel group call it with equal arguments and get the same plan. The
-    arguments that are not named here are those of `megatron_steps.forward_backward`.
-
-    Args:
-        tokens: int64 `[B, S]`; only its shape matters.
-        training: no sample may be in two micro-batches.
-
-    Raises:
-        UserError: in training, the samples do not make whole micro-batches, or virtual pipelining
-            needs another number of them.
+    `UserError`: in training, the samples do not make whole micro-batches, or virtual pipelining
+    needs another number of them.
     """
     config = get_model_config(model_chunks[0])
     rows, columns = tokens.shape
@@ -197,18 +187,14 @@ def micro_batch_group(model_chunks: Sequence[torch.nn.Module]) -> int:
 
 def _check_micro_batches(samples: int, micro_batch_size: int, group: int) -> None:
     """Refuse a number of samples per rank that does not make whole (groups of) micro-batches."""
+    size, remedy = f"model.micro_batch_size={micro_batch_size}", "change it or global_batch_size."
     if samples % micro_batch_size:
         raise UserError(
-            f"{samples} samples per data-parallel rank are not divisible by "
-            f"model.micro_batch_size={micro_batch_size}; change model.global_batch_size or "
-            "model.micro_batch_size."
+            f"{samples} samples per data-parallel rank are not divisible by {size}; {remedy}"
         )
-    count = samples // micro_batch_size
-    if count % group:
+    if samples // micro_batch_size % group:
         raise UserError(
-            f"{samples} samples per data-parallel rank make {count} micro-batch(es) of "
-            f"model.micro_batch_size={micro_batch_size}; with "
-            "model.virtual_pipeline_model_parallel_size their number must be a multiple of "
-            f"model.pipeline_model_parallel_size={group}. Change model.global_batch_size or "
-            "model.micro_batch_size."
+            f"{samples} samples per data-parallel rank with {size} make no multiple of "
+            f"pipeline_model_parallel_size={group} micro-batches, as virtual pipelining needs; "
+            + remedy
         )

@@ -64,9 +64,7 @@ def wrap_with_ddp(
     model_chunks: Sequence[Any], optim_cfg: DictConfig
 ) -> list[DistributedDataParallel]:
     """Wrap every chunk in Megatron's DistributedDataParallel, with hooks; all ranks call it.
-
-    Raises:
-        ConfigError: an unknown name, or values that cannot work (`check_optim`).
+    `ConfigError`: an unknown name, or values that cannot work (`check_optim`).
     """
     check_optim(optim_cfg)
     for chunk in model_chunks:
@@ -102,9 +100,8 @@ def wrap_with_ddp(
     config = wrapped[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if overlap:
-        config.no_sync_func = (
-            [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
-        )
+        each = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = each if len(each) > 1 else each[0]
     return wrapped
 
 
@@ -143,11 +140,10 @@ def is_pytorch_adam(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter its (zero) state now: of Adam, and of SGD with momentum.
-
-    Megatron Core reads the states when it saves and loads a checkpoint, also before any step has
-    made them. For SGD it brings no function that makes them, and that for Adam leaves out the
-    step count of PyTorch's own.
+    """Give every parameter its (zero) state now: of Adam, and of SGD with momentum. Megatron Core
+    reads the states when it saves and loads a checkpoint, also before any step has made them. For
+    SGD it brings no function that makes them, and that for Adam leaves out the step count of
+    PyTorch's own.
     """
     for part in chained_optimizers(optimizer):
         inner = part.optimizer
@@ -194,10 +190,9 @@ def _start_momentum(inner: torch.optim.Optimizer, _config: OptimizerConfig) -> N
 def _parameter_groups(
     model_chunks: Sequence[torch.nn.Module], config: OptimizerConfig
 ) -> dict[ParamKey, dict[str, Any]]:
-    """Megatron's own groups (no weight decay on biases and norms), split by dtype.
-
-    In a group of two dtypes the distributed optimizer saves and loads the states of one weight as
-    those of another. What tells the groups apart is a learning rate that equals the common one.
+    """Megatron's own groups (no weight decay on biases and norms), split by dtype: in a group of
+    two the distributed optimizer saves and loads the states of one weight as those of another.
+    What tells the groups apart is a learning rate that equals the common one.
     """
     for chunk in model_chunks:
         parameter: Any  # gets an attribute that `ParamKey` reads
@@ -213,10 +208,7 @@ def build_optimizer(
     model_chunks: Sequence[DistributedDataParallel], optim_cfg: DictConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Build Megatron's optimizer over chunks of `wrap_with_ddp`, with weights of `dtype`, on all
-    ranks.
-
-    Raises:
-        ConfigError: an unknown name, or values that cannot work (`check_optim`).
+    ranks; errors as there.
     """
     check_optim(optim_cfg)
     kind = OPTIMIZERS[optim_cfg.name]
@@ -246,15 +238,10 @@ def build_optimizer(
 
 
 class NemoSchedule(OptimizerParamScheduler):
-    """Learning rates of a schedule class of NeMo's registry, which counts updates.
-
-    The rate after n updates depends on n alone, so a resumed job goes on with it exactly.
-
-    Args:
-        options: keyword arguments of the class, without None.
-
-    Raises:
-        ConfigError: the class refuses its arguments, or gives a rate that is not finite.
+    """Learning rates of a schedule class of NeMo's registry, which counts updates; `options` are
+    its keyword arguments, without None. The rate after n updates depends on n alone, so a resumed
+    job goes on with it exactly. `ConfigError`: the class refuses its arguments, or gives a rate
+    that is not finite.
     """
 
     def __init__(
@@ -330,10 +317,8 @@ def _constant_weight_decay(weight_decay: float) -> dict[str, Any]:
 def build_scheduler(
     optimizer: MegatronOptimizer, optim_cfg: DictConfig, max_steps: int
 ) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule over `max_steps` updates (see the module docstring).
-
-    Raises:
-        ConfigError: an unknown name, or values that cannot work (`check_optim`).
+    """Build the learning-rate schedule over `max_steps` updates (see the module docstring); errors
+    as of `wrap_with_ddp`.
     """
     check_optim(optim_cfg)
     lr, sched = optim_cfg.lr, optim_cfg.sched
@@ -371,8 +356,7 @@ def _own_schedule(
         # Otherwise the rate would fall from its peak to min_lr right after the warm-up.
         logging.warning(
             f"model.optim.sched: warmup_steps={warmup} + constant_steps={constant_steps} leave "
-            f"none of the job's {max_steps} optimizer updates for annealing; the constant phase "
-            "is left out."
+            f"none of the job's {max_steps} updates for annealing; the constant phase is left out."
         )
         constant_steps = 0
     decay_end = max(max_steps - constant_steps, warmup + 1)
@@ -394,19 +378,15 @@ def _own_schedule(
 def clip_gradients(optimizer: Optimizer, clip_val: float | None) -> None:
     """Set the gradient norm to which the next step clips; None or <= 0: it does not."""
     for part in chained_optimizers(optimizer):
-        part.config.clip_grad = float(clip_val or 0.0) if (clip_val or 0.0) > 0 else 0.0
+        part.config.clip_grad = max(float(clip_val or 0.0), 0.0)
 
 
 def optimizer_step(
     optimizer: Optimizer, scheduler: Scheduler, clip_val: float | None
 ) -> float | None:
-    """Clip to `clip_val`, update the weights and the learning rate; all ranks call it.
-
-    Returns:
-        The gradient norm before clipping, or None when clipping is off.
-
-    Raises:
-        NonFiniteError: the gradient norm is NaN or infinite, or the optimizer refused the step.
+    """Clip to `clip_val`, update the weights and the learning rate; all ranks call it. Returns the
+    gradient norm before clipping, or None when clipping is off. `NonFiniteError`: the norm is NaN
+    or infinite, or the optimizer refused the step.
     """
     clip_gradients(optimizer, clip_val)
     succeeded, grad_norm, _num_zeros = optimizer.step()
@@ -432,12 +412,8 @@ def train_on_batch(
     clip_val: float | None,
 ) -> dict[str, Any]:
     """One optimizer update on a global batch, of which each rank has its share; all ranks call it.
-
-    Returns:
-        The model's metrics, `loss`, `lr` (that of this update) and, with clipping, `grad_norm`.
-
-    Raises:
-        NonFiniteError: loss or gradient is NaN or infinite; no weight has changed.
+    Returns the model's metrics, `loss`, `lr` (that of this update) and, with clipping,
+    `grad_norm`. `NonFiniteError`: loss or gradient is NaN or infinite; no weight has changed.
     """
     optimizer.zero_grad()
     model.prepare_for_training_step()

@@ -13,13 +13,8 @@ from nemo_aligner.core.interfaces import PromptSampler
 
 
 def compute_limit_batches(number_of_batches: int, limit_batches: int | float | None) -> int:
-    """Number of batches to use.
-
-    Args:
-        limit_batches: a float is a fraction (at least one batch unless 0), an int a cap, None all.
-
-    Raises:
-        ConfigError: a negative limit, or a float above 1.
+    """Number of batches to use: `limit_batches` is a fraction (a float; at least one batch unless
+    0), a cap (an int), or None for all. `ConfigError`: a negative limit, or a float above 1.
     """
     if limit_batches is None:
         return number_of_batches
@@ -30,9 +25,8 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
     if isinstance(limit_batches, float):
         if limit_batches > 1:
             raise ConfigError(
-                f"limit_train_batches / limit_val_batches = {limit_batches}: a float is a "
-                f"fraction of the data, at most 1.0; write {int(limit_batches)} without the point "
-                "for a number of batches."
+                f"limit_train_batches / limit_val_batches = {limit_batches}: a float is at most "
+                f"1.0; write {int(limit_batches)} without the point for a number of batches."
             )
         # 100 * 0.29 is 28.999...: the small addend keeps the floor at 29.
         share = int(number_of_batches * limit_batches + 1e-6)
@@ -41,13 +35,9 @@ def compute_limit_batches(number_of_batches: int, limit_batches: int | float | N
 
 
 def interval_in_steps(key: str, interval: int | float, steps_per_epoch: int) -> int:
-    """Steps between two validations or checkpoints (`key`); 0 and below: never.
-
-    Args:
-        interval: steps, or as a float a part of an epoch, of which at least one step is left.
-
-    Raises:
-        ConfigError: a float that is no part of an epoch.
+    """Steps between two validations or checkpoints (`key`); 0 and below: never. `interval` is in
+    steps, or as a float a part of an epoch, of which at least one step is left; else
+    `ConfigError`.
     """
     if not isinstance(interval, float):
         return interval
@@ -85,12 +75,9 @@ def compute_num_steps_per_epoch(
 ) -> int:
     """Whole global batches in an epoch of a sampler that drops incomplete ones (`ConfigError`)."""
     if not sampler.drop_last:
-        raise ConfigError(
-            "training needs drop_last=True: an incomplete global batch cannot make a step."
-        )
-    return compute_limit_batches(
-        sampler.total_samples // sampler.global_batch_size, limit_train_batches
-    )
+        raise ConfigError("training needs drop_last=True: an incomplete batch makes no step.")
+    batches = sampler.total_samples // sampler.global_batch_size
+    return compute_limit_batches(batches, limit_train_batches)
 
 
 def compute_max_steps(num_steps_per_epoch: int, max_epochs: int, max_steps: int) -> int:
@@ -122,10 +109,8 @@ def warn_of_unreachable_steps(section: str, cfg: Any, reached: int, steps_per_ep
 
 
 def endless_batches(dataloader: BatchLoader, counters: Counters) -> Iterator[Any]:
-    """Yield the batches of a data loader, epoch after epoch, from the trainer's position.
-
-    Raises:
-        UserError: there is no batch at this position of the data.
+    """Yield the batches of a data loader, epoch after epoch, from the trainer's position;
+    `UserError`: there is none.
     """
     while True:
         # A loader with workers runs ahead of the training, so the position is set here, not taken
@@ -155,15 +140,13 @@ def check_progress(
     run_time_exceeded: bool = False,
     must_save: bool = False,
 ) -> tuple[bool, bool, bool]:
-    """Decide what to do after `step` finished steps.
+    """What to do after `step` finished steps: (run validation, save a checkpoint, training is at
+    its end).
 
     Validation is on if there are batches for it and its interval is positive; saving if its
     interval is positive. Each happens at the multiples of its interval, at the end, and when the
     time is over; a validation also with a save at its interval, whose checkpoint is ranked by it;
     a save also when the job must end (`must_save`).
-
-    Returns:
-        (run validation, save a checkpoint, training is at its end).
     """
     validation_enabled = limit_val_batches != 0 and val_check_interval > 0
     save_enabled = save_interval > 0
@@ -178,15 +161,10 @@ def check_progress(
 def supervised_max_steps(
     trainer_cfg: DictConfig, train_dataloader: BatchLoader, more_steps: int = 0
 ) -> int:
-    """Optimizer updates of a supervised job, the horizon of its learning rate.
-
-    Args:
-        trainer_cfg: complete section `trainer.sft`, `trainer.rm`, ...; `max_iterations`, of SPIN,
-            says how often its epochs are repeated.
-        more_steps: that the epochs have, because global batches had another size for some time.
-
-    Raises:
-        ConfigError: neither epochs nor steps say when training ends.
+    """Optimizer updates of a supervised job, the horizon of its learning rate, from its complete
+    section `trainer.sft`, ... (`max_iterations`, of SPIN, says how often its epochs are repeated)
+    and the `more_steps` that the epochs have because global batches had another size for some
+    time. `ConfigError`: neither epochs nor steps say when training ends.
     """
     max_epochs, max_steps = trainer_cfg.max_epochs, trainer_cfg.max_steps
     limits = [] if max_steps is None or max_steps < 0 else [max_steps]
@@ -197,7 +175,5 @@ def supervised_max_steps(
         epochs = trainer_cfg.get("max_iterations", 1) * max_epochs
         limits.append(epochs * steps_per_epoch + more_steps)
     if not limits:
-        raise ConfigError(
-            "max_epochs=null needs max_steps: set one of them, so that training ends."
-        )
+        raise ConfigError("max_epochs=null needs max_steps: set one, so that training ends.")
     return min(limits)

@@ -37,9 +37,8 @@ class StopRequests:
 
     Attributes:
         received: the first signal, None before one.
-        step: finished steps, None before the loop.
+        step, max_steps: finished steps (None before the loop), and those of the whole job.
         has_trained: this process has finished a step.
-        max_steps: steps of the whole job.
     """
 
     def __init__(self) -> None:
@@ -67,10 +66,8 @@ class StopRequests:
     ) -> Iterator[None]:
         """Inside, `SIGNALS` are requests, except a Ctrl-C that a shell keeps from jobs in its
         background. A thread sees them: the main thread may be in a collective that never ends.
-
-        Args:
-            end: ends the process at once, with what belongs to it; gets the code and the signal.
-            is_job: the same command continues what a Ctrl-C ends.
+        `end` ends the process at once, with what belongs to it; it gets the code and the signal.
+        `is_job`: the same command continues what a Ctrl-C ends.
         """
         if self._watching or threading.current_thread() is not threading.main_thread():
             yield
@@ -137,12 +134,8 @@ class StopRequests:
 
     @contextlib.contextmanager
     def in_loop(self, step: int, max_steps: int, saves: bool) -> Iterator[None]:
-        """Inside, a request waits for the end of the running step.
-
-        Args:
-            step: finished steps.
-            max_steps: after which the job has finished.
-            saves: it writes checkpoints.
+        """Inside, a request waits for the end of the running step; `step`: finished steps,
+        `saves`: the job writes checkpoints.
         """
         self.step, self.max_steps, self._saves = step, max_steps, saves
         self._step_s, self._last_boundary = None, time.monotonic()
@@ -176,10 +169,8 @@ class StopRequests:
         return JobStopped(ExitCode.PRE_EMPTED, _name(number))
 
     def leave(self, stop: JobStopped) -> None:
-        """End the job, which has saved; `ending.json` is there before any rank has left.
-
-        Raises:
-            JobStopped: `stop`.
+        """End the job, which has saved, by raising `stop`; `ending.json` is there before any rank
+        has left.
         """
         self._has_left = True  # launchers repeat signals while the ranks leave one by one
         note_ending(stop.code, stop.reason, self.step)

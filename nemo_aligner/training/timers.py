@@ -34,10 +34,8 @@ class ScopedTimer:
 
     Args:
         reduction: of several durations of one name: "mean", "sum", "max" or "min".
-        sync_cuda: wait for the GPU before and after a scope, so that its work counts in the scope
-            that launched it.
-        buffer_size: how many durations a name may have before they are consumed; -1 for any
-            number.
+        sync_cuda: wait for the GPU before and after a scope, so that its work counts in it.
+        buffer_size: most durations of a name before they are consumed; -1: any number.
         on_scope: called after each scope with its name, its start in seconds since the epoch, and
             its duration in seconds.
     """
@@ -50,9 +48,8 @@ class ScopedTimer:
         on_scope: Callable[[str, float, float], None] | None = None,
     ) -> None:
         if reduction not in _REDUCTIONS:
-            raise ValueError(
-                f"reduction={reduction!r} is unknown; choose one of {', '.join(_REDUCTIONS)}"
-            )
+            known = ", ".join(_REDUCTIONS)
+            raise ValueError(f"reduction={reduction!r} is unknown; choose one of {known}")
         self._reduce = _REDUCTIONS[reduction]
         self._sync_cuda = sync_cuda
         self._buffer_size = buffer_size
@@ -61,16 +58,12 @@ class ScopedTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the scope as `name`; one that raises leaves no duration.
-
-        Raises:
-            ValueError: `name` already has `buffer_size` durations that were not consumed.
+        """Time the scope as `name`; one that raises leaves no duration. `ValueError`: `name`
+        already has `buffer_size` durations that were not consumed.
         """
         if len(self._durations.get(name, ())) == self._buffer_size:
-            raise ValueError(
-                f"timer {name!r} already holds a duration; call consume_durations() before timing "
-                "it again"
-            )
+            remedy = "call consume_durations() before timing it again"
+            raise ValueError(f"timer {name!r} already holds a duration; {remedy}")
         start, began = self._now(), time.time()
         with progress.in_phase(name):
             yield
@@ -101,9 +94,7 @@ class ScopedTimer:
 
 class SyncTimer(ScopedTimer):
     """NeMo-Aligner's older timer: `ScopedTimer`, with `start`, `stop` and `get` by name, and
-    durations that are the same on all data-parallel ranks.
-
-    `reduce_op`: how the durations of the ranks become one; the slowest counts by default.
+    durations that are the same on all data-parallel ranks (by `reduce_op`).
     """
 
     def __init__(
@@ -192,9 +183,8 @@ class Timer:
         finished = self.elapsed_s() >= self.duration_s
         if self.duration_s == float("inf") or not torch.distributed.is_initialized():
             return finished
-        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-        decision = torch.tensor([int(finished)], device=device)
-        torch.distributed.broadcast(decision, src=0)
+        decision = torch.tensor([int(finished)], device=get_device())
+        dist.broadcast(decision, src=0)
         return bool(decision.item())
 
 
@@ -205,12 +195,10 @@ def _seconds(duration: str | timedelta | None) -> float:
         return duration.total_seconds()
     parts = str(duration).strip().split(":")
     if len(parts) != 4 or not all(part.isdecimal() for part in parts):
-        raise ConfigError(
-            f"max_time_per_run={duration!r} is not of the form DD:HH:MM:SS, for example "
-            "00:03:45:00"
-        )
+        form = "DD:HH:MM:SS, for example 00:03:45:00"
+        raise ConfigError(f"max_time_per_run={duration!r} is not of the form {form}")
     days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 # ----------------------------------------------------------------------------------- the timeline

@@ -34,7 +34,7 @@ _counts = {FORWARD: [0, 0, 0, 0], TRAIN: [0, 0, 0, 0]}
 
 def count_tokens(phase: str, samples: int, real: int, computed: int, flops: int) -> None:
     """Add a pass over so many samples: the tokens up to their lengths, all tokens, and FLOPs for
-    the former (`flops_per_token`).
+    the former.
     """
     for index, number in enumerate((samples, real, computed, flops)):
         _counts[phase][index] += number
@@ -49,16 +49,13 @@ def forget_token_counts() -> None:
 def take_token_counts(
     names: Mapping[str, str], seconds: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it.
-
-    Args:
-        names: of the phases.
-        seconds: that those took, by name; without them a phase has no speed.
+    """Counts since the last call, as metrics, over all data-parallel ranks; all ranks call it with
+    the `names` of the phases, and the `seconds` that those took, by name.
 
     Returns:
         Of each phase that computed something: `<name>_computed`, tokens, and
-        `<name>_real_fraction`, equal on every rank; and its speed per rank of the job, by this
-        rank's `seconds`: `<name>_tokens_per_s` (no padding), `<name>_samples_per_s`,
+        `<name>_real_fraction`, equal on every rank; and, if it has seconds, its speed per rank of
+        the job, by this rank's: `<name>_tokens_per_s` (no padding), `<name>_samples_per_s`,
         `<name>_tflops` and, on a known GPU, `<name>_mfu`.
     """
     counts = torch.tensor([_counts[phase] for phase in names], dtype=torch.float64)
@@ -68,9 +65,8 @@ def take_token_counts(
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
     peak = peak_of_this_card()
     tokens, speeds = {}, {}
-    for name, (samples, real, computed, flops) in zip(
-        names.values(), counts.tolist(), strict=True
-    ):
+    found = zip(names.values(), counts.tolist(), strict=True)
+    for name, (samples, real, computed, flops) in found:
         if not computed:
             continue
         tokens[f"{name}_computed"] = computed
@@ -148,10 +144,7 @@ def peak_of_this_card() -> float | None:
 
 def flops_per_token(config: TransformerConfig, outputs: int) -> tuple[int, int]:
     """FLOPs of a forward pass: (of each token, of each pair of a token and a position that it
-    attends to, itself among them).
-
-    Args:
-        outputs: numbers that the last layer gives for each token, rows of the vocabulary.
+    attends to, itself among them). `outputs`: numbers that the last layer gives for each token.
     """
     hidden, layers, gates = config.hidden_size, config.num_layers, 1 + config.gated_linear_unit
     queries = config.num_attention_heads * config.kv_channels
@@ -174,13 +167,9 @@ def attended_pairs(lengths: Tensor) -> int:
 
 
 def pass_flops(module: torch.nn.Module, tokens: int, pairs: int, training: bool) -> int:
-    """FLOPs of a pass over so many tokens and pairs (see `flops_per_token`).
-
-    Backward takes twice those of forward. Frozen linear layers need no gradient of their weights,
-    and the products of adapters do not count.
-
-    Args:
-        module: a chunk of the model; its configuration speaks of the whole model.
+    """FLOPs of a pass over so many tokens and pairs (see `flops_per_token`) through the model of
+    which `module` is a chunk. Backward takes twice those of forward. Frozen linear layers need no
+    gradient of their weights, and the products of adapters do not count.
     """
     (model,) = unwrap_model([module])
     outputs = getattr(model, "outputs_per_token", model.vocab_size)

@@ -14,24 +14,16 @@ from megatron.core.parallel_state import destroy_model_parallel, get_context_par
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from nemo_aligner.generation import GenerationParams
-from nemo_aligner.models.nlp.gpt.gpt_sft_model import GPTSFTModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
-from nemo_aligner.models.nlp.gpt.megatron_gpt_regression_reward_model import (
-    MegatronGPTRegressionRewardModel,
-)
-from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares, share_positions, take_share
-from nemo_aligner.training.optim import optimizer_step
+from tests.distributed import matrix, matrix_reload
 from tests.distributed.launcher import progress, run_ranks
 from tests.tiny_models import PPO, tiny_config
 
 pytestmark = pytest.mark.timeout(400)
 
-ROWS, WIDTH = 4, 9  # a width that no share fits: padded to 12
-LENGTHS = [9, 4, 6, 8]
 CP2 = dict(context_parallel_size=2)
 
 
@@ -64,130 +56,19 @@ def check_shares():
     torch.testing.assert_close(gradient, take_share(weights, 1) * 3)
 
 
-def batches():
-    """Global batches with rows of unequal weight."""
-    generator = torch.Generator().manual_seed(3)
-
-    def tokens():
-        return torch.randint(0, 290, (ROWS, WIDTH), generator=generator)
-
-    def numbers(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    lengths, column = torch.tensor(LENGTHS), torch.arange(WIDTH)
-    mask = ((column >= 2) & (column < lengths[:, None] - 1)).float()[:, :-1]
-    text_mask = torch.ones(ROWS, WIDTH)
-    text_mask[1] = 0
-    pairs = {
-        "chosen": tokens(),
-        "rejected": tokens(),
-        "chosen_length": lengths,
-        "rejected_length": lengths.flip(0),
-    }
-    answers = {"response_tokens": tokens(), "mask": mask}
-    return {
-        "actor": answers
-        | {
-            "is_end": torch.tensor([True, True, False, True]),
-            "advantages": numbers(ROWS, WIDTH - 1),
-        }
-        | {"prev_logprobs": -5.7 + 0.1 * numbers(ROWS, WIDTH - 1)},
-        "critic": {"tokens": tokens(), "mask": mask}
-        | {"returns": numbers(ROWS, WIDTH - 1), "prev_values": numbers(ROWS, WIDTH - 1)},
-        "reward": pairs | {"loss_mask": text_mask},
-        "labels": {
-            "inputs": tokens(),
-            "lengths": lengths,
-            "labels": numbers(ROWS, 3),
-            "loss_mask": text_mask,
-        },
-        "sft": {
-            "tokens": tokens(),
-            "labels": tokens(),
-            "loss_mask": (column < lengths[:, None]).float(),
-        },
-        "rejection sampling": answers,
-    }
+# (architecture, role) of the matrix
+CASES = [
+    *(("gpt2", "actor"), ("llama", "critic"), ("gpt2", "reward model"), ("llama", "regression")),
+    *(("llama", "sft"), ("gpt2", "rs"), ("llama", "dpo"), ("gpt2", "kto")),
+]
 
 
-# role: (class, batch, architecture, further settings)
-ROLES = {
-    "actor, GPT-2": (MegatronGPTActorModel, "actor", "gpt2", {"micro_batch_size": 2}),
-    "actor, Llama": (MegatronGPTActorModel, "actor", "llama", {}),
-    "critic": (
-        MegatronGPTCriticModel,
-        "critic",
-        "llama",
-        {"micro_batch_size": 2, "output_sequence": True},
-    ),
-    "reward model": (MegatronGPTRewardModel, "reward", "llama", {"micro_batch_size": 2}),
-    "reward model, average": (MegatronGPTRewardModel, "reward", "gpt2", {"use_avg_pool": True}),
-    "attributes": (
-        MegatronGPTRegressionRewardModel,
-        "labels",
-        "llama",
-        {"regression": {"num_attributes": 3}},
-    ),
-    "sft": (GPTSFTModel, "sft", "gpt2", {"activations_checkpoint_granularity": "selective"}),
-    "rejection sampling": (
-        MegatronGPTRSModel,
-        "rejection sampling",
-        "llama",
-        {"optim": {"name": "adamw"}},
-    ),
-}
-
-
-def build(tokenizer_dir, role, **split):
-    model_class, _, architecture, settings = ROLES[role]
-    settings = {"loss_clip_val": 0.2, "ppo": PPO, "rs": PPO} | settings | split
-    # 9 positions: the padding must not reach beyond a learned position embedding.
-    positions = (
-        dict(encoder_seq_length=WIDTH + 16, max_position_embeddings=WIDTH)
-        if architecture == "gpt2"
-        else {}
-    )
-    cfg = tiny_config(tokenizer_dir, architecture, **positions, **settings)
-    # Keys have a bias that changes nothing; its gradient is rounding alone, which Adam would blow
-    # up to whole steps.
-    cfg.optim.eps = 1e-5
-    return model_class(cfg)
-
-
-def evaluate(tokenizer_dir, role, **split):
-    """Three optimizer steps of a role and what it infers then.
-
-    Returns:
-        (loss, gradient norm and metrics of each step; inferred tensors; {name: weight}).
-    """
-    model = build(tokenizer_dir, role, **split)
-    batch = batches()[ROLES[role][1]]
-    inputs = batches()["critic"]["tokens"], torch.tensor(LENGTHS)
-    if role == "critic":
-        model.has_trained_head = True
-        model.set_reward_model()
-    optimizer, scheduler = model.setup_megatron_optimization(10)
-    numbers = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        model.prepare_for_training_step()
-        loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
-        numbers.append(
-            {"loss": loss, "norm": optimizer_step(optimizer, scheduler, 0.5), **metrics}
-        )
-    inferred = []
-    if "reward" in role or role == "attributes":
-        inferred = [model.infer(inputs)]
-    elif role == "critic":
-        inferred = list(model.infer_rm_critic(inputs))
-    elif role != "sft":
-        inferred = [model.get_inference_log_probs(batch["response_tokens"])]
-    validation = model.get_loss_and_metrics(batch, forward_only=True)[0]
-    return (
-        numbers + [{"validation": validation}],
-        inferred,
-        {n: w.detach().clone() for n, w in model._named_weights()},
-    )
+def evaluate(tokenizer_dir, folder, architecture, role, **split):
+    """What a role infers, an optimizer step, and the weights after it."""
+    training = matrix.build(tokenizer_dir, folder, architecture, role, split)
+    numbers = matrix.inferred(training[0], role)
+    numbers["step"] = matrix_reload.step(*training, role)
+    return numbers | {"weights": {n: w.detach().clone() for n, w in training[0]._named_weights()}}
 
 
 def ragged_prompts(rows=5):
@@ -254,7 +135,7 @@ def dropout_masks(tokenizer_dir):
         return outside, torch.nn.functional.dropout(ones, 0.5)
 
 
-def on_two_ranks(tokenizer_dir):
+def on_two_ranks(tokenizer_dir, folder):
     parallel_state.initialize(**CP2)
     assert parallel_state.get_data_parallel_world_size() == 1
     assert torch.distributed.get_process_group_ranks(
@@ -262,7 +143,7 @@ def on_two_ranks(tokenizer_dir):
     ) == [0, 1]
     assert parallel_state.get_model_parallel_src_rank() == 0
     check_shares()
-    results = {role: evaluate(tokenizer_dir, role, **CP2) for role in ROLES}
+    results = {case: evaluate(tokenizer_dir, folder, *case, **CP2) for case in CASES}
     results |= {name: generate(tokenizer_dir, name, **CP2) for name in ("gpt2", "llama")}
     check_prompt_that_breaks_one_rank(tokenizer_dir)
     progress("updates and texts")
@@ -272,25 +153,8 @@ def on_two_ranks(tokenizer_dir):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_tokenizer_dir):
-    return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir)
-
-
-def assert_equal_numbers(ours, expected):
-    for step, wanted in zip(ours[0], expected[0], strict=True):
-        assert step.keys() == wanted.keys()
-        for name, number in wanted.items():
-            torch.testing.assert_close(
-                torch.as_tensor(step[name], dtype=torch.float64),
-                torch.as_tensor(number, dtype=torch.float64),
-                rtol=1e-5,
-                atol=1e-7,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
-    for inferred, wanted in zip(ours[1], expected[1], strict=True):
-        torch.testing.assert_close(inferred, wanted, rtol=1e-5, atol=1e-5)
-    for name, weight in expected[2].items():
-        assert torch.allclose(ours[2][name], weight, rtol=1e-5, atol=2e-6), name
+def two_ranks(tiny_tokenizer_dir, models):
+    return run_ranks(on_two_ranks, 2, 300, tiny_tokenizer_dir, models)
 
 
 def assert_equal_texts(ours, expected):
@@ -301,15 +165,17 @@ def assert_equal_texts(ours, expected):
             assert torch.equal(tensor, wanted)
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_two_ranks_that_share_sequences_compute_what_one_does(tiny_tokenizer_dir, two_ranks, role):
-    expected = evaluate(tiny_tokenizer_dir, role)
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_two_ranks_that_share_sequences_compute_what_one_does(
+    tiny_tokenizer_dir, models, two_ranks, case
+):
+    expected = evaluate(tiny_tokenizer_dir, models, *case)
     for ours in two_ranks:
-        assert_equal_numbers(ours[role], expected)
+        assert ours[case].keys() == expected.keys()
+        for name, numbers in expected.items():
+            assert matrix.apart(ours[case][name], numbers) < 1e-5, name
     # Whatever follows from the metrics (a stop, a log entry) happens on both ranks or on none.
-    for one, other in zip(two_ranks[0][role][0], two_ranks[1][role][0], strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one)
+    assert two_ranks[0][case]["step"] == two_ranks[1][case]["step"]
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])

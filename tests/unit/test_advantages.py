@@ -18,10 +18,9 @@ from nemo_aligner.core.advantages import (
     calculate_rloo_advantages,
     clip_advantages,
     clip_rewards,
-    spread_over_response,
 )
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
-from nemo_aligner.core.masks import create_mask, masked_mean_var, masked_sum, whiten
+from nemo_aligner.core.masks import create_mask, masked_mean_var, whiten
 from tests.rank_threads import run_rank_threads
 
 NAN = float("nan")
@@ -193,23 +192,6 @@ def test_groups_do_not_depend_on_the_order_of_rows_or_on_rows_that_are_not_valid
     # An index for each prompt says the same as its tokens.
     assert torch.equal(estimator(scores, prompts[:, 0] + 3 * prompts[:, 1], valid), advantages)
     assert estimator(scores[:0], prompts[:0], valid[:0]).shape == (0,)
-
-
-def test_scores_are_spread_over_the_response_alone():
-    _, rewards, mask = ragged(seed=4)
-    mask[2] = 0
-    scores = masked_sum(planted(rewards, mask), mask, dim=1)
-    for row in range(len(rewards)):
-        expected = sum(rewards[row, t].item() for t in mask[row].nonzero().flatten().tolist())
-        assert scores[row].item() == pytest.approx(expected, abs=1e-5)
-    assert masked_sum(planted(rewards, mask), mask).item() == pytest.approx(
-        scores.sum().item(), abs=1e-5
-    )
-    scores[2] = NAN  # a sample without a response
-    for column in (scores, scores[:, None]):
-        assert torch.equal(
-            spread_over_response(column, mask), torch.where(mask.bool(), scores[:, None], 0)
-        )
 
 
 def test_clipping():

@@ -115,74 +115,6 @@ def test_samples_that_end_early_leave_the_others_alone(llama, prompts):
     )
 
 
-@pytest.mark.parametrize("options", [dict(use_greedy=True), dict(temperature=1.2, top_p=0.95)])
-def test_responses_do_not_depend_on_the_batch(model, prompts, options):
-    tokens, lengths, seeds = prompts
-    params = GenerationParams(max_length=16, repetition_penalty=1.1, end_strings=("e",), **options)
-    generator = generator_of(model)
-    expected = samples_of(generator.generate(tokens, lengths, seeds, params))
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
-    for size in (1, 5, ROWS):
-        for rows in order.split(size):
-            output = generator.generate(tokens[rows], lengths[rows], seeds[rows], params)
-            assert samples_of(output) == [expected[row] for row in rows.tolist()]
-
-
-def test_seeds_make_responses_differ_and_repeat(llama, prompts):
-    tokens, lengths, seeds = (x[:1].expand(ROWS, *x.shape[1:]) for x in prompts)
-    generator, params = generator_of(llama), GenerationParams(max_length=16)
-    same = samples_of(generator.generate(tokens, lengths, seeds, params))
-    assert all(sample == same[0] for sample in same)
-    different = samples_of(generator.generate(tokens, lengths, torch.arange(ROWS), params))
-    assert len({tuple(sample) for sample in different}) == ROWS
-
-
-def test_repetition_penalty_makes_repetition_rare(llama, prompts):
-    tokens, lengths, seeds = prompts
-
-    def distinct(penalty):
-        params = GenerationParams(max_length=30, use_greedy=True, repetition_penalty=penalty)
-        return sum(
-            len(set(sample)) / len(sample)
-            for sample in samples_of(generator_of(llama).generate(tokens, lengths, seeds, params))
-        )
-
-    # A penalty beyond all bounds rules repetition out; it must see the prompt and the response.
-    assert distinct(1.0) < distinct(1.5) and distinct(1e6) == pytest.approx(ROWS, abs=0.5)
-
-
-def test_longest_and_shortest_responses(llama, prompts):
-    tokens, lengths, seeds = prompts
-    generator = generator_of(llama)
-    one = generator.generate(tokens, lengths, seeds, GenerationParams(max_length=1))
-    assert (one.response_lengths - lengths).tolist() == [1] * ROWS
-    eos = llama.tokenizer.eos_id
-    tokens, lengths, seeds = tokens.repeat(10, 1), lengths.repeat(10), torch.arange(10 * ROWS)
-    free, held = (
-        generator.generate(
-            tokens, lengths, seeds, GenerationParams(max_length=30, min_length=n, temperature=8.0)
-        )
-        for n in (0, 25)
-    )
-    assert ((free.response_lengths - lengths)[free.is_end] <= 25).any() and held.is_end.any()
-    assert ((held.response_lengths - lengths) > 25).all()
-    assert (held.response_lengths - lengths).max() == 30
-    for output in (free, held):
-        for sample, length, ended in zip(
-            samples_of(output), lengths.tolist(), output.is_end.tolist(), strict=True
-        ):
-            assert (sample[-1] == eos) == ended and eos not in sample[length:-1]
-
-
-def test_ids_beyond_the_vocabulary_are_never_generated(llama, prompts):
-    tokens, lengths, seeds = prompts
-    assert llama.padded_vocab_size > llama.tokenizer.vocab_size
-    output = generator_of(llama).generate(
-        tokens, lengths, seeds, GenerationParams(max_length=30, temperature=1e4)
-    )
-    assert output.response_tokens.max() < llama.tokenizer.vocab_size
-
-
 def test_a_response_ends_with_a_string_of_several_tokens(llama, prompts):
     tokens, lengths, seeds = prompts
     generator = generator_of(llama)
@@ -232,15 +164,6 @@ def test_log_probs_are_those_of_the_full_vocabulary(model, prompts):
         for column in range(int(lengths[row]) - 1, len(sample) - 1):
             expected[column] = (logits[column] / 0.7).log_softmax(-1)[sample[column + 1]]
         torch.testing.assert_close(output.logprobs[row], expected, atol=2e-5, rtol=1e-5)
-
-
-def test_the_response_stops_at_the_last_position(llama, prompts):
-    tokens, lengths, seeds = prompts
-    output = generator_of(llama).generate(
-        tokens, lengths, seeds, GenerationParams(max_length=100, use_greedy=True)
-    )
-    assert output.response_lengths.max() == LIMIT
-    assert not output.is_end[output.response_lengths == LIMIT].any()
 
 
 def test_learned_positions_limit_the_response(tiny_tokenizer_dir, prompts):
@@ -295,36 +218,17 @@ def test_responses_follow_the_weights_through_training(tiny_tokenizer_dir, promp
     assert after == naive
 
 
-def test_a_model_with_dropout_generates_without(tiny_tokenizer_dir, prompts):
-    tokens, lengths, seeds = prompts
-    dropout = dict(hidden_dropout=0.5, attention_dropout=0.5)
-    model = MegatronGPTModel(
-        tiny_config(tiny_tokenizer_dir, "llama", init_method_std=0.4, **dropout)
-    )
-    model.set_train()
-    runs = [
-        samples_of(
-            generator_of(model).generate(
-                tokens, lengths, seeds, GenerationParams(max_length=8, use_greedy=True)
-            )
-        )
-        for _ in range(2)
-    ]
-    assert runs[0] == runs[1]
-
-
 @pytest.mark.parametrize(
     "tokens, length, message",
     [
         ([[1, 2, 3]], 0, "prompt 0 of the batch is empty"),
-        ([[1, 2, 3]], 4, "length of 4 exceeds the width of the prompts, 3"),
+        ([[1, 2, 3]], 4, "length of 4 exceeds the width"),
         (
             [[1] * 50],
             48,
-            "prompt 0 of the batch has 48 tokens and leaves no room for a response within the 48 "
-            "positions",
+            "prompt 0 of the batch has 48 tokens: no room for a response within 48",
         ),
-        ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's vocabulary of"),
+        ([[1, 300, 3]], 2, "holds the id 300, outside the tokenizer's"),
     ],
 )
 def test_prompts_without_a_possible_response(llama, tokens, length, message):
@@ -675,6 +579,7 @@ def test_a_stream_that_is_left_gives_the_model_back(llama, prompts):
         dict(no_rope_freq=2),
         dict(query_pre_attn_scalar=3),
         dict(num_query_groups=4, activation="squared-relu", bias=True),
+        dict(layernorm_zero_centered_gamma=True, activation="geglu", openai_gelu=True),
         dict(apply_embedding_scaling=True, share_embeddings_and_output_weights=True),
     ],
     ids=lambda overrides: next(iter(overrides)),

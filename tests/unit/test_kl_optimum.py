@@ -296,12 +296,6 @@ def test_an_old_file_keeps_its_meaning_and_ends_below_the_start(estimator):
     assert logits.equal(train(problem, estimator, kl_estimator="abs"))
 
 
-@pytest.mark.parametrize("kl_estimator", ["k2", "k3"])
-def test_k2_and_k3_in_the_reward_do_the_same_harm(kl_estimator):
-    problem = one_token()
-    assert problem.gap_closed(train(problem, "rloo", kl_estimator=kl_estimator)) < -0.25
-
-
 def test_kl_in_the_loss_reaches_the_optimum_of_what_it_penalises():
     """With beta = 1, advantages of their own scale (rloo), and no KL in the reward.
 
@@ -342,11 +336,3 @@ def test_the_coefficient_in_the_loss_is_beta_where_nothing_rescales(estimator, n
     gap = problem.gap_closed(train(problem, estimator, **options, **changes))
     rescaled_by = settings(advantage_estimator=estimator, **changes).rescaled_by()
     assert gap > ENOUGH if rescaled_by is None else gap < -0.25
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_default_reaches_the_optimum_of_other_problems(estimator):
-    for seed, beta in itertools.product(range(5), (0.5, 1.0)):
-        problem = two_tokens(seed, beta=beta)
-        assert problem.gap_closed(train(problem, estimator, seed=seed)) > ENOUGH, (seed, beta)

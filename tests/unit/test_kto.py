@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.core.losses import loss_weights
-from nemo_aligner.core.preference import kto_loss, kto_statistics, log_ratios
+from nemo_aligner.core.preference import kto_loss, kto_statistics
 
 SAMPLES, WIDTH, BETA = 7, 9, 0.4
 LENGTHS = torch.tensor([9, 2, 4, 7, 1, 3, 8])  # of the masks; each begins at a column
@@ -140,27 +140,6 @@ def test_statistics_of_one_kind_alone():
     assert not absent & found.keys()
 
 
-def test_a_policy_that_is_its_reference():
-    """Each sample costs half of its weight, and its gradient is that at s(0) = 1/2."""
-    logprobs, _, mask, valid = batch()
-    leaf = logprobs.clone().requires_grad_()
-    loss, metrics = kto_loss(
-        logprobs=leaf,
-        ref_logprobs=logprobs,
-        mask=mask,
-        weights=loss_weights(valid),
-        desirable=DESIRABLE,
-        reference_point=torch.tensor(0.0),
-        beta=BETA,
-        desirable_loss_weight=3.0,
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx((2 * 3.0 + 4 * 1.0) / 2 / 6)
-    assert metrics["acc"] == 0
-    assert leaf.grad[0, 0].item() == pytest.approx(-3.0 * BETA / 4 / 6)
-    assert leaf.grad[1, 3].item() == pytest.approx(BETA / 4 / 6)
-
-
 def test_a_sample_far_from_the_point_keeps_a_gradient():
     """1 - s(x) is 0 in float32 from x = 17 on; s(-x) is not."""
     leaf = torch.full((1, 1), 30.0, requires_grad=True)
@@ -177,20 +156,3 @@ def test_a_sample_far_from_the_point_keeps_a_gradient():
     loss.backward()
     assert loss.item() == pytest.approx(math.exp(-30), rel=1e-5)
     assert leaf.grad.item() == pytest.approx(-math.exp(-30), rel=1e-5)
-
-
-def test_log_ratios_without_their_masked_slots():
-    logprobs, ref_logprobs, mask, valid = batch()
-    unused = (mask == 0) | (valid == 0)[:, None]
-    planted = torch.where(unused, torch.nan, logprobs)
-    for average in (False, True):
-        found = log_ratios(
-            logprobs=planted,
-            ref_logprobs=ref_logprobs,
-            mask=mask,
-            weights=valid,
-            average_log_probs=average,
-        )
-        expected = ((logprobs - ref_logprobs) * mask).sum(1) / (mask.sum(1) if average else 1)
-        expected[EMPTY] = 0
-        torch.testing.assert_close(found, expected.float())

@@ -12,8 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from nemo_aligner.algorithms.kto import KTOTrainer, kto_custom_collate
-from nemo_aligner.core.errors import ConfigError, UserError
-from nemo_aligner.data.nlp.builders import build_train_valid_test_kto_datasets
+from nemo_aligner.core.errors import UserError
 from nemo_aligner.data.nlp.datasets import KTOModelDataset
 from nemo_aligner.launch.model_loading import load_from_nemo
 from nemo_aligner.models.nlp.gpt.megatron_gpt_kto_model import MegatronGPTKTOModel
@@ -148,12 +147,6 @@ def test_lines_that_are_no_samples_are_named(tiny_tokenizer, tmp_path, record, m
         KTOModelDataset([path], tiny_tokenizer, LENGTH)
 
 
-def test_one_sample_has_no_other_to_compare_with(tiny_tokenizer, tmp_path):
-    path = write(tmp_path / "one.jsonl", records(1))
-    with pytest.raises(UserError, match="at least two samples.*1 of 1"):
-        KTOModelDataset([path], tiny_tokenizer, LENGTH)
-
-
 def test_a_sample_that_comes_several_times_is_not_compared_with_itself(tiny_tokenizer, tmp_path):
     """As in a blend that wants more of a file than it has."""
     whole = KTOModelDataset([write(tmp_path / "two.jsonl", records(2))], tiny_tokenizer, LENGTH)
@@ -166,21 +159,6 @@ def test_a_sample_that_comes_several_times_is_not_compared_with_itself(tiny_toke
         whole.select(np.array([1, 1]))
 
 
-def test_a_part_of_one_sample_is_an_error(tiny_tokenizer, tmp_path):
-    path = write(tmp_path / "samples.jsonl", records(20))
-    with pytest.raises(UserError, match="at least two samples.*1 of 20"):
-        build_train_valid_test_kto_datasets(
-            OmegaConf.create({"data": {}}),
-            path,
-            "jsonl",
-            "95,5,0",
-            [-1] * 3,
-            LENGTH,
-            1,
-            tiny_tokenizer,
-        )
-
-
 def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("nemo.utils.logging.warning", lambda text: said.append(text))
@@ -190,13 +168,6 @@ def test_samples_of_one_kind_are_warned_of(tiny_tokenizer, tmp_path, monkeypatch
     assert not said
     KTOModelDataset([one], tiny_tokenizer, LENGTH)
     assert len(said) == 1 and "all 3 samples are chosen" in said[0]
-
-
-def test_files_of_tokens_are_refused(tiny_tokenizer):
-    with pytest.raises(ConfigError, match="where a response begins"):
-        build_train_valid_test_kto_datasets(
-            OmegaConf.create({"data": {}}), {"train": ["x"]}, "mmap", None, [-1] * 3, 8, 1, None
-        )
 
 
 # --- training

@@ -227,7 +227,7 @@ def test_loss_and_gradient_equal_a_loop_over_pairs(
 def test_configurations_that_cannot_work_are_refused(tiny_tokenizer_dir):
     check = MegatronGPTRegressionRewardModel.check_training_config
     check(config(tiny_tokenizer_dir, "scaled_bt"))
-    with pytest.raises(ConfigError, match="micro_batch_size=1 is odd, but margin_bt compares two"):
+    with pytest.raises(ConfigError, match="micro_batch_size=1 is odd, .* margin_bt compares two"):
         check(config(tiny_tokenizer_dir, "margin_bt", micro_batch_size=1))
     with pytest.raises(ConfigError, match="num_attributes=3: scaled_bt compares .* attribute 4"):
         check(config(tiny_tokenizer_dir, "scaled_bt", num_attributes=3))
@@ -237,7 +237,7 @@ def test_configurations_that_cannot_work_are_refused(tiny_tokenizer_dir):
         check(config(tiny_tokenizer_dir, "scaled_bt", loss_func="margin_bt"))
     cfg = config(tiny_tokenizer_dir, "scaled_bt", num_attributes=1)
     cfg.reward_model_type = "binary_ranking"
-    with pytest.raises(ConfigError, match="binary_ranking reads none .*reward_model_type=regress"):
+    with pytest.raises(ConfigError, match="binary_ranking does not .*reward_model_type=regress"):
         MegatronGPTRewardModel.check_training_config(cfg)
     cfg.regression.loss_func = "regular_bt"  # what it learns by anyway
     MegatronGPTRewardModel.check_training_config(cfg)

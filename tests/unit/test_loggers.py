@@ -166,14 +166,6 @@ def test_tables_stay_small_and_the_file_holds_each_row_once(tmp_path, monkeypatc
     assert [[row["step"] for row in rows] for rows in written] == [[0], [1], [3] * 3, [4] * 2]
 
 
-def test_logging_after_finalize_opens_the_file_again(tmp_path):
-    logger = CustomLoggerWrapper([], tmp_path / "metrics.jsonl")
-    for step in (1, 2):
-        logger.log_metrics({"a": step}, step=step)
-        logger.finalize()
-    assert len(read(tmp_path / "metrics.jsonl")) == 2
-
-
 @pytest.mark.parametrize(
     ("env", "answer"),
     [

@@ -53,15 +53,6 @@ def train_step(model, optimizer, scheduler, micro_batch_size=1):
     return metrics["loss"], optimizer_step(optimizer, scheduler, 1.0)
 
 
-def test_micro_batches_do_not_change_loss_or_gradient(tiny_tokenizer_dir):
-    results = []
-    for micro_batch_size in (1, 2):
-        model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
-        optimizer, scheduler = model.setup_megatron_optimization(max_steps=10)
-        results.append(train_step(model, optimizer, scheduler, micro_batch_size))
-    assert results[0] == pytest.approx(results[1], rel=1e-6)
-
-
 def test_samples_that_no_micro_batch_divides(tiny_tokenizer_dir):
     model = MegatronGPTModel(tiny_config(tiny_tokenizer_dir))
     model.set_eval()
@@ -309,7 +300,9 @@ def test_bad_input_is_named(tiny_tokenizer_dir, tmp_path):
 
 def test_a_model_of_several_processes_needs_them_connected(tiny_tokenizer_dir, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    with pytest.raises(UserError, match=r"2 processes that are not.*init_distributed\(trainer\)"):
+    with pytest.raises(
+        UserError, match=r"2 processes .*not connected.*init_distributed\(trainer\)"
+    ):
         MegatronGPTModel(tiny_config(tiny_tokenizer_dir), trainer=SimpleNamespace(world_size=2))
 
 

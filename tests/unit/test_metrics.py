@@ -53,17 +53,6 @@ def test_uneven_batches_give_the_correlation_of_the_whole(sizes, offset):
     assert set(metrics) == {"correlation", "correlation_0", "correlation_1", "correlation_2"}
 
 
-def test_one_attribute_by_hand():
-    labels = torch.tensor([[1.0], [2.0], [3.0]])
-    every = torch.ones(3, 1)
-    assert pooled(2 * labels + 5, labels, every, [3]) == {"correlation": pytest.approx(1.0)}
-    assert pooled(-labels, labels, every, [1, 2])["correlation"] == pytest.approx(-1.0)
-    # Deviations -1, 0, 1 of the labels and -1, 1, 0 of the predictions: 1 / sqrt(2 * 2).
-    assert pooled(torch.tensor([[0.0], [2.0], [1.0]]), labels, every, [2, 1])[
-        "correlation"
-    ] == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -1e200])
 def test_predictions_that_are_no_numbers_have_no_good_correlation(bad):
     labels = torch.tensor([[1.0], [2.0], [3.0], [4.0]])

@@ -13,9 +13,7 @@ import torch
 from nemo.core.optim.lr_scheduler import AVAILABLE_SCHEDULERS
 from nemo.core.optim.optimizers import AVAILABLE_OPTIMIZERS
 from nemo.utils import logging
-from omegaconf import OmegaConf
 
-from nemo_aligner.config.checks import check_config
 from nemo_aligner.config.defaults import complete
 from nemo_aligner.config.optim_rules import (
     OPTIMIZERS,
@@ -317,24 +315,3 @@ def test_fields_of_megatron_core_that_cannot_be_given(tiny_tokenizer_dir, fields
 def test_refusals(optim, message):
     with pytest.raises(ConfigError, match=message):
         check_optim(optim)
-
-
-def test_an_unknown_optimizer_is_refused_before_anything_is_built():
-    cfg = OmegaConf.create({"model": {"optim": {"name": "lamb", "lr": 0.1}}})
-    with pytest.raises(ConfigError, match="model.optim.name='lamb' is not supported"):
-        check_config(
-            OmegaConf.merge(
-                cfg,
-                {
-                    "trainer": {"accelerator": "cpu", "devices": 1},
-                    "model": {
-                        "num_layers": 1,
-                        "hidden_size": 8,
-                        "num_attention_heads": 1,
-                        "tokenizer": {"library": "huggingface"},
-                        "data": {"data_prefix": {"train": ["a"]}},
-                    },
-                },
-            ),
-            "training_rm",
-        )

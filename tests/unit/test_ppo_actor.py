@@ -178,15 +178,6 @@ def test_variants_of_the_loss_against_a_loop(tiny_tokenizer_dir):
     assert actor.get_loss_and_metrics(poisoned, forward_only=True) == (loss, metrics)
 
 
-def test_nothing_ended_gives_a_zero_gradient(tiny_tokenizer_dir):
-    actor = make_actor(tiny_tokenizer_dir)
-    optimizer, scheduler = actor.setup_megatron_optimization(max_steps=10)
-    batch = make_batch(actor) | {"is_end": torch.zeros(4, dtype=torch.bool)}
-    actor.prepare_for_training_step()
-    loss, _ = actor.get_loss_and_metrics(batch)
-    assert (loss, optimizer_step(optimizer, scheduler, 1.0)) == (0.0, 0.0)
-
-
 def test_reference_policy_equals_the_policy_until_it_is_trained(tiny_tokenizer_dir):
     actor = make_actor(tiny_tokenizer_dir)
     with pytest.raises(UserError, match="set_reference_policy"):

@@ -118,23 +118,6 @@ def test_parts_of_a_batch_sum_to_the_batch():
         assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), rel=1e-5)
 
 
-def test_a_policy_that_is_its_reference():
-    logprobs, _, mask, valid, gaps = batch()
-    for name, expected in (("dpo", math.log(2)), ("ipo", 0.25 / BETA**2)):
-        loss, metrics = dpo_loss(
-            logprobs=logprobs,
-            ref_logprobs=logprobs,
-            mask=mask,
-            weights=loss_weights(valid),
-            beta=BETA,
-            preference_loss=name,
-        )
-        metrics = {key: float(value) for key, value in metrics.items()}
-        reward_statistics(metrics)
-        assert loss.item() == pytest.approx(expected)
-        assert metrics["acc"] == metrics["rewards_chosen_mean"] == metrics["rewards_all_std"] == 0
-
-
 def test_metrics_by_hand():
     logprobs = torch.tensor([[-1.0, -1.0], [-2.0, -9.0], [-3.0, -3.0], [-1.0, -1.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]])

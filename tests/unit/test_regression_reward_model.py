@@ -98,16 +98,6 @@ def test_another_value_may_stand_for_a_missing_label(tiny_tokenizer_dir):
     assert metrics_of(model, batch) == expected
 
 
-def test_a_batch_without_labels_gives_loss_zero_and_gradient_zero(tiny_tokenizer_dir):
-    model = make_model(tiny_tokenizer_dir)
-    model.setup_megatron_optimization(10)
-    model.prepare_for_training_step()
-    batch = labelled_batch() | {"labels": torch.full((4, 2), NO_LABEL)}
-    loss, metrics = model.get_loss_and_metrics(batch, forward_only=False)
-    assert loss == metrics["weights"] == 0.0
-    assert all(not parameter.main_grad.any() for parameter in model.unwrapped()[0].parameters())
-
-
 def test_it_learns_its_labels_and_is_served_with_its_attributes_merged(
     tiny_tokenizer_dir, tmp_path
 ):
@@ -138,14 +128,14 @@ def test_it_learns_its_labels_and_is_served_with_its_attributes_merged(
 
 def test_refusals(tiny_tokenizer_dir):
     standard = {"enable": True, "mean": 0.0, "std": 1.0}
-    with pytest.raises(ConfigError, match="reward_standardization.enable=True cannot be used"):
+    with pytest.raises(ConfigError, match="reward_standardization.enable=True"):
         make_model(tiny_tokenizer_dir, reward_standardization=standard)
     with pytest.raises(ConfigError, match="loss_func='classification' is not supported"):
         make_model(tiny_tokenizer_dir, regression={"loss_func": "classification"})
     cfg = tiny_config(tiny_tokenizer_dir, regression={"num_attributes": 2})
     MegatronGPTRegressionRewardModel.check_training_config(cfg)
     cfg.regression.merge_attributes = True
-    with pytest.raises(ConfigError, match="merge_attributes=True merges the attributes, so"):
+    with pytest.raises(ConfigError, match="merge_attributes=True"):
         MegatronGPTRegressionRewardModel.check_training_config(cfg)
     with pytest.raises(ConfigError, match="output_sequence=True makes a critic"):
         MegatronGPTRegressionRewardModel.check_training_config(

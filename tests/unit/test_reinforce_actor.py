@@ -8,7 +8,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from nemo_aligner.core.losses import loss_weights, ppo_actor_loss, reinforce_loss
 from nemo_aligner.models.alignable_interface import PolicyWithReference
 from nemo_aligner.models.nlp.gpt.megatron_gpt_reinforce_actor import (
     MegatronGPTReinforceActorModel,
@@ -73,39 +72,6 @@ def test_loss_is_that_of_a_naive_loop(tiny_tokenizer_dir, reduction):
     }[reduction]
     loss, metrics = model.get_loss_and_metrics(batch, forward_only=True)
     assert loss == pytest.approx(expected, rel=1e-5) and metrics == {"loss": loss}
-
-
-def test_the_gradient_is_that_of_ppo_at_a_ratio_of_1():
-    """And equals plain autograd; slots that do not count may be NaN."""
-    generator = torch.Generator().manual_seed(3)
-    mask = (torch.rand(5, 7, generator=generator) < 0.6).float()
-    advantages = torch.randn(5, 1, generator=generator).expand(5, 7)
-    values = -torch.rand(5, 7, generator=generator)
-    weights = loss_weights(mask, "token", 1, lambda total: total)
-
-    def gradient_of(loss_of):
-        logprobs = values.clone().requires_grad_()
-        loss_of(logprobs)[0].backward()
-        return logprobs.grad
-
-    planted = advantages.where(mask != 0, torch.nan)
-    ours = gradient_of(
-        lambda x: reinforce_loss(
-            logprobs=x.where(mask != 0, torch.nan), advantages=planted, weights=weights
-        )
-    )
-    ppo = gradient_of(
-        lambda x: ppo_actor_loss(
-            logprobs=x,
-            prev_logprobs=values,
-            advantages=advantages,
-            weights=weights,
-            ratio_eps=0.2,
-        )
-    )
-    plain = gradient_of(lambda x: [-(advantages * x * mask).sum() / mask.sum()])
-    torch.testing.assert_close(ours, ppo)
-    torch.testing.assert_close(ours, plain)
 
 
 def test_truncated_and_masked_samples_change_nothing(tiny_tokenizer_dir):

@@ -21,7 +21,6 @@ from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
 from nemo_aligner.data.nlp.steerlm import LOG_P_ATTRIBUTES, LOG_P_RESPONSE, LOG_Q, SteerLM2Dataset
 from nemo_aligner.models.nlp.gpt import gpt_steerlm_model
 from nemo_aligner.models.nlp.gpt.gpt_steerlm_model import GPTSteerLMModel
-from nemo_aligner.training.optim import optimizer_step
 from tests.data_sets import MARKS
 from tests.oracles import nemo_aligner_steerlm2_loss
 from tests.tiny_models import tiny_config
@@ -418,15 +417,3 @@ def test_responses_that_make_no_whole_micro_batches_are_refused(tiny_tokenizer_d
         model.check_responses(3)
     model.micro_batch_tokens = 64  # as many responses as have so many tokens
     model.check_responses(2)
-
-
-def test_updates_bring_the_policy_to_the_target(tiny_tokenizer_dir, tiny_tokenizer, write):
-    optim = {"lr": 2e-4, "sched": {"warmup_steps": 0}}
-    model, batch = own_batch(tiny_tokenizer_dir, tiny_tokenizer, write, optim=optim)
-    optimizer, scheduler = model.setup_megatron_optimization(10)
-    distances = []
-    for _ in range(6):
-        model.prepare_for_training_step()
-        distances.append(model.get_loss_and_metrics(batch)[1]["distance"])
-        optimizer_step(optimizer, scheduler, 1.0)
-    assert max(distances[1:]) < 0.9 * distances[0], distances

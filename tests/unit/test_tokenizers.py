@@ -100,7 +100,7 @@ def test_special_tokens_of_sentencepiece(tiny_sentencepiece_model):
         named = build(**common, **{key: {"sep_token": "<extra>"}})
         assert named.text_to_ids("the<extra>")[-1] == plain.vocab_size
         remedy = r"the list model.tokenizer.additional_special_tokens=\['<a>', '<b>'\]"
-        with pytest.raises(ConfigError, match=f"{key}=.*NeMo 2 left such tokens out.*{remedy}"):
+        with pytest.raises(ConfigError, match=f"{key}=.*NeMo 2.*{remedy}"):
             build(**common, **{key: {"additional_special_tokens": ["<a>", "<b>"]}})
 
 
@@ -110,7 +110,7 @@ def test_tiktoken(tmp_path, monkeypatch):
     (tmp_path / "vocab.json").write_text("[]")
     section = {"library": "tiktoken", "vocab_file": str(tmp_path / "vocab.json")}
     if importlib.util.find_spec("tiktoken") is None:
-        with pytest.raises(UserError, match="needs the package tiktoken; run: pip install"):
+        with pytest.raises(UserError, match="pip install tiktoken"):
             build(**section)
     else:
         with pytest.raises(UserError, match="not a vocabulary of tiktoken"):

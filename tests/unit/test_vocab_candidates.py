@@ -61,15 +61,6 @@ def test_logprobs_and_gradient_against_dense_softmax(chunked, rest_of, temperatu
     assert torch.equal(again.grad, ours.grad)
 
 
-def test_numerical_gradients():
-    logits, candidates = inputs()
-    logits, candidates = logits[:2, :3].requires_grad_(), candidates[:2, :3]
-    settings = {"rest_of": 3, "temperature": 0.7, "vocab_size": REAL}
-    assert torch.autograd.gradcheck(
-        lambda x: candidate_logprobs(x, candidates, **settings), logits
-    )
-
-
 def test_a_candidate_may_come_twice():
     logits, candidates = inputs(3)
     candidates = torch.cat([candidates, candidates[..., :1]], -1)

@@ -60,24 +60,6 @@ def test_logprobs_and_gradient_against_dense_softmax(chunked, temperature, vocab
         assert ours.grad[..., vocab_size:].abs().sum() == 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("vocab_size", [None, 9])
-def test_entropy_and_gradient_against_dense_softmax(chunked, temperature, vocab_size):
-    logits, _ = inputs()
-    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    entropy = distributed_entropy(ours, temperature=temperature, vocab_size=vocab_size)
-    real = theirs[:, :-1, : vocab_size or V] / temperature
-    expected = torch.distributions.Categorical(logits=real).entropy()
-    torch.testing.assert_close(entropy, expected, atol=1e-5, rtol=1e-6)
-    weights = torch.randn(B, S - 1)
-    (entropy * weights).sum().backward()
-    (expected * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
-    mask = torch.rand(B, S - 1) > 0.5
-    masked = distributed_entropy(logits, mask, temperature, vocab_size)
-    torch.testing.assert_close(masked, expected[mask].mean().detach())
-
-
 def test_float64_against_torch(chunked):
     """Both results and the gradient of a mix of them, in float64; also the one of the log-probs
     alone.
@@ -169,16 +151,6 @@ def test_large_logits_stay_finite(scale):
     torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens))
     (logprobs.sum() + entropy.sum()).backward()
     assert logits.grad.isfinite().all()
-
-
-def test_bf16_logits_are_computed_in_fp32_and_get_bf16_gradients():
-    logits, tokens = inputs(torch.bfloat16)
-    logits.requires_grad_()
-    logprobs = from_parallel_logits_to_logprobs(logits, tokens)
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs, dense_logprobs(logits, tokens), atol=1e-6, rtol=1e-6)
-    logprobs.sum().backward()
-    assert logits.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("planted", ["nan logits", "targets"])

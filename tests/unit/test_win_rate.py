@@ -104,18 +104,6 @@ def test_chunks_change_nothing(monkeypatch):
     assert length_controlled_win_rate(won, difference, weights).allclose(whole, atol=1e-12)
 
 
-def test_length_control_is_symmetric():
-    won, difference = (torch.tensor(column) for column in pairs(40, 7))
-    one = length_controlled_win_rate(won, difference)
-    assert float(one + length_controlled_win_rate(1 - won, -difference)) == pytest.approx(1.0)
-
-
-def test_equal_lengths_leave_the_plain_win_rate():
-    won = torch.tensor([1.0, 0.0, 1.0, 0.5, 1.0])
-    for difference in (torch.zeros(5), torch.full((5,), 17)):
-        assert float(length_controlled_win_rate(won, difference)) == pytest.approx(0.7)
-
-
 def test_a_policy_that_always_wins_or_always_ties():
     difference = torch.tensor([3.0, -8.0, 40.0])
     for outcome in (0.0, 0.5, 1.0):

@@ -28,14 +28,13 @@ from nemo_aligner.parallel import parallel_state
 
 class NLPAdapterModelMixin(MegatronGPTModel):
     """A model that trains all its weights, or, after `init_peft` with `peft_scheme: lora`, only
-    adapters and its head.
-
-    Then gradients, the optimizer, checkpoints, `.nemo` files and copies in host memory hold the
-    adapters and the head alone. The base keeps its weights, which every role shares.
+    adapters and its head: then gradients, the optimizer, checkpoints, `.nemo` files and copies in
+    host memory hold these alone.
 
     Attributes:
         lora: what the adapters look like; None without them.
         starts_as_reference: the adapters, if any, changed nothing when they were made.
+
     """
 
     lora: LoRASettings | None = None
@@ -54,17 +53,13 @@ class NLPAdapterModelMixin(MegatronGPTModel):
 
         With `restore_from_path` (a `.nemo` or a checkpoint folder with adapters) or
         `restore_from_ckpt` they start from those, whose form wins over `lora_tuning`; else from
-        initial values with which the model computes the same bits as its base.
+        values with which the model computes the same bits as its base. `ConfigError`: adapters
+        that cannot be built; `UserError`: those to start from do not exist or have another base.
 
-        Raises:
-            ConfigError: adapters that cannot be built.
-            UserError: adapters to start from that do not exist or belong to another base.
         """
         if self.use_peft or self._optimizer is not None:
-            raise UserError(
-                f"{type(self).__name__}.init_peft was called "
-                + ("twice." if self.use_peft else "after the optimizer was built; call it before.")
-            )
+            when = "twice" if self.use_peft else "after the optimizer was built"
+            raise UserError(f"{type(self).__name__}.init_peft was called {when}.")
         given = (
             plain_dict(peft_cfg, resolve=True)
             if isinstance(peft_cfg, DictConfig)
@@ -112,8 +107,9 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         return adapters.is_adapter(name) or name.startswith(self.fresh_weights())
 
     def _let_gradients_through(self) -> None:
-        """Make the embeddings require a gradient: recomputation, and pipeline stages without an
-        adapter of their own, pass none on for inputs that need none.
+        """Make the embeddings require a gradient: recomputation and pipeline stages pass none on
+        for inputs that need none.
+
         """
 
         def require(_embedding: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -130,9 +126,9 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         for _name, parameter in self._parameters_of_chunks():
             all_of_them += parameter.numel()
             trained += parameter.numel() if parameter.requires_grad else 0
+        begin = "" if start is None else f"; they start from {start}"
         logging.info(
-            f"LoRA: {trained:,} of {all_of_them:,} weights on this rank are trained"
-            + ("" if start is None else f"; they start from {start}")
+            f"LoRA: {trained:,} of {all_of_them:,} weights on this rank are trained{begin}"
         )
 
     # --- with and without adapters --------------------------------------------------------------
@@ -142,8 +138,9 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         return lora_layers.disabled(self._adapters) if self.use_peft else nullcontext()
 
     def adapters_merged(self) -> AbstractContextManager[None]:
-        """Inside, the weights hold the adapters, which makes many short passes faster; afterwards
-        they have their former bits. It needs memory for a copy of the weights with adapters.
+        """Inside, the weights hold the adapters, which makes many short passes faster, at the cost
+        of a copy; afterwards they have their former bits.
+
         """
         return lora_layers.merged(self._adapters) if self.use_peft else nullcontext()
 
@@ -163,15 +160,10 @@ class NLPAdapterModelMixin(MegatronGPTModel):
         sharded = super().sharded_weights(metadata)
         if not self.use_peft:
             return sharded
-        trained = {
-            chunk: {
-                name: entry
-                for name, entry in entries.items()
-                if self._is_trained(name.removeprefix("model."))
-            }
-            for chunk, entries in sharded.items()
-        }
-        return {chunk: entries for chunk, entries in trained.items() if entries}
+        for entries in sharded.values():
+            for name in [n for n in entries if not self._is_trained(n.removeprefix("model."))]:
+                del entries[name]
+        return {chunk: entries for chunk, entries in sharded.items() if entries}
 
     def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
         """As the base class; with adapters the base's weights stay as they are."""
@@ -210,8 +202,7 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             was, now = ("all weights", LORA) if base is None else ("adapters", NONE)
             raise UserError(
                 f"{folder} is a checkpoint of a job that trained {was}, but this job has "
-                f"model.peft.peft_scheme={now}. Resume with the former setting, or start in "
-                "another folder (exp_manager.explicit_log_dir)."
+                f"model.peft.peft_scheme={now}. Resume with the former, or in another folder."
             )
         if base is None:
             return
@@ -225,10 +216,8 @@ class NLPAdapterModelMixin(MegatronGPTModel):
             if now_[key] != before[key] and key not in FREE_KEYS
         ]
         if changed:
-            raise UserError(
-                f"{folder} has adapters of another form: model.peft.lora_tuning."
-                f"{', '.join(changed)}. Resume with the former values."
-            )
+            keys = f"model.peft.lora_tuning.{', '.join(changed)}"
+            raise UserError(f"{folder} has adapters of another form: {keys}. Resume with those.")
 
     def _write_hugging_face(self, folder: Path, source: TensorSource) -> None:
         if self.lora is None:
@@ -258,20 +247,17 @@ def _adapters_to_start_from(peft: DictConfig, model: DictConfig) -> Source | Non
         return None
     source = open_source(path, key)
     if adapters.base_in(source.stored_config(model)) is None:
-        raise UserError(
-            f"{key}={source} holds a model with all its weights, not adapters; name it as the "
-            "checkpoint that the job starts from."
-        )
+        remedy = "name it as the checkpoint that the job starts from."
+        raise UserError(f"{key}={source} holds all weights of a model, not adapters; {remedy}")
     return source
 
 
 def _settings_of(source: Source, wanted: LoRASettings, model: DictConfig) -> LoRASettings:
     """The form of stored adapters, with what does not concern their weights as wanted."""
+    asked = wanted.to_config()
     stored = adapters.settings_in(source.stored_config(model)).to_config()
-    merged = {**stored, **{key: wanted.to_config()[key] for key in FREE_KEYS}}
-    differing = [
-        f"{key}={merged[key]}" for key in merged if merged[key] != wanted.to_config()[key]
-    ]
+    merged = {**stored, **{key: asked[key] for key in FREE_KEYS}}
+    differing = [f"{key}={merged[key]}" for key in merged if merged[key] != asked[key]]
     if differing:
         logging.warning(f"model.peft.lora_tuning is as in {source}: {', '.join(differing)}")
     return LoRASettings.from_config(merged)

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`GPTRewardModel`: a GPT of Megatron Core with a small linear head in place of the output layer.
-
-The head gives one number per sample (a reward), several (attributes), or one per position (a
-critic's values).
+"""`GPTRewardModel`: a GPT of Megatron Core with a small linear head in place of the output layer,
+for one number per sample (a reward), several (attributes), or one per position (values).
 
 Notation: B samples, S positions, H hidden size, A numbers that the head computes per position.
 """
@@ -24,23 +22,15 @@ from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.context_parallel import gather_shares
 
 # Arguments of NeMo-Aligner's `GPTRewardModel.forward` after `input_ids`.
-NEMO_ALIGNER_ORDER = (
-    "lengths",
-    "position_ids",
-    "attention_mask",
-    "decoder_input",
-    "labels",
-    "inference_params",
+NEMO_ALIGNER_ORDER = tuple(
+    "lengths position_ids attention_mask decoder_input labels inference_params".split()
 )
 
 
 class RewardModelHead(RowParallelLinear):
     """Linear map from hidden states to rewards or values; split along H over tensor-parallel
-    ranks.
-
-    It computes in its own dtype, which a conversion of the whole model (`model.bfloat16()`) does
-    not change. Its initial weights are drawn for the whole matrix, so they do not depend on the
-    split.
+    ranks. It keeps its own dtype when the whole model is converted (`model.bfloat16()`). Its
+    initial weights do not depend on the split.
 
     Args:
         input_size, output_size: H, A.
@@ -50,8 +40,8 @@ class RewardModelHead(RowParallelLinear):
         dtype: of weights and arithmetic.
         merge_attributes: reduce the A numbers to their weighted sum.
         attributes_weights: the A weights of that sum; 1/A each by default.
-        init_method, bias, input_is_parallel, stride, keep_master_weight_for_test, skip_bias_add:
-            as `RowParallelLinear`'s.
+        others: as `RowParallelLinear`'s.
+
     """
 
     def __init__(
@@ -92,14 +82,10 @@ class RewardModelHead(RowParallelLinear):
         if attributes_weights is None:
             attributes_weights = [1.0 / output_size] * output_size
         if len(attributes_weights) != output_size:
-            raise ValueError(
-                f"{len(attributes_weights)} attribute weights for {output_size} attributes"
-            )
-        self.register_buffer(
-            "attributes_weights",
-            torch.tensor(attributes_weights, dtype=torch.float32),
-            persistent=False,
-        )
+            count = len(attributes_weights)
+            raise ValueError(f"{count} attribute weights for {output_size} attributes")
+        weights = torch.tensor(attributes_weights, dtype=torch.float32)
+        self.register_buffer("attributes_weights", weights, persistent=False)
         self.output_sequence = output_sequence
         self.use_avg_pool = use_avg_pool
         self.merge_attributes = merge_attributes
@@ -168,16 +154,16 @@ class GPTRewardModel(GPTModel):
     embeddings are never shared. `ValueError`: `config.fp8` is set.
 
     Args:
-        config, and arguments not named here: as `GPTModel`'s. The order is NeMo-Aligner's, which
-            is not `GPTModel`'s after `rotary_base`; give the rest by name.
+        config, and arguments not named here: as `GPTModel`'s, in NeMo-Aligner's order, which
+            differs after `rotary_base`; give the rest by name.
         output_sequence, use_avg_pool, merge_attributes, num_attributes: of the head.
         attribute_weights, attributes_weights: two names for the head's `attributes_weights`.
-        head_dtype: of the head; None: float32.
-        head_seed: of the head's initial weights.
+        head_dtype, head_seed: of the head (None: float32) and of its initial weights.
 
     Attributes:
         return_rm_head_in_state_dict: class flag; False leaves the head out of state dicts, so that
             the weights of a language model can be loaded strictly.
+
     """
 
     return_rm_head_in_state_dict = True
@@ -209,9 +195,7 @@ class GPTRewardModel(GPTModel):
         **kwargs: Any,
     ):
         if config.fp8:
-            raise ValueError(
-                "a reward model cannot be trained in fp8: its head is too small; use bf16."
-            )
+            raise ValueError("a reward model's head is too small for fp8; use bf16.")
         super().__init__(
             config,
             transformer_layer_spec,
@@ -253,23 +237,17 @@ class GPTRewardModel(GPTModel):
         """`GPTModel.forward` with the head (`RewardModelHead.forward`) after the last layer.
 
         Further arguments by name, or in one of two orders, which the second argument tells apart:
+        NeMo-Aligner's, `lengths` (int64 [B], tokens of each sample without its padding; not needed
+        for values of all positions), position_ids, attention_mask, decoder_input, labels,
+        inference_params; or `GPTModel`'s, position_ids [B, S], attention_mask, ...
 
-        * NeMo-Aligner's: `lengths` [B], position_ids, attention_mask, decoder_input, labels,
-          inference_params;
-        * `GPTModel`'s: position_ids [B, S], attention_mask, decoder_input, labels, ...
-
-        Args:
-            lengths: int64 [B], tokens of each sample without its padding; not needed for values of
-                all positions.
         """
         # No position ids at all, before further arguments, can only be missing lengths.
         if args and (args[0].dim() == 1 if args[0] is not None else len(args) > 2):
             given = dict(zip(NEMO_ALIGNER_ORDER, args, strict=False))
             if len(args) > len(NEMO_ALIGNER_ORDER) or given.keys() & kwargs.keys():
-                raise TypeError(
-                    f"GPTRewardModel.forward takes {', '.join(NEMO_ALIGNER_ORDER)} after "
-                    "input_ids, each once"
-                )
+                names = ", ".join(NEMO_ALIGNER_ORDER)
+                raise TypeError(f"GPTRewardModel.forward takes input_ids, {names}, each once")
             args, kwargs = (), {**given, **kwargs}
         self._lengths = kwargs.pop("lengths", None)
         if kwargs.get("inference_params", ...) is None:

@@ -24,13 +24,12 @@ DEFAULT_SAMPLING_PARAMS = {"use_greedy": True, "end_strings": []}
 
 
 class GPTSFTModel(LogProbsMixin, SupervisedInterface):
-    """Language model that learns the responses of a data set.
-
-    The loss is the mean over the response tokens of the global batch, or over what
-    `model.loss_reduction` names (`nemo_aligner.core.losses.loss_weights`).
+    """Language model that learns the responses of a data set: the loss is the mean over what
+    `model.loss_reduction` names (`nemo_aligner.core.losses.loss_weights`) of the global batch.
 
     Args:
         cfg: section `model` of `gpt_sft.yaml` (docs/config.md).
+
     """
 
     CONFIG_NAME = "gpt_sft"
@@ -83,19 +82,13 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
         strategy: None = None,
     ) -> dict[str, Any]:
         """A response to each prompt; every rank of a TP x PP x CP group calls it with the same
-        prompts.
-
-        Args:
-            inputs: texts, or (int64 `[B, W]`, int64 `[B]`): tokens padded on the right, and
-                lengths.
-            length_params, sampling_params, strategy: as for `set_inference_params`.
+        prompts: texts, or (int64 `[B, W]`, int64 `[B]`), tokens padded on the right, and lengths.
+        `UserError`: a prompt leaves no room for a response, or a strategy is given.
 
         Returns:
             `sentences` (prompt and response), `predictions` (the response) and `token_ids` (of the
             sentence), a list of B each; `offsets` is not computed.
 
-        Raises:
-            UserError: a prompt leaves no room for a response, or a strategy is given.
         """
         _refuse_strategy(strategy)
         sampling: Mapping[str, Any] = sampling_params or DEFAULT_SAMPLING_PARAMS
@@ -152,7 +145,4 @@ class GPTSFTModel(LogProbsMixin, SupervisedInterface):
 
 def _refuse_strategy(strategy: object) -> None:
     if strategy is not None:
-        raise UserError(
-            "NeMo's text generation strategies are gone: leave model.inference.strategy out "
-            "(null)."
-        )
+        raise UserError("NeMo's text generation strategies are gone: set strategy=null.")

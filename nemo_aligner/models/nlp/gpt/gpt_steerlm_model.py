@@ -45,8 +45,7 @@ class GPTSteerLMModel(GPTSFTModel):
             unit = f"groups of {group} micro-batches" if group > 1 else "micro-batches"
             raise ConfigError(
                 f"model.steerlm2.micro_batch_size={size}: the {prompts} prompts x {num_responses} "
-                f"responses of an update on a data-parallel rank make no whole {unit}. Change it "
-                "or model.global_batch_size, or set model.dynamic_micro_batch_tokens."
+                f"responses of a rank make no whole {unit}; change it, or model.global_batch_size."
             )
 
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
@@ -54,14 +53,15 @@ class GPTSteerLMModel(GPTSFTModel):
     ) -> tuple[float, dict[str, float]]:
         """Divergence of the policy from the target over a global batch
         (`SteerLM2Dataset.collate_fn`), and its gradient unless `forward_only`; all ranks call it
-        with their share. The weights of the responses need the log-probs of all responses to a
-        prompt, so these have a forward pass of their own, without dropout.
+        with their share. The weights need the log-probs of all responses to a prompt, which have a
+        forward pass of their own, without dropout.
 
         Returns:
             The loss and, over the prompts of the global batch: `loss` (the divergence of a prompt
             divided by the mean number of tokens of its responses), `distance` (not divided),
             `log_ratio` (mean over responses of |log Q - log Q'|), `effective_responses` (1 / sum
             of squares of the target's weights) and `weights`, the number of prompts.
+
         """
         mask = batch["loss_mask"].to(get_device())
         tokens = mask.ne(0).sum(-1)
@@ -93,11 +93,10 @@ class GPTSteerLMModel(GPTSFTModel):
         return metrics["loss"], metrics
 
     def response_log_probs(self, batch: Batch) -> Tensor:
-        """float32 `[R]`: the log-prob of each of R responses, over its tokens; all ranks call it.
+        """float32 `[R]`: the log-prob of each of R responses of `batch`, which has `tokens`,
+        `labels` int64 `[R, S]` and `mask` `[R, S]` (non-zero where the label is the response's);
+        all ranks call it.
 
-        Args:
-            batch: `tokens`, `labels` int64 `[R, S]` and `mask` `[R, S]`, non-zero where the label
-                is a token of the response.
         """
         self.set_eval()
         return forward_collect(

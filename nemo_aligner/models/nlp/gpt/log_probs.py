@@ -51,10 +51,9 @@ class LogProbsMixin(NLPAdapterModelMixin):
     def logprobs(
         self, logits: Tensor, tokens: Tensor, inference_only: bool, labels: bool = False
     ) -> Tensor:
-        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits;
-        `labels`: `[b, S]`, of the label of each token.
+        """Log-probs `[b, S-1]` of the tokens of a micro-batch from its vocabulary-parallel logits
+        (which a backward pass overwrites); `labels`: `[b, S]`, of the label of each token.
 
-        A backward pass overwrites the logits with their gradient; nothing else may need them.
         """
         return from_parallel_logits_to_logprobs(
             logits,
@@ -80,7 +79,7 @@ class LogProbsMixin(NLPAdapterModelMixin):
         **options: Any,
     ) -> tuple[float, dict[str, float]]:
         """A loss of a global batch by the log-probs of its tokens, and its gradient unless
-        `forward_only`; all ranks call it.
+        `forward_only`; all ranks call it. Returns it and its metrics, equal on every rank.
 
         Args:
             loss: `loss(**tensors) -> (loss, metrics)`, partial sums of a micro-batch (those of
@@ -92,8 +91,6 @@ class LogProbsMixin(NLPAdapterModelMixin):
                 batch has them.
             options: of `run_loss`, such as `mask`.
 
-        Returns:
-            The loss and its metrics over the global batch, equal on every rank.
         """
         names = inspect.signature(loss).parameters
 
@@ -124,11 +121,9 @@ class LogProbsMixin(NLPAdapterModelMixin):
         micro_batch_size: int,
     ) -> tuple[float, dict[str, float]]:
         """Negative log-likelihood of the labels of a global batch, and its gradient unless
-        `forward_only`; all ranks call it with their share.
+        `forward_only`; all ranks call it with their share. Metrics are `loss` and `weights`, the
+        number of what `loss_reduction` averages over.
 
-        Returns:
-            The loss and, over the global batch, `loss` and `weights`: how many tokens count, or
-            how many of what `loss_reduction` averages over.
         """
         mask = batch["loss_mask"].to(get_device())
         columns = {"tokens": batch["tokens"], "labels": batch["labels"]}
@@ -155,16 +150,14 @@ class LogProbsMixin(NLPAdapterModelMixin):
         forward_micro_batch_size: int | None = None,
         response_lengths: Tensor | None = None,
     ) -> Tensor:
-        """Log-prob of each token given those before it; every rank of a TP x PP x CP group calls
-        it with the same samples.
+        """float32 `[B, S-1]`: column t has the log-prob of token t+1 given those before it, 0 from
+        column R-1 on; every rank of a TP x PP x CP group calls it with the same samples.
 
         Args:
             response_tokens: int64 `[B, S]`.
             forward_micro_batch_size: samples per pass; by default what the configuration says.
             response_lengths: int64 `[B]`, R; None: S. Only as many tokens are computed.
 
-        Returns:
-            float32 `[B, S-1]`; column t scores token t+1. 0 from column R-1 on.
         """
         return forward_collect(
             self.model,
@@ -224,8 +217,7 @@ class ReferencePolicyMixin(LogProbsMixin):
         if self._reference_is_base() and not self.starts_as_reference:
             logging.warning(
                 "the reference policy is the base without the adapters that the policy starts "
-                "from: the KL does not start at 0, nor the loss of DPO at log 2. For a reference "
-                "with them, name them in pretrained_checkpoint.restore_from_path instead."
+                "from. For one with them, name them in pretrained_checkpoint.restore_from_path."
             )
 
     def _reference_is_base(self) -> bool:
@@ -235,9 +227,8 @@ class ReferencePolicyMixin(LogProbsMixin):
         is_there = self.init_policy_state_dict is not None or self._is_reference
         if not is_there and not self._reference_is_base():
             raise UserError(
-                "the policy has no reference to compare with; call "
-                "model.set_reference_policy() before training and before a checkpoint is resumed"
-                f"{self.without_reference}."
+                "the policy has no reference; call model.set_reference_policy() before training "
+                f"and before a checkpoint is resumed{self.without_reference}."
             )
 
     def get_init_policy_logprobs(
@@ -251,9 +242,9 @@ class ReferencePolicyMixin(LogProbsMixin):
             return self.get_inference_log_probs(response_tokens, response_lengths=response_lengths)
 
     def get_ref_policy_logprobs(self, batch: Mapping[str, Any]) -> Tensor:
-        """Log-probs float32 `[nB, S-1]` of all samples of a batch of n `REFERENCE_COLUMNS` under
-        the reference policy, without dropout: all samples of the first one, then of the next. All
-        ranks call it; `UserError`: there is no reference policy.
+        """Log-probs float32 `[nB, S-1]` of a batch's n `REFERENCE_COLUMNS`, one after the other,
+        under the reference policy, without dropout. All ranks call it; `UserError`: there is none.
+
         """
         masks = self.REFERENCE_COLUMNS.values()
         names = [name.removeprefix(REFERENCE_PREFIX) for name in self.REFERENCE_COLUMNS]
@@ -267,10 +258,8 @@ class ReferencePolicyMixin(LogProbsMixin):
 
     def _check_reference_columns(self, batch: Mapping[str, Any]) -> None:
         if next(iter(self.REFERENCE_COLUMNS)) not in batch:
-            raise UserError(
-                "the batch has no log-probs of the reference policy; the trainer adds them "
-                "(with_reference), from model.get_ref_policy_logprobs(batch)."
-            )
+            remedy = "add those of model.get_ref_policy_logprobs(batch), as the trainer does."
+            raise UserError(f"the batch has no log-probs of the reference policy; {remedy}")
 
     def _reference_policy(self) -> AbstractContextManager[None]:
         if self._reference_is_base():
@@ -282,10 +271,9 @@ class ReferencePolicyMixin(LogProbsMixin):
 
 
 class MovingReferenceMixin(ReferencePolicyMixin):
-    """A policy whose reference is a former state of it, which changes during training. Checkpoints
-    hold it, so that a job resumes with the same bits.
+    """A policy whose reference is a former state of it (with adapters: the base with theirs),
+    which changes during training. Checkpoints hold it: a job resumes with the same bits.
 
-    With adapters the reference is the base with the adapters of that state.
     """
 
     def _reference_is_base(self) -> bool:
@@ -309,9 +297,10 @@ class MovingReferenceMixin(ReferencePolicyMixin):
     def sharded_reference(
         self, weights: dict[str, dict[str, Any]], is_loading: bool
     ) -> dict[str, dict[str, Any]]:
-        """Sharded state dict of the reference policy, split over the ranks as `weights`, that of
-        the policy, is; empty if there is none. All ranks call it; with `is_loading` it makes room
-        for values that `load_sharded_reference` fills in.
+        """Sharded state dict of the reference policy, split as `weights`, that of the policy;
+        empty if there is none. All ranks call it; with `is_loading` it makes room for values that
+        `load_sharded_reference` fills in.
+
         """
         if is_loading:
             self.set_reference_policy()

@@ -3,14 +3,13 @@
 """Adapters (LoRA, arXiv 2106.09685, eq. 3) on the linear layers of Megatron Core.
 
 A linear layer W `[out, in]` computes `W x + alpha/dim * B A x` with A `[dim, in]` and B
-`[out, dim]`. The layer stays the object that it is, under the same names in checkpoints; its class
-becomes a subclass of its class that adds the second term.
+`[out, dim]`. The layer stays the object that it is; its class becomes a subclass that adds the
+second term.
 
-Under tensor parallelism W is split along its rows (qkv, fc1) or its columns (proj, fc2). The
-adapter is split along the same axis, and its other half is held whole by every rank, so `dim` need
-not be divisible by anything. Gradients of the half that is held whole are complete on every rank;
-under sequence parallelism each rank has those of its share of the positions, which Megatron Core
-adds up for parameters that are marked `sequence_parallel`.
+Under tensor parallelism the adapter is split along the same axis as W, its rows (qkv, fc1) or its
+columns (proj, fc2), and its other half is held whole by every rank, with complete gradients; under
+sequence parallelism each rank has those of its share of the positions, which Megatron Core adds up
+for parameters that are marked `sequence_parallel`.
 
 Notation: S positions and b samples on this rank; t tensor-parallel ranks.
 """
@@ -106,9 +105,8 @@ class LoRA(torch.nn.Module):
         stream = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         whole_rows = rows * (self.tp if self.by_rows else 1)
         whole_columns = columns * (1 if self.by_rows else self.tp)
-        a = _drawn(
-            stream, settings.column_init_method, self.num_blocks, settings.dim, whole_columns
-        )
+        shape = self.num_blocks, settings.dim, whole_columns
+        a = _drawn(stream, settings.column_init_method, *shape)
         b = _drawn(stream, settings.row_init_method, 1, whole_rows, settings.dim)
         if self.tp > 1:
             rank = parallel_state.get_tensor_model_parallel_rank()

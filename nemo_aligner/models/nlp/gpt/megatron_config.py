@@ -85,16 +85,12 @@ def yarn_settings(cfg: DictConfig) -> dict[str, Any]:
         return {}
     for key in YARN_KEYS[:2]:
         if cfg[key] is None or cfg[key] <= 0:
-            raise ConfigError(
-                f"model.position_embedding_type=yarn needs model.{key}, which is {cfg[key]}; give "
-                "a positive number."
-            )
+            wrong = f"model.{key}={cfg[key]} must be a positive number"
+            raise ConfigError(f"{wrong} with model.position_embedding_type=yarn.")
     for key, neutral in NOT_WITH_YARN.items():
         if cfg[key] != neutral:
-            raise ConfigError(
-                f"model.{key}={cfg[key]} with model.position_embedding_type=yarn is not supported "
-                f"by Megatron Core; set it to {'null' if neutral is None else neutral}."
-            )
+            wanted = f"set it to {'null' if neutral is None else neutral}"
+            raise ConfigError(f"model.{key}={cfg[key]} is not supported with yarn; {wanted}.")
     return {key: cfg[key] for key in YARN_KEYS}
 
 
@@ -104,20 +100,16 @@ def position_arguments(cfg: DictConfig) -> dict[str, Any]:
     """
     kind, base = cfg.position_embedding_type, cfg.rotary_base
     if kind not in POSITION_EMBEDDINGS:
-        raise ConfigError(
-            f"model.position_embedding_type={kind!r} is not supported: Megatron Core has "
-            f"{', '.join(POSITION_EMBEDDINGS)}."
-        )
+        known = ", ".join(POSITION_EMBEDDINGS)
+        raise ConfigError(f"model.position_embedding_type={kind!r} is not supported; use {known}.")
     if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
         raise ConfigError(
             f"model.rotary_base={base!r} must be a positive number: all layers share it in "
             "Megatron Core (Gemma 3 has two)."
         )
     if cfg.scale_positional_embedding and kind != "rope":
-        raise ConfigError(
-            "model.scale_positional_embedding=True scales rotary embeddings, but "
-            f"model.position_embedding_type={kind}; set it to False."
-        )
+        other = f"model.position_embedding_type={kind}"
+        raise ConfigError(f"model.scale_positional_embedding=True with {other}: set it to False.")
     return dict(
         max_sequence_length=cfg.max_position_embeddings,
         position_embedding_type=kind,
@@ -138,11 +130,8 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
     """
     if not cfg.num_moe_experts:
         if cfg.expert_model_parallel_size > 1:
-            raise ConfigError(
-                f"model.expert_model_parallel_size={cfg.expert_model_parallel_size} spreads "
-                "experts over ranks, but model.num_moe_experts is not set; set it, or the size "
-                "to 1."
-            )
+            size = f"model.expert_model_parallel_size={cfg.expert_model_parallel_size}"
+            raise ConfigError(f"{size}, but model.num_moe_experts is not set; set it, or 1.")
         return {}
     _check_experts(cfg)
     _check_shared_experts(cfg)
@@ -161,11 +150,9 @@ def expert_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def check_expert_stages(config: TransformerConfig) -> None:
-    """Raise `ConfigError` unless every pipeline stage has a layer with experts, if the model has
-    any.
+    """Raise `ConfigError` unless every pipeline stage has a layer with experts, if any has: the
+    optimizer of a stage without has another form, which loads no checkpoint of another split.
 
-    The optimizer of a stage without them has another form, in which no checkpoint of another split
-    could be loaded.
     """
     if not config.num_moe_experts:
         return
@@ -180,23 +167,20 @@ def check_expert_stages(config: TransformerConfig) -> None:
         if not any(layers):
             raise ConfigError(
                 f"no layer of pipeline stage {stage} has experts with model.moe_layer_freq="
-                f"{config.moe_layer_freq}; use fewer than "
-                f"model.pipeline_model_parallel_size={config.pipeline_model_parallel_size} "
-                "stages, or stages of other sizes (num_layers_in_first_pipeline_stage)."
+                f"{config.moe_layer_freq}; use fewer than model.pipeline_model_parallel_size="
+                f"{config.pipeline_model_parallel_size} stages, or stages of other sizes."
             )
 
 
 def _check_shared_experts(cfg: DictConfig) -> None:
     size = cfg.moe_shared_expert_intermediate_size
     if size is not None and cfg.bias:
-        raise ConfigError(
-            f"model.moe_shared_expert_intermediate_size={size} needs model.bias=False: shared "
-            "experts have no bias in Megatron Core."
-        )
+        key = f"model.moe_shared_expert_intermediate_size={size}"
+        raise ConfigError(f"{key} needs model.bias=False: shared experts have no bias.")
     if cfg.moe_shared_expert_gate and size is None:
         raise ConfigError(
-            "model.moe_shared_expert_gate=True weights the output of shared experts, but "
-            "model.moe_shared_expert_intermediate_size is not set; set it, or the gate to False."
+            "model.moe_shared_expert_gate=True needs model.moe_shared_expert_intermediate_size; "
+            "set it, or the gate to False."
         )
 
 
@@ -210,8 +194,7 @@ def _check_experts(cfg: DictConfig) -> None:
     if cfg.moe_token_dispatcher_type != "alltoall":
         raise ConfigError(
             f"model.moe_token_dispatcher_type={cfg.moe_token_dispatcher_type!r} is not supported: "
-            "only alltoall lets ranks have samples of different number and length, as generation "
-            "needs."
+            "only alltoall lets ranks have different samples, as generation needs."
         )
     if tp > 1 and not cfg.sequence_parallel:
         raise ConfigError(
@@ -238,10 +221,8 @@ def _check_router(cfg: DictConfig) -> None:
             "one expert is always 1, so the router would never learn."
         )
     if balancing not in ("aux_loss", "none"):
-        raise ConfigError(
-            f"model.moe_router_load_balancing_type={balancing!r} is not supported; use aux_loss "
-            "or none."
-        )
+        key = f"model.moe_router_load_balancing_type={balancing!r}"
+        raise ConfigError(f"{key} is not supported; use aux_loss or none.")
     if balancing == "none" and cfg.moe_aux_loss_coeff:
         raise ConfigError(
             f"model.moe_aux_loss_coeff={cfg.moe_aux_loss_coeff} has no effect with "
@@ -350,23 +331,18 @@ def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
     """
     name = str(cfg.activation).lower()
     if name not in ACTIVATIONS:
-        raise ConfigError(
-            f"model.activation={name!r} is not supported; use one of {sorted(ACTIVATIONS)}."
-        )
+        known = sorted(ACTIVATIONS)
+        raise ConfigError(f"model.activation={name!r} is not supported; use one of {known}.")
     function, gated = ACTIVATIONS[name]
     if cfg.openai_gelu and function not in (F.gelu, tanh_gelu):
-        raise ConfigError(
-            f"model.openai_gelu=True would replace model.activation={name}; set it to False, or "
-            "the activation to gelu or geglu."
-        )
+        key = f"model.openai_gelu=True would replace model.activation={name}"
+        raise ConfigError(f"{key}; set it to False, or the activation to gelu or geglu.")
     # Not of experts, which weigh their output inside the kernel.
     fused = use_transformer_engine() and function is F.silu and gated and not cfg.num_moe_experts
     if function is F.gelu and cfg.bias_activation_fusion and not cfg.openai_gelu:
         if not gated and not cfg.bias:
-            raise ConfigError(
-                f"model.bias_activation_fusion=True with model.activation={name} needs "
-                "model.bias=True: there is no bias to fuse; set it to False."
-            )
+            key = "model.bias_activation_fusion=True"
+            raise ConfigError(f"{key} has no bias to fuse with model.bias=False; set it to False.")
         function = tanh_gelu
         # Megatron Core has no such kernel for experts, and knows the others by `F.gelu`.
         if use_transformer_engine() and not cfg.num_moe_experts:
@@ -383,10 +359,8 @@ def _activation_settings(cfg: DictConfig) -> dict[str, Any]:
 def _normalization_settings(cfg: DictConfig) -> dict[str, Any]:
     name = str(cfg.normalization).lower()
     if name not in NORMALIZATIONS:
-        raise ConfigError(
-            f"model.normalization={cfg.normalization!r} is not supported; use one of "
-            f"{sorted(NORMALIZATIONS)}."
-        )
+        key, known = f"model.normalization={cfg.normalization!r}", sorted(NORMALIZATIONS)
+        raise ConfigError(f"{key} is not supported; use one of {known}.")
     return {
         "normalization": NORMALIZATIONS[name],
         "layernorm_zero_centered_gamma": name == "layernorm1p"
@@ -402,28 +376,22 @@ def _attention_settings(cfg: DictConfig) -> dict[str, Any]:
     scalar, freq = cfg.query_pre_attn_scalar, cfg.window_attn_skip_freq
     if scalar is not None:
         if isinstance(scalar, bool) or not isinstance(scalar, int | float) or scalar <= 0:
-            raise ConfigError(
-                f"model.query_pre_attn_scalar={scalar!r} must be a positive number: attention "
-                "scores are divided by its square root."
-            )
+            raise ConfigError(f"model.query_pre_attn_scalar={scalar!r} must be a positive number.")
         settings["softmax_scale"] = scalar**-0.5
     if freq is not None:
-        settings["window_attn_skip_freq"] = layer_pattern(
-            cfg, "window_attn_skip_freq", 2, "window"
-        )
+        pattern = layer_pattern(cfg, "window_attn_skip_freq", 2, "window")
+        settings["window_attn_skip_freq"] = pattern
         if cfg.window_size is None:
-            raise ConfigError(
-                f"model.window_attn_skip_freq={freq} says which layers have a window, but "
-                "model.window_size is not set; set it, or the former to null."
-            )
+            remedy = "needs model.window_size; set it, or the former to null."
+            raise ConfigError(f"model.window_attn_skip_freq={freq} {remedy}")
     if cfg.no_rope_freq is not None:
         pattern = layer_pattern(cfg, "no_rope_freq", 2, "no rotation")
         if isinstance(pattern, int):
             pattern = [int((layer + 1) % pattern == 0) for layer in range(cfg.num_layers)]
         if cfg.position_embedding_type not in ("rope", "yarn"):
+            kind = f"model.position_embedding_type={cfg.position_embedding_type}"
             raise ConfigError(
-                f"model.no_rope_freq={cfg.no_rope_freq} leaves out rotary embeddings, but "
-                f"model.position_embedding_type={cfg.position_embedding_type}; set it to null."
+                f"model.no_rope_freq={cfg.no_rope_freq} with {kind}; set it to null."
             )
         settings["no_rope_freq"] = pattern
     return settings
@@ -440,17 +408,13 @@ def _window(cfg: DictConfig) -> tuple[int, int] | None:
     if not whole or given[0] < 0 or given[1] != 0:
         raise ConfigError(
             f"model.window_size={given!r} is not supported; give [n, 0]: each position attends to "
-            "the n before it and to itself. null: to all before it."
+            "the n before it and to itself; or null."
         )
     before, after = given
     if use_transformer_engine() and cfg.context_parallel_size > 1:
         if cfg.encoder_seq_length <= before + 1:
             return None  # every position is in every later one's window
-        raise ConfigError(
-            f"model.window_size={given} with "
-            f"model.context_parallel_size={cfg.context_parallel_size} is not supported by "
-            "Transformer Engine; set the size to 1."
-        )
+        raise ConfigError(f"model.window_size={given} needs model.context_parallel_size=1.")
     return before, after
 
 
@@ -490,12 +454,7 @@ def _fusion_settings(cfg: DictConfig) -> dict[str, bool]:
 
 
 # They choose kernels that compute the same: these by keys of their own, ...
-KERNELS = (
-    "apply_rope_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-)
+KERNELS = "apply_rope_fusion bias_dropout_fusion masked_softmax_fusion persist_layer_norm".split()
 # ... and these where Transformer Engine has them.
 TRANSFORMER_ENGINE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
 

@@ -8,6 +8,7 @@ token t+1.
 """
 
 from enum import Enum
+from typing import Any
 
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
@@ -35,17 +36,15 @@ class StateDictState(Enum):
 
 
 class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
-    """Critic, and optionally a reward model beside it.
-
-    The optimizer belongs to the critic's weights. The reward model's weights stay in host memory
-    and are in the module only while it scores; training, saving and loading put the critic back
-    first. Weights are copied in place, so the optimizer and its fp32 copies stay valid.
+    """Critic, and optionally a reward model beside it, whose weights stay in host memory and are
+    in the module only while it scores; training, saving and loading put the critic back first.
+    Weights are copied in place, so the critic's optimizer stays valid.
 
     Attributes:
         loaded_state_dict: whose weights are in the module.
         rm_state_dict_cpu: the reward model's weights in host memory, from `set_reward_model`.
-        critic_state_dict_cpu: copy of the critic's weights in host memory, renewed when the reward
-            model takes its place.
+        critic_state_dict_cpu: the critic's, renewed when the reward model takes its place.
+
     """
 
     CONFIG_NAME = "gpt_ppo_critic"
@@ -62,9 +61,9 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self.set_output_sequence_flag(True)
 
     def set_reward_model(self) -> None:
-        """Keep a copy of the present weights as the reward model.
+        """Keep a copy of the present weights as the reward model, before a checkpoint is resumed;
+        errors as in `check_gives_rewards`.
 
-        Call it before a checkpoint is resumed. Errors as in `check_gives_rewards`.
         """
         self.check_gives_rewards()
         self._rm_state_dict_cpu = self.weights_to_cpu(into=self._rm_state_dict_cpu)
@@ -86,17 +85,15 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         """Check that the weights that this model was loaded with give rewards.
 
         Raises:
-            UserError: the weights were loaded without a trained reward head, so rewards would be
-                meaningless.
+            UserError: they were loaded without a trained reward head.
             ConfigError: the reward model gives several attributes instead of their weighted sum.
+
         """
         if not self.has_trained_head:
             raise UserError(
-                "the checkpoint of this critic holds no reward head (it is a language model or a "
-                "critic): its rewards would be meaningless. Give a trained reward model in "
-                "pretrained_checkpoint.restore_from_path, or serve rewards elsewhere with "
-                "trainer.ppo.combine_rm_and_critic_server=False (and "
-                "remote_critic_rm.combine_rm_and_critic_server=False in the actor's job)."
+                "the checkpoint of this critic holds no reward head; give a reward model in "
+                "pretrained_checkpoint.restore_from_path, or set combine_rm_and_critic_server="
+                "False in trainer.ppo (in the actor's job in remote_critic_rm)."
             )
         check_attributes_are_merged(self.cfg.regression)
 
@@ -112,9 +109,7 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
             return
         if wanted is StateDictState.REWARD:
             if self._rm_state_dict_cpu is None:
-                raise RuntimeError(
-                    "there is no reward model beside the critic; call set_reward_model() at start."
-                )
+                raise RuntimeError("there is no reward model; call set_reward_model() at start.")
             if not self._critic_copy_is_current:
                 self.critic_state_dict_cpu = self.weights_to_cpu(into=self.critic_state_dict_cpu)
                 self._critic_copy_is_current = True
@@ -148,12 +143,12 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         self, batch: CriticTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Value loss (`losses.ppo_critic_loss`) of a global batch, and its gradient unless
-        `forward_only`; all ranks call it with their share. An empty mask gives loss 0 and gradient
-        0.
+        `forward_only`; all ranks call it with their share. An empty mask gives 0 for both.
 
         Returns:
             The loss and, over the global batch: `loss`, `value_clip_fraction` and, unless all
             returns are equal, `explained_variance` of the returns by the values in training.
+
         """
         self._load(StateDictState.CRITIC)
         columns = {key: batch[key] for key in ("tokens", "returns", "prev_values")}
@@ -180,22 +175,12 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         super().prepare_for_inference()
         self.offload_adam_states()
 
-    def infer(
-        self,
-        inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool | None = None,
-        add_EOS: bool = False,
-    ) -> Tensor:
-        """Values float32 [N, S] of the critic (see the base class)."""
+    def infer(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Values float32 [N, S] of the critic; arguments as of the base class."""
         self._load(StateDictState.CRITIC)
-        return super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
+        return super().infer(*args, **kwargs)
 
-    def infer_rm_critic(
-        self,
-        inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool | None = None,
-        add_EOS: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def infer_rm_critic(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Rewards float32 [N] and values float32 [N, S]; arguments and callers as for `infer`.
 
         The model whose weights are in the module computes first, so a call swaps them once.
@@ -203,15 +188,10 @@ class MegatronGPTCriticModel(MegatronGPTRewardModel, CriticModelInterface):
         outputs = {}
         for state in sorted(StateDictState, key=lambda state: state is not self.loaded_state_dict):
             self._load(state)
-            outputs[state] = super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS)
+            outputs[state] = super().infer(*args, **kwargs)
         return outputs[StateDictState.REWARD].reshape(-1), outputs[StateDictState.CRITIC]
 
-    def infer_rewards(
-        self,
-        inputs: list[str] | tuple[Tensor, Tensor],
-        add_BOS: bool | None = None,
-        add_EOS: bool = False,
-    ) -> Tensor:
+    def infer_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Rewards float32 [N] alone; arguments and callers as for `infer`."""
         self._load(StateDictState.REWARD)
-        return super().infer(inputs, add_BOS=add_BOS, add_EOS=add_EOS).reshape(-1)
+        return super().infer(*args, **kwargs).reshape(-1)

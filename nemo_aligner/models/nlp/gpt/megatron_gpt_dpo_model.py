@@ -41,11 +41,9 @@ class DirectPreferenceMixin(ReferencePolicyMixin, SupervisedInterface):
     ) -> tuple[float, dict[str, float]]:
         """Preference loss of a global batch of pairs with the log-probs of the reference policy
         (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
-        their share.
+        their share. Metrics, over the pairs that count: those of `dpo_loss`, the statistics of the
+        rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
 
-        Returns:
-            The loss and, over the pairs that count, the metrics of `dpo_loss`, the statistics of
-            the rewards, `margin` (of the mean rewards) and `weights` (number of pairs).
         """
         self._check_reference_columns(batch)
         both = {

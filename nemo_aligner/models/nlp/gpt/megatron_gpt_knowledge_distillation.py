@@ -38,16 +38,10 @@ class TopKTeacherModel(MegatronGPTModel):
     """Language model without a loss of its own."""
 
     def top_logits(self, tokens: Tensor, lengths: Tensor, top_k: int) -> Taught:
-        """The `top_k` largest logits behind each token, and the log-prob of the next one; every
-        rank of a TP x PP x CP group calls it with the same samples.
+        """The `top_k` largest logits behind each token, `[B, S, K]`, and the log-prob of the next
+        one, `[B, S]`, 0 beyond the lengths; every rank of a TP x PP x CP group calls it with the
+        same samples: tokens int64 `[B, S]`, and how many of each matter, int64 `[B]`, at least 1.
 
-        Args:
-            tokens: int64 `[B, S]`.
-            lengths: int64 `[B]`: how many tokens of each sample matter, at least 1.
-            top_k: K, at most the size of the vocabulary.
-
-        Returns:
-            `[B, S, K]` and `[B, S]`, 0 beyond the lengths.
         """
 
         def output_fn(logits: Tensor, micro_batch: Batch) -> Tensor:
@@ -123,13 +117,9 @@ class GPTKnowledgeDistillationModel(NLPAdapterModelMixin, MegatronGPTModel, Supe
         self, batch: DistillationBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Divergence from the teacher over a global batch, and its gradient unless `forward_only`.
+        Metrics are those of `distillation_loss` and `weights`, the number of what
+        `loss_reduction` averages over. `ConfigError`: the teacher gives one logit of a token.
 
-        Raises:
-            ConfigError: the teacher gives one logit of a token, of which nothing can be learned.
-
-        Returns:
-            The loss and, over the global batch, the metrics of `distillation_loss` and `weights`:
-            how many tokens count, or how many of what `loss_reduction` averages over.
         """
         mask = batch["loss_mask"].to(get_device())
         log_sum_exp: Any = batch["log_sum_exp_logits"]

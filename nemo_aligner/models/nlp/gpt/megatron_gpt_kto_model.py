@@ -53,12 +53,10 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     def reference_point(self, batch: LabelledResponseBatch, weights: Tensor) -> Tensor:
         """How far the policy is from its reference: the mean of `log_ratios` over the mismatched
         samples of the global batch, at least 0 (arXiv:2402.01306, section 4.1); float32, a scalar
-        without a gradient, equal on every rank.
+        without a gradient, equal on every rank and at every split (NeMo-Aligner's is the mean over
+        ranks of a micro-batch's, each at least 0). All ranks call it, with the weights float32
+        `[B]` of the samples; the policy is in evaluation mode afterwards.
 
-        It is over all data-parallel ranks and the whole global batch, so that it does not depend
-        on the split; NeMo-Aligner's is the mean over ranks of a micro-batch's, each at least 0.
-        All ranks call it, with the weights float32 `[B]` of the samples. The policy is in
-        evaluation mode afterwards.
         """
         self.set_eval()
         logprobs = self.get_inference_log_probs(
@@ -78,12 +76,9 @@ class MegatronGPTKTOModel(ReferencePolicyMixin, SupervisedInterface):
     ) -> tuple[float, dict[str, float]]:
         """KTO loss of a global batch with the log-probs of the reference policy
         (`get_ref_policy_logprobs`), and its gradient unless `forward_only`; all ranks call it with
-        their share. The mismatched samples need no gradient, so they have a forward pass of their
-        own before the others'.
+        their share. The mismatched samples have a forward pass of their own before. Metrics, over
+        the samples that count: those of `kto_loss`, `kl` (the reference point) and `weights`.
 
-        Returns:
-            The loss and, over the samples that count, the metrics of `kto_loss`, `kl` (the
-            reference point) and `weights` (number of samples).
         """
         self._check_reference_columns(batch)
         weights, count = weights_of_samples(batch["loss_mask"])

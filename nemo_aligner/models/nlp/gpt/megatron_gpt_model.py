@@ -1,10 +1,9 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTModel`: a GPT of Megatron Core behind NeMo's `ModelPT`.
-
-It holds what every role (actor, critic, reward model, SFT) shares: construction from NeMo-style
-keys, the tokenizer, the weights (`.nemo` files, host copies, swaps) and the optimizer. Roles add
-losses; `nemo_aligner.training.megatron_steps` runs the passes.
+"""`MegatronGPTModel`: a GPT of Megatron Core behind NeMo's `ModelPT`, with what every role (actor,
+critic, reward model, SFT) shares: construction from NeMo-style keys, the tokenizer, the weights
+(`.nemo` files, host copies, swaps) and the optimizer. Roles add losses;
+`nemo_aligner.training.megatron_steps` runs the passes.
 """
 
 import contextlib
@@ -61,25 +60,22 @@ from nemo_aligner.training.optim import (
     wrap_with_ddp,
 )
 
-_LOSS = (
-    "override get_loss_and_metrics(batch, forward_only), which passes a loss function of plain "
-    "tensors to nemo_aligner.training.megatron_steps.forward_backward"
-)
-_OUTPUT = (
-    "use nemo_aligner.training.megatron_steps.forward_collect with an output function of plain "
-    "tensors"
-)
+_OF_LOSSES = """
+    get_forward_output_and_loss_func get_actor_forward_output_and_loss_func loss_func bt_loss_func
+    reg_loss_func split_output_tensor
+""".split()
+_OF_OUTPUTS = "get_forward_output_only_func get_logprob_output_only_func forward_step".split()
+_STEPS = "nemo_aligner.training.megatron_steps."
 # method -> what replaces it
 RETIRED_HOOKS = {
-    "get_forward_output_and_loss_func": _LOSS,
-    "get_actor_forward_output_and_loss_func": _LOSS,
-    "loss_func": _LOSS,
-    "bt_loss_func": _LOSS,
-    "reg_loss_func": _LOSS,
-    "split_output_tensor": _LOSS,
-    "get_forward_output_only_func": _OUTPUT,
-    "get_logprob_output_only_func": _OUTPUT,
-    "forward_step": _OUTPUT,
+    **dict.fromkeys(
+        _OF_LOSSES,
+        "override get_loss_and_metrics(batch, forward_only), which passes a loss function of "
+        f"plain tensors to {_STEPS}forward_backward",
+    ),
+    **dict.fromkeys(
+        _OF_OUTPUTS, f"use {_STEPS}forward_collect with an output function of plain tensors"
+    ),
     "model_provider_func": (
         "override module_provider(pre_process, post_process, vp_stage), which builds the module"
     ),
@@ -112,8 +108,9 @@ for _name in RETIRED_HOOKS:
 
 
 def weights_of_samples(loss_mask: Tensor) -> tuple[Tensor, float]:
-    """Weights float32 `[B]`, as of `loss_weights`, of the samples with a token in `loss_mask`
-    `[B, S]`, and the number of such samples of all ranks, which call it.
+    """Weights float32 `[B]` (of `loss_weights`) of the samples with a token in `loss_mask` `[B,
+    S]`, and the number of such samples of all ranks, which call it.
+
     """
     valid = loss_mask.ne(0).any(dim=-1).float().to(get_device())
     return loss_weights(valid, sum_over_dp=sum_over_dp), float(sum_over_dp(valid.sum()))
@@ -164,9 +161,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         world_size = 1 if trainer is None else trainer.world_size
         if world_size > 1 and not torch.distributed.is_initialized():
             raise UserError(
-                f"{type(self).__name__} was built in a job of {world_size} processes that are not "
-                "connected yet; call nemo_aligner.launch.processes.init_distributed(trainer) "
-                "first, or build the model with load_from_nemo, which does."
+                f"the {world_size} processes of the job are not connected yet; call "
+                "nemo_aligner.launch.processes.init_distributed(trainer) first."
             )
         cfg = complete_model(cfg, self.CONFIG_NAME)
         notes = check_model_keys(cfg)
@@ -272,8 +268,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def setup_megatron_optimization(
         self, max_steps: int
     ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-        """Wrap the chunks for data parallelism, build optimizer and schedule, with the learning
-        rate's horizon at `max_steps` updates of the whole job; on all ranks, once.
+        """Wrap the chunks for data parallelism, build optimizer and schedule (over `max_steps`
+        updates of the whole job); on all ranks, once.
+
         """
         self.model = wrap_with_ddp(self.model, self.cfg.optim)
         for chunk in self.model:
@@ -301,9 +298,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             torch.cuda.empty_cache()
 
     def offload_adam_states(self) -> None:
-        """Move Adam's states to host memory until `onload_adam_states`, unless
-        `to_offload_adam_states` is False; without CUDA do nothing.
-        """
+        """Move Adam's states to host memory, unless `to_offload_adam_states` is False."""
         self._move_adam_states(torch.device("cpu"))
 
     def onload_adam_states(self) -> None:
@@ -353,13 +348,11 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         Args:
             columns: this data-parallel rank's share of it.
             mask: `[B, S-1]` or `[B, S]`, non-zero where a token counts: `loss_fn` gets `weights`,
-                by `loss_reduction`; None: they stand in `columns`.
+                by `loss_reduction`; None: they stand in `columns` (else `UserError`).
             loss_reduction, micro_batch_size: None: those of the model and its configuration.
             lengths: int64 `[B]`; None: up to the last token with a weight.
             options: of `forward_backward`.
 
-        Raises:
-            UserError: neither `mask` nor weights are given.
         """
         micro_batch_size = micro_batch_size or self.cfg.micro_batch_size
         loss_reduction = loss_reduction or self.loss_reduction
@@ -435,11 +428,11 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def sharded_weights(self, metadata: dict | None = None) -> dict[str, dict[str, Any]]:
         """Megatron Core's sharded state dict of each chunk, under `model.`; all ranks call it."""
-        sharded = {}
-        for index, chunk in enumerate(self.unwrapped()):
-            # Virtual chunks share one name space: Megatron Core numbers layers globally.
-            sharded[f"model{index}"] = chunk.sharded_state_dict(prefix="model.", metadata=metadata)
-        return sharded
+        # Virtual chunks share one name space: Megatron Core numbers layers globally.
+        return {
+            f"model{index}": chunk.sharded_state_dict(prefix="model.", metadata=metadata)
+            for index, chunk in enumerate(self.unwrapped())
+        }
 
     def checksum_of_base(self) -> str:
         """Checksum of the weights without adapters, at any split the same; all ranks call it."""
@@ -453,11 +446,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
     def load_sharded_weights(self, loaded: dict[str, dict[str, Any]], strict: bool = True) -> None:
         """Load what `dist_checkpointing.load` returned for `sharded_weights()`."""
         for index, chunk in enumerate(self.unwrapped()):
-            weights = {
-                name.removeprefix("model."): value
-                for name, value in loaded[f"model{index}"].items()
-            }
-            chunk.load_state_dict(weights, strict=strict)
+            weights = loaded[f"model{index}"].items()
+            named = {name.removeprefix("model."): value for name, value in weights}
+            chunk.load_state_dict(named, strict=strict)
 
     def sharded_reference(
         self, weights: dict[str, dict[str, Any]], is_loading: bool
@@ -483,8 +474,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
 
     def save_hugging_face(self, folder: Path, weights: Path) -> None:
         """Write a Hugging Face folder with the weights of a checkpoint, without the bias of a
-        reward model's head, for which Hugging Face has no place; all ranks call it, and rank 0
-        writes. `UserError` on all ranks, if it cannot be written.
+        reward model's head; all ranks call it, and rank 0 writes. `UserError` on all ranks.
+
         """
         from nemo_aligner.checkpoint.hugging_face import writing
 
@@ -496,7 +487,7 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
                     if bias and any(bias):
                         logging.warning(
                             f"{folder} lacks the bias {bias} of the head, for which Hugging Face "
-                            "has no place: its rewards are those of this model less the bias."
+                            "has no place."
                         )
                     self._write_hugging_face(folder, source)
                     logging.info(f"saved {folder}")
@@ -528,13 +519,10 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         skip: tuple[str, ...] = (),
     ) -> None:
         """Load the weights of a `.nemo` at the split of this job; all ranks call it. `UserError`:
-        the file lacks other weights of this model than may be missing, or their shapes differ.
+        shapes differ, or, `strict`, the file lacks weights of this model but those of
+        `missing_ok`: prefixes (after `model.`) of names such as those of a new head, which then
+        keep their initial values, as those of `skip` do in any case.
 
-        Args:
-            strict: the file must have all weights of this model but those of `missing_ok`.
-            missing_ok: names (prefixes after `model.`) that the file may lack, such as a new head;
-                they keep their initial values.
-            skip: prefixes of weights that keep their initial values even if the file has them.
         """
         sharded = self.sharded_weights()
         checkpoint = open_source(restore_path)
@@ -574,8 +562,8 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         missing = sorted({tensor.key for tensor in wanted} - set(stored))
         if strict and missing:
             raise UserError(
-                f"{path} lacks {len(missing)} weight(s) of this model, such as "
-                f"{missing[0]!r}: it holds another architecture. Compare its model_config.yaml."
+                f"{path} lacks {len(missing)} weight(s) of this model, such as {missing[0]!r}: "
+                "compare its model_config.yaml."
             )
         for tensor in wanted:
             # Embedding tables may differ in their padding rows, which depend on the split.
@@ -585,14 +573,13 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
             if shape != tuple(tensor.global_shape):
                 raise UserError(
                     f"{path} holds {tensor.key} of shape {shape}, but this model's is "
-                    f"{tuple(tensor.global_shape)}. Set the model's keys as in its "
-                    "model_config.yaml (for a learned position embedding "
-                    "model.encoder_seq_length and model.max_position_embeddings)."
+                    f"{tuple(tensor.global_shape)}; set its keys as in its model_config.yaml (for "
+                    "learned positions encoder_seq_length and max_position_embeddings)."
                 )
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Check that a training checkpoint belongs to this model, before it is loaded; all ranks
-        call it. Missing weights are an error when they are loaded.
+        """Check that a training checkpoint belongs to this model, before it is loaded, on all
+        ranks.
         """
 
     @classmethod
@@ -613,10 +600,9 @@ class MegatronGPTModel(RetiredHooks, ModelPT):
         Args:
             override_config_path: configuration to use instead of the file's own.
             strict: as for `load_nemo_weights`.
-            save_restore_connector: `CustomSaveRestoreConnector`, or None; of another connector
-                nothing is used, because the format needs none.
-            map_location, validate_access_integrity: no effect; weights go to this process's
-                device.
+            save_restore_connector: `CustomSaveRestoreConnector`; of others nothing is used.
+            map_location, validate_access_integrity: no effect.
+
         """
         source = open_source(restore_path, "restore_path")
         if return_config:

@@ -77,9 +77,8 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         params = self.generation_params
         if params.changes_distribution:
             logging.warning(
-                "top_k, top_p, repetition_penalty or min_length above 1 changes the distribution "
-                "that tokens are sampled from; the log-probs are those of softmax(logits / "
-                "temperature), so the updates are off-policy to that extent."
+                "top_k, top_p, repetition_penalty or min_length above 1: tokens are not sampled "
+                "from softmax(logits / temperature), so the updates are off-policy to that extent."
             )
         # Greedy decoding ignores the temperature, so the log-probs do too.
         self.temperature = 1.0 if params.use_greedy else params.temperature
@@ -94,8 +93,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         if self.padded_vocab_size % tp:
             raise ConfigError(
                 f"model.{self.SECTION}.generation.reshard: tp={tp} does not divide the padded "
-                f"vocabulary of {self.padded_vocab_size} ids; choose a size that does, or set it "
-                "to auto."
+                f"vocabulary of {self.padded_vocab_size} ids; choose one that does, or auto."
             )
         if (tp, pp) == (trained[0], 1):
             return regrouped(tp, pp, lambda _, chunks: [gather_stages(chunks, self._undivided)])
@@ -140,9 +138,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
 
     def infer(self, inference_batch: InferenceBatch) -> Rollout:
         """Sample one response to each prompt; every rank of a TP x PP x CP group calls it with the
-        same prompts.
-
-        A response does not depend on the batch, the rank or the split.
+        same prompts. A response does not depend on the batch, the rank or the split.
 
         Args:
             inference_batch: `text` and `length` are needed. Without `sample_seeds` the random
@@ -154,6 +150,7 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
 
         Raises:
             UserError: a prompt leaves no room for a response, or the environment failed.
+
         """
         prompts, lengths, seeds, *records = self._prompts(inference_batch)
         with self.adapters_for_generation():
@@ -171,13 +168,13 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         self, batches: Iterable[InferenceBatch]
     ) -> Iterator[tuple[InferenceBatch, Rollout]]:
         """`infer` for all batches as one queue: as many samples as the first batch has, or as
-        `generation.kv_cache_gb` has room for, are decoded together, and the next one enters when a
-        response has ended. Every rank of a TP x PP x CP group calls it with the same batches and
-        iterates to the end.
+        `generation.kv_cache_gb` has room for, are decoded together. Every rank of a TP x PP x CP
+        group calls it with the same batches and iterates to the end.
 
         Yields:
             The one-dimensional columns of as many prompts as the first batch has (the last group
             may be smaller), in the order in which their responses ended, and these.
+
         """
         iterator = iter(batches)
         first = next(iterator, None)
@@ -237,18 +234,16 @@ class MegatronGPTPolicyModel(LogProbsMixin, AlignableGenerativeInterface):
         return sample_seeds(self.cfg.seed, 0, torch.tensor(hashes))
 
     def get_ltor_masks_and_position_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Masks and positions of causal attention over samples int64 `[B, S]`, by NeMo-Aligner's
-        name: attention mask bool `[B, 1, S, S]` (True: must not see), loss mask float32 `[B, S]`
+        """Masks and positions of causal attention over samples int64 `[B, S]` (NeMo-Aligner's
+        name): attention mask bool `[B, 1, S, S]` (True: must not see), loss mask float32 `[B, S]`
         of ones, and position ids int64 `[B, S]`.
+
         """
         samples, width = tokens.shape
         hidden = torch.ones(width, width, dtype=torch.bool, device=tokens.device).triu(1)
         positions = torch.arange(width, device=tokens.device).expand(samples, -1)
-        return (
-            hidden.expand(samples, 1, -1, -1),
-            torch.ones(samples, width, device=tokens.device),
-            positions,
-        )
+        ones = torch.ones(samples, width, device=tokens.device)
+        return hidden.expand(samples, 1, -1, -1), ones, positions
 
 
 def _rollout(generated: GenerationOutput, prompt_lengths: Tensor) -> Rollout:

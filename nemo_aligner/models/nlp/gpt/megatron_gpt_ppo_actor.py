@@ -1,10 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronGPTActorModel`: the policy of PPO, with the weights of the reference policy in host
-memory.
-
-One function computes the log-probs of policy, reference and training, in fp32 and at the
-temperature that the tokens were sampled with.
+"""`MegatronGPTActorModel`: the policy of PPO. One function computes the log-probs of policy,
+reference and training, in fp32 and at the temperature that the tokens were sampled with.
 """
 
 from collections.abc import Callable
@@ -52,8 +49,8 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         self.surrogate_of: Callable[..., Tensor] | None = None
         if self.kl_loss_coef and self.kl_loss_estimator == "k1":
             logging.warning(
-                "model.ppo.kl_loss_estimator=k1 has a gradient of 0 on average, so the KL in the "
-                "loss does not hold the policy to the reference; k2 and k3 do."
+                "model.ppo.kl_loss_estimator=k1 has a gradient of 0 on average: it does not hold "
+                "the policy to the reference; k2 and k3 do."
             )
         self.take_logprobs_as_sampled()
 
@@ -64,8 +61,6 @@ class MegatronGPTActorModel(ReferencePolicyMixin, MegatronGPTPolicyModel, Policy
         unless `forward_only`, over the samples whose response ended (`is_end`) unless
         `train_on_truncated`; all ranks call it with their share.
 
-        Returns:
-            The loss and its metrics over the global batch, equal on every rank.
         """
         mask = batch["mask"]
         if not self.train_on_truncated:

@@ -34,15 +34,12 @@ COMPARED_ATTRIBUTE = 4
 
 class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
     """Reward model with A attributes, trained on labels; with one of
-    `estimators.PREFERENCE_LOSSES` as `regression.loss_func` on pairs with a preference.
-
-    `infer` returns [N, A]; with `regression.merge_attributes` their weighted sum [N, 1], which PPO
-    and rejection sampling use.
+    `estimators.PREFERENCE_LOSSES` as `regression.loss_func` on pairs with a preference. `infer`
+    returns [N, A]; with `regression.merge_attributes` their weighted sum [N, 1].
 
     Args:
-        cfg: section `model` of `training_rm.yaml` or `inference_rm.yaml`, as for
-            `MegatronGPTRewardModel`. `reward_standardization` is refused: the labels define the
-            scale of the rewards.
+        cfg: as for `MegatronGPTRewardModel`, without `reward_standardization`.
+
     """
 
     def __init__(self, cfg: DictConfig, trainer: Trainer | None = None):
@@ -59,9 +56,8 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         training_loss(cfg)
         if cfg.reward_standardization.enable:
             raise ConfigError(
-                "model.reward_standardization.enable=True cannot be used with a regression reward "
-                "model: its labels define the scale of the rewards. Set it to False and use "
-                "model.regression.attribute_weights to scale them."
+                "model.reward_standardization.enable=True: labels define the scale of a "
+                "regression reward model. Set it to False; see model.regression.attribute_weights."
             )
 
     @classmethod
@@ -72,37 +68,32 @@ class MegatronGPTRegressionRewardModel(MegatronGPTRewardModel):
         for key in ("micro_batch_size", "global_batch_size"):
             if cfg[key] % 2:
                 raise ConfigError(
-                    f"model.{key}={cfg[key]} is odd, but {loss_func} compares two neighbouring "
-                    f"samples, and the sizes of batches count samples; use {cfg[key] + 1}."
+                    f"model.{key}={cfg[key]} is odd, but counts samples, of which {loss_func} "
+                    f"compares two; use {cfg[key] + 1}."
                 )
         attributes = cfg.regression.num_attributes
         if 1 < attributes <= COMPARED_ATTRIBUTE:
             raise ConfigError(
-                f"model.regression.num_attributes={attributes}: {loss_func} compares samples by "
-                f"attribute {COMPARED_ATTRIBUTE} (the first is 0); use 1, or more than "
-                f"{COMPARED_ATTRIBUTE}."
+                f"model.regression.num_attributes={attributes}: {loss_func} compares by attribute "
+                f"{COMPARED_ATTRIBUTE} (the first is 0); use 1, or more than {COMPARED_ATTRIBUTE}."
             )
 
     @classmethod
     def _check_attributes(cls, cfg: DictConfig) -> None:
         if cfg.regression.merge_attributes:
             raise ConfigError(
-                "model.regression.merge_attributes=True merges the attributes, so they cannot be "
-                "compared with their labels; set it to False for training, and to True for "
-                "serving rewards."
+                "model.regression.merge_attributes=True: merged attributes cannot be compared "
+                "with labels; set it to False for training, and to True for serving rewards."
             )
 
     def get_loss_and_metrics(  # type: ignore[override]  # it learns from other batches
         self, batch: RegressionBatch | LabelledPairBatch, forward_only: bool = False
     ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Mean squared error of a global batch, and its gradient unless `forward_only`; with a
-        loss of pairs what the base class computes.
+        loss of pairs what the base class computes. All ranks call it. Metrics, over the labels
+        that are not `loss_mask_val`: `loss`, `weights` (their number) and `moments`, from which
+        `summarize_metrics` computes the correlation.
 
-        All ranks call it. A label equal to `loss_mask_val` does not count.
-
-        Returns:
-            The loss and, over the labels that count: `loss`, `weights` (their number) and
-            `moments`, from which `summarize_metrics` computes the correlation.
         """
         if "chosen" in batch:
             return super().get_loss_and_metrics(batch, forward_only)  # type: ignore[arg-type]

@@ -31,13 +31,10 @@ class MegatronGPTReinforceActorModel(
     def get_loss_and_metrics(
         self, batch: ReinforceTrainBatch, forward_only: bool = False
     ) -> tuple[float, dict[str, float]]:
-        """REINFORCE loss (`nemo_aligner.core.losses.reinforce_loss`) of a global batch, and its
-        gradient unless `forward_only`.
+        """REINFORCE loss (`nemo_aligner.core.losses.reinforce_loss`) of a global batch, over the
+        samples whose response ended (`is_end`), and its gradient unless `forward_only`; all ranks
+        call it with their share.
 
-        Only samples whose response ended (`is_end`) count. All ranks call it.
-
-        Returns:
-            The loss and the metric `loss` over the global batch, equal on every rank.
         """
         mask = batch["mask"] * batch["is_end"].unsqueeze(-1)
         columns = {

@@ -41,11 +41,8 @@ from nemo_aligner.training.megatron_steps import (
 )
 
 HEAD_DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
+    **dict.fromkeys(("float32", "fp32", "32"), torch.float32),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
 }
 
 
@@ -85,16 +82,13 @@ class MegatronGPTRewardModel(
     def check_config(cls, cfg: DictConfig) -> None:
         """Check the head's dtype, the attribute weights and the standardization."""
         if str(cfg.force_head_dtype) not in HEAD_DTYPES:
-            raise ConfigError(
-                f"model.force_head_dtype={str(cfg.force_head_dtype)!r} is not supported; use "
-                "float32 or bfloat16."
-            )
+            key = f"model.force_head_dtype={str(cfg.force_head_dtype)!r}"
+            raise ConfigError(f"{key} is not supported; use float32 or bfloat16.")
         weights = cfg.regression.attribute_weights
         if weights is not None and len(weights) != cfg.regression.num_attributes:
             raise ConfigError(
                 f"model.regression.attribute_weights={list(weights)} has {len(weights)} numbers "
-                f"for model.regression.num_attributes={cfg.regression.num_attributes}; give one "
-                "per attribute."
+                f"for model.regression.num_attributes={cfg.regression.num_attributes}."
             )
         check_reward_standardization(cfg)
 
@@ -105,10 +99,8 @@ class MegatronGPTRewardModel(
         """
         cfg = complete_model(cfg, cls.CONFIG_NAME)
         if cfg.output_sequence:
-            raise ConfigError(
-                "model.output_sequence=True makes a critic, a value for every token; set it to "
-                "False to train a reward model."
-            )
+            remedy = "set it to False to train a reward model."
+            raise ConfigError(f"model.output_sequence=True makes a critic; {remedy}")
         cls._check_attributes(cfg)
         cls._check_loss(cfg)
 
@@ -120,9 +112,8 @@ class MegatronGPTRewardModel(
         ):
             if name not in (None, "regression", "regular_bt"):
                 raise ConfigError(
-                    f"{key}={name} needs the preference that people gave to each pair, but "
-                    "model.reward_model_type=binary_ranking reads none and learns by regular_bt; "
-                    "set model.reward_model_type=regression, with lines "
+                    f"{key}={name} needs the preference of each pair, which binary_ranking does "
+                    "not read; set model.reward_model_type=regression, with lines "
                     '{"text": ..., "label": [number, ...]}.'
                 )
 
@@ -131,9 +122,8 @@ class MegatronGPTRewardModel(
         regression = cfg.regression
         if regression.num_attributes > 1 and not regression.merge_attributes:
             raise ConfigError(
-                f"model.regression.num_attributes={regression.num_attributes}, but pairs are "
-                "compared by one number; set it to 1, or model.regression.merge_attributes=True, "
-                "or model.reward_model_type=regression."
+                f"model.regression.num_attributes={regression.num_attributes}: set it to 1, or "
+                "regression.merge_attributes=True, or model.reward_model_type=regression."
             )
 
     @classmethod
@@ -152,9 +142,7 @@ class MegatronGPTRewardModel(
         super().load_nemo_weights(source, strict, missing_ok, skip)
         has_head = broadcast_from_last_stage(self.has_trained_head)
         if not has_head:
-            logging.info(
-                f"the head is new: its initial weights come from model.seed={self.cfg.seed}"
-            )
+            logging.info(f"the head is new, from model.seed={self.cfg.seed}")
         gives_values = complete_model(source.config()).output_sequence
         self.has_trained_head = has_head and not gives_values
 
@@ -202,12 +190,10 @@ class MegatronGPTRewardModel(
         self, batch: PairBatch | LabelledPairBatch, forward_only: bool = False
     ) -> tuple[float, Mapping[str, float | Tensor]]:
         """Bradley-Terry loss of a global batch of pairs, with margins where `pair_loss` needs
-        them, and its gradient unless `forward_only`; all ranks call it with their share.
+        them, and its gradient unless `forward_only`; all ranks call it with their share. Metrics,
+        over the pairs that count: `loss`, `acc` (share in the right order), `weights` (number of
+        pairs), `rewards_{chosen,rejected,all}_mean` and `rewards_all_std`.
 
-        Returns:
-            The loss and, over the pairs that count: `loss`, `acc` (share in the right order),
-            `weights` (number of pairs), `rewards_{chosen,rejected,all}_mean` and
-            `rewards_all_std`.
         """
         weights, count = weights_of_samples(batch["loss_mask"])
         lengths = interleave(batch["chosen_length"], batch["rejected_length"])
@@ -267,6 +253,7 @@ class MegatronGPTRewardModel(
         Raises:
             UserError: a string without tokens or longer than `encoder_seq_length`, or a length
                 out of range.
+
         """
         tokens, lengths = (
             inputs if isinstance(inputs, tuple) else self.tokenize(inputs, add_BOS, add_EOS)
@@ -276,8 +263,7 @@ class MegatronGPTRewardModel(
         if shortest < 1 or longest > tokens.size(1):
             raise UserError(
                 f"sequence lengths from {shortest} to {longest} for {tokens.size(1)} token "
-                "columns; a length counts the tokens of a sample without its padding, and is at "
-                "least 1."
+                "columns; a length counts a sample's tokens without padding, at least 1."
             )
         return forward_collect(
             self.model,
@@ -299,11 +285,9 @@ class MegatronGPTRewardModel(
     def tokenize(
         self, sentences: list[str], add_BOS: bool | None = None, add_EOS: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N] of N strings; nothing
-        is cut off.
+        """Tokens int64 [N, longest], padded with eos, and lengths int64 [N] of N strings.
+        `UserError`: a string has no tokens, or more than `encoder_seq_length`.
 
-        Raises:
-            UserError: a string without tokens, or longer than `encoder_seq_length`.
         """
         limit = self.cfg.encoder_seq_length
         tokens, lengths = tokenize_batch(sentences, self.tokenizer, limit + 1, add_BOS, add_EOS)

@@ -8,10 +8,9 @@ from nemo_aligner.models.nlp.gpt.megatron_gpt_policy import MegatronGPTPolicyMod
 
 
 class MegatronGPTRSModel(MegatronGPTPolicyModel):
-    """Policy of rejection sampling on Megatron Core.
+    """Policy of rejection sampling on Megatron Core. Its log-probs are at temperature 1: the loss
+    is the likelihood under the model itself.
 
-    Its log-probs are at temperature 1, whatever the sampling temperature: the loss is the
-    likelihood under the model itself.
     """
 
     CONFIG_NAME = "gpt_rs_actor"
@@ -23,8 +22,6 @@ class MegatronGPTRSModel(MegatronGPTPolicyModel):
         """Negative log-likelihood (`nemo_aligner.core.losses.sft_loss`) of the responses in a
         global batch, and its gradient unless `forward_only`; all ranks call it with their share.
 
-        Returns:
-            The loss and the metric `loss` over the global batch, equal on every rank.
         """
         columns = {"tokens": batch["response_tokens"]}
         return self.compute_loss(sft_loss, columns, forward_only, mask=batch["mask"])

@@ -79,12 +79,11 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
         being the chosen one), and its gradient unless `forward_only`; all ranks call it with their
         share, a `SelfPlayBatch` with the log-probs of the reference policy.
 
-        Returns:
-            The loss and, over the pairs that count, those metrics of
-            `DirectPreferenceMixin.get_loss_and_metrics`, with `actual` and `generated` in place of
-            `chosen` and `rejected`; `ref_policy_kl_penalty`; and of the generated responses
-            `avg_generated_lengths` (in tokens), `fraction_of_samples_properly_ended` and
-            `identical_fraction`, the share that equals the response of the data.
+        Metrics, over the pairs that count: those of `DirectPreferenceMixin`, with `actual` and
+        `generated` for `chosen` and `rejected`; `ref_policy_kl_penalty`; of the generated
+        responses `avg_generated_lengths` (in tokens), `fraction_of_samples_properly_ended` and
+        `identical_fraction`, the share that equals the response of the data.
+
         """
         loss, metrics = super().get_loss_and_metrics(_preference_pairs(batch), forward_only)
         # The likelihood of the data is not part of this loss, but the mean log-prob shows it.
@@ -98,8 +97,9 @@ class MegatronGPTSPINModel(MovingReferenceMixin, DirectPreferenceMixin, Megatron
     def get_loss_and_metrics_vanilla_sft(
         self, batch: SFTBatch, forward_only: bool
     ) -> tuple[float, dict[str, float]]:
-        """Negative log-likelihood per token of the responses of a global batch, as in supervised
-        fine-tuning: what validation measures, since it needs no generation. All ranks call it.
+        """Negative log-likelihood per token of the responses of a global batch: what validation
+        measures, since it needs no generation. All ranks call it.
+
         """
         return self.compute_sft_loss(
             batch, forward_only, "token", self.validation_micro_batch_size

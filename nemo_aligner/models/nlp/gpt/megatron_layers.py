@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of a GPT, as a specification for Megatron Core.
-
-On a GPU with Transformer Engine installed, the layers are Transformer Engine's. Elsewhere they are
-Megatron Core's local ones with two parts of our own: `SDPAttention` (PyTorch's fused attention)
-and norms that support sequence parallelism.
+"""The layers of a GPT, as a specification for Megatron Core: Transformer Engine's on a GPU that
+has it, elsewhere Megatron Core's local ones with `SDPAttention` (PyTorch's fused attention) and
+norms that support sequence parallelism.
 """
 
 import math
@@ -39,15 +37,14 @@ class SDPAttention(MegatronModule):
 
     Queries `[s, b, np, hn]`, keys and values `[s, b, ng, hn]` (np, ng: heads and query groups on
     this rank), output `[s, b, np*hn]`. Without a mask, each position attends to itself and to all
-    before it. `attention_mask` is True where a position must *not* be attended to, as everywhere
-    in Megatron Core.
+    before it; `attention_mask` is True where a position must *not* be attended to. With
+    `packed_seq_params` several samples lie one behind the other in `[t, np, hn]`, and the output
+    is `[t, np*hn]`; each sample attends to itself alone.
 
-    With `packed_seq_params` several samples lie one behind the other in `[t, np, hn]`, and the
-    output is `[t, np*hn]`; each sample attends to itself alone.
+    Under context parallelism these are this rank's share of the positions
+    (`nemo_aligner.parallel.context_parallel`); keys and values of one layer at a time are
+    gathered.
 
-    Under context parallelism queries, keys and values are this rank's share of the positions
-    (`nemo_aligner.parallel.context_parallel`). Keys and values are gathered, so each rank holds
-    those of the whole sequence for one layer at a time.
     """
 
     def __init__(
@@ -62,14 +59,12 @@ class SDPAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         super().__init__(config=config)
-        self.attention_dropout = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+        given = attention_dropout
+        self.attention_dropout = config.attention_dropout if given is None else given
         self.softmax_scale = softmax_scale
         self.window: int | None = None  # positions before its own that each position attends to
-        if is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        ):
+        skipped = config.window_attn_skip_freq
+        if is_layer_window_attention(config.window_size, skipped, layer_number):
             self.window = config.window_size[0]
 
     def forward(
@@ -115,9 +110,9 @@ class SDPAttention(MegatronModule):
 
 
 class _ZeroCentered:
-    """A norm whose weight is stored as its distance from 1, as `layernorm_zero_centered_gamma`
-    says. It computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the
-    weight's last bits.
+    """A norm whose weight is stored as its distance from 1 (`layernorm_zero_centered_gamma`). It
+    computes in float32 like Transformer Engine: in bf16, 1 + weight would lose the last bits.
+
     """
 
     weight: torch.nn.Parameter
@@ -157,10 +152,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 class LocalNorm:
     """`torch.nn.LayerNorm` or `RMSNorm`, or their zero-centered forms, whose parameters have the
-    attribute `sequence_parallel` that Megatron Core reads.
+    attribute `sequence_parallel` (Megatron Core's wrapper does not set it). A class, because
+    Megatron's specifications treat a function as something already built.
 
-    Megatron Core's own wrapper refuses sequence parallelism because it does not set it. This is a
-    class because Megatron's specifications treat a function as something already built.
     """
 
     def __new__(  # type: ignore[misc]  # gives PyTorch's own class
@@ -192,10 +186,9 @@ class SwiGLUMLP(MLP):
 
 
 class Router(TopKRouter):
-    """Megatron Core's router, which chooses the best `moe_router_topk` experts of each token, for
-    machines without Transformer Engine.
+    """Megatron Core's router, for machines without Transformer Engine (its `gating` uses a name
+    that it imports only with it).
 
-    Megatron Core's `gating` uses a name that it imports only with Transformer Engine.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -208,12 +201,10 @@ class Router(TopKRouter):
 
 
 class Experts(SequentialMLP):
-    """Megatron Core's sequential experts, with initial weights that do not depend on the split
-    over ranks.
+    """Megatron Core's sequential experts, with initial weights that do not depend on the split:
+    each rank draws those of all experts of its layer and keeps its own. Megatron Core's CPU
+    initialization would give the first expert of every rank the same.
 
-    Every rank draws the weights of all experts of its layer and keeps its own. Megatron Core's CPU
-    initialization draws only those of the rank, so the first expert of every rank would get the
-    same weights.
     """
 
     local_experts: Any
@@ -255,9 +246,9 @@ def scale_embeddings(model: Any) -> None:
 
 
 def compute_swiglu_at_once(model: Any) -> None:
-    """Make the local feed-forward layers of a model with SwiGLU `SwiGLUMLP`s.
+    """Make the local feed-forward layers of a built model with SwiGLU `SwiGLUMLP`s: Megatron Core
+    warns of a specification that names another class.
 
-    Built ones, because Megatron Core warns of a specification that names another class.
     """
     config = model.config
     if config.gated_linear_unit and config.activation_func is F.silu:
@@ -267,12 +258,11 @@ def compute_swiglu_at_once(model: Any) -> None:
 
 
 def compute_logits_batch_first(model: Any) -> None:
-    """Make the output layer of a `GPTModel` compute its logits in the order `[B, S, V/TP]`, which
-    is the one that `GPTModel` returns.
+    """Make the output layer of a `GPTModel` compute its logits in the order `[B, S, V/TP]` that
+    `GPTModel` returns: it would copy them, and their gradient; here the hidden states are copied,
+    which are far smaller (not with sequence parallelism, which gathers along their first
+    dimension).
 
-    `GPTModel` would compute them as `[S, B, V/TP]` and copy them, and the backward pass would copy
-    their gradient. Here the hidden states are copied, which are far smaller; with sequence
-    parallelism they are gathered along their first dimension, and everything stays as it is.
     """
     if model.config.sequence_parallel:
         return

@@ -1,15 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What NeMo-Aligner's functions do with a model: weights in host memory (copies, swaps, names),
-and steps of a loop of one's own.
-
-For a `MegatronGPTModel` the weights are handled by its own methods (`weights_to_cpu`,
-`load_cpu_weights`, `swapped_weights`), whose copies cover every chunk of a pipeline stage and
-never hold the prefix of a precision wrapper, so that `megatron_amp_O2` makes no difference. Other
-modules are copied by their state dict.
-
-The steps do what the base class does, whatever the model overrides: a method of a subclass may
-call the function of its own name.
+and steps of a loop of one's own. A `MegatronGPTModel` has methods for the weights, whose copies
+cover every chunk of a pipeline stage and never hold the prefix of a precision wrapper, so that
+`megatron_amp_O2` makes no difference. Steps do what the base class does: a method of a subclass
+may call the function of its own name.
 """
 
 import copy

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers from the configuration section `model.tokenizer`, as NeMo built them from it.
-
-`LIBRARIES` is the list of what `model.tokenizer.library` could be in NeMo and what happens here;
-the messages and the page on migration are made from it.
+"""Tokenizers from the configuration section `model.tokenizer`, as NeMo built them from it. The
+messages and the page on migration are made from `LIBRARIES`.
 """
 
 import importlib.util
@@ -71,11 +69,10 @@ LIBRARIES = {
 
 
 def build_tokenizer(cfg: DictConfig) -> TokenizerSpec:
-    """NeMo tokenizer from the section `model.tokenizer`.
+    """NeMo tokenizer from the section `model.tokenizer`. `ConfigError`: a library or a combination
+    of keys is not supported; `UserError`: a file does not exist or cannot be read, or a package is
+    missing.
 
-    Raises:
-        ConfigError: a library or a combination of keys that is not supported.
-        UserError: a file or folder does not exist or cannot be read, or a package is missing.
     """
     legacy = cfg.get("sentencepiece_legacy")
     cfg = complete(cfg, None, "model.tokenizer")
@@ -103,8 +100,7 @@ def _sentencepiece(cfg: DictConfig) -> SentencePieceTokenizer:
     if not cfg.sentencepiece_legacy and (special_tokens or cfg.get("additional_special_tokens")):
         raise ConfigError(
             "model.tokenizer.special_tokens and additional_special_tokens need "
-            "model.tokenizer.sentencepiece_legacy=True: only the legacy mode adds tokens to a "
-            "SentencePiece model."
+            "model.tokenizer.sentencepiece_legacy=True."
         )
     for key in ("special_tokens", "additional_special_tokens"):
         _check_one_text_per_kind(key, to_plain(cfg.get(key)))
@@ -134,17 +130,14 @@ def _hugging_face(cfg: DictConfig) -> AutoTokenizer:
             raise ConfigError(
                 f"model.tokenizer.{key}={unmarked(cfg[key])} is not read with "
                 "model.tokenizer.library=huggingface; leave it out (a checkpoint's with "
-                "model.overwrite_base_config.tokenizer=True) and give the folder of the "
-                "tokenizer as model.tokenizer.type. For GPT-2's BPE use library=megatron and "
-                f"type={GPT2_BPE[0]}."
+                "model.overwrite_base_config.tokenizer=True) and give a folder as type. For "
+                f"GPT-2's BPE use library=megatron and type={GPT2_BPE[0]}."
             )
     name = cfg.type
     check_not_outside("model.tokenizer.type", name)
     if not name or (str(name).startswith(("/", ".")) and not Path(name).is_dir()):
-        raise UserError(
-            f"model.tokenizer.type={name} does not exist; give the folder of a Hugging Face "
-            "tokenizer."
-        )
+        remedy = "give the folder of a Hugging Face tokenizer."
+        raise UserError(f"model.tokenizer.type={name} does not exist; {remedy}")
     return _auto_tokenizer(cfg, name, name)
 
 
@@ -171,9 +164,8 @@ def _auto_tokenizer(cfg: DictConfig, name: str, shown: object) -> AutoTokenizer:
             f"model.tokenizer.type={shown} cannot be loaded as a Hugging Face tokenizer: {error}"
         ) from error
     if tokenizer.tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer in {shown} has no eos token; add one to its tokenizer_config.json."
-        )
+        remedy = "add one to its tokenizer_config.json."
+        raise UserError(f"the tokenizer in {shown} has no eos token; {remedy}")
     return tokenizer
 
 
@@ -206,10 +198,7 @@ def _megatron(cfg: DictConfig) -> TokenizerSpec:
 def _tiktoken(cfg: DictConfig) -> TokenizerSpec:
     _check_file(cfg, "vocab_file", "a vocabulary of tiktoken in NeMo's JSON form")
     if importlib.util.find_spec("tiktoken") is None:
-        raise UserError(
-            "model.tokenizer.library=tiktoken needs the package tiktoken; run: pip install "
-            "tiktoken"
-        )
+        raise UserError("model.tokenizer.library=tiktoken needs: pip install tiktoken")
     from nemo.collections.common.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 
     try:
@@ -259,10 +248,9 @@ def _check_one_text_per_kind(key: str, tokens: Any) -> None:
         if not isinstance(text, str):
             texts = text if isinstance(text, list) else []
             raise ConfigError(
-                f"model.tokenizer.{key}={tokens}: a SentencePiece tokenizer has one text for each "
-                f"kind of token, but {kind} is {text!r}. NeMo 2 left such tokens out: remove "
-                f"{kind} if the checkpoint was trained so; to add them give their texts as the "
-                f"list model.tokenizer.additional_special_tokens={texts}."
+                f"model.tokenizer.{key}={tokens}: {kind} must be one text. Remove {kind} if the "
+                "checkpoint was trained without (NeMo 2), or give the texts as the list "
+                f"model.tokenizer.additional_special_tokens={texts}."
             )
 
 
