@@ -1,13 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration keys as fields of dataclasses: a key stands once, with its type, default, bounds
-and meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the
-tables of docs/config.md.
+"""Configuration keys as fields of classes: a key stands once, with its type, default, bounds and
+meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the tables of
+docs/config.md.
 
-A *section* is a dataclass, and `Configuration` says where its sections stand. The type of a field
-is `bool`, `int`, `float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with
-`| None` where null has a meaning; `key` gives its default and bounds. What it means stands in the
-docstring of its class, below `Attributes`.
+`Configuration` says where the sections of a job stand. The type of a field is `bool`, `int`,
+`float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with `| None` where null
+has a meaning; `key` gives its default and bounds. The docstring of a section says what its fields
+mean, below its first line: `name, name: meaning`.
 """
 
 import dataclasses
@@ -71,38 +71,38 @@ class Key:
     code: str = ""
     acts: bool = True
 
-    def check_null(self, values: Values) -> None:
-        """Raise `ConfigError` if null stands where it has no meaning."""
-        if self.nullable or not self.acts or not values.is_null(self.name):
-            return
-        if self.kind is not bool:
-            raise ConfigError(
-                f"{self.name} is not set; give it a value (docs/config.md names its default)."
-            )
-        if not values.is_null(self.name.rpartition(".")[0]):
-            raise ConfigError(f"{self.name}=null must be True or False.")
-
     def check(self, values: Values) -> None:
         """Raise `ConfigError` unless the value is one that the key can have."""
-        if not self.acts:
+        name, value = self.name, values.get(self.name)
+        if not self.acts or (self.free and isinstance(value, Mapping)):
             return
-        self.check_null(values)
-        value = values.get(self.name)
-        if value is None or (self.free and isinstance(value, Mapping)):
-            return
-        if self.kind is dict:
-            raise ConfigError(f"{self.name}={value!r} must be a mapping, {{name: value, ...}}.")
-        if self.choices:
-            values.choice(self.name, self.choices)
+        if value is None:
+            if self.nullable or not values.is_null(name):
+                return
+            if self.kind is not bool:
+                raise ConfigError(f"{name} is not set; give it a value (see docs/config.md).")
+            if not values.is_null(name.rpartition(".")[0]):
+                raise ConfigError(f"{name}=null must be True or False.")
+        elif self.kind is dict:
+            raise ConfigError(f"{name}={value!r} must be a mapping, {{name: value, ...}}.")
+        elif self.choices:
+            values.choice(name, self.choices)
         elif self.kind is bool and not isinstance(value, bool):
-            raise ConfigError(f"{self.name}={value!r} must be True or False.")
+            raise ConfigError(f"{name}={value!r} must be True or False.")
         elif self.kind is str and isinstance(value, bool | list | tuple | Mapping):
-            raise ConfigError(f"{self.name}={value!r} must be a text.")
+            raise ConfigError(f"{name}={value!r} must be a text.")
         elif self.kind in (int, float):
             if self.kind is int:
-                values.whole(self.name)
+                values.whole(name)
             low = self.at_least if self.above is None else self.above
-            values.number(self.name, low, self.at_most, above=self.above is not None)
+            values.number(name, low, self.at_most, above=self.above is not None)
+
+
+class Section:
+    """Base of the sections; nobody makes objects of them."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(cls)
 
 
 def key(default: Any, required: bool = False, **more: Any) -> Any:
@@ -223,9 +223,10 @@ def meanings(section_class: type) -> dict[tuple[str, ...], str]:
     """What fields of a section mean, of each group of names that its own docstring explains, and
     of its other own fields if the class has `OTHERS`, which explains them.
     """
-    text = inspect.cleandoc(section_class.__doc__ or "").partition("\nAttributes:\n")[2]
+    doc = str(section_class.__doc__) if issubclass(section_class, Section) else ""
+    text = inspect.cleandoc(doc).partition("\n\n")[2]
     found = {}
-    for entry in re.split(r"\n    (?! )", "\n" + text)[1:]:
+    for entry in re.split(r"\n(?! )", text) if text else ():
         names, _, meaning = re.sub(r"\s+", " ", entry).partition(": ")
         found[tuple(names.split(", "))] = meaning
     own = vars(section_class).get("__annotations__", {})

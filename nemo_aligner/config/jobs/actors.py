@@ -3,10 +3,17 @@
 """The actors of PPO, rejection sampling and REINFORCE."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Configuration, inert, key, section
+from nemo_aligner.config.fields import (
+    ABSENT,
+    LARGEST_PORT,
+    Configuration,
+    Section,
+    inert,
+    key,
+    section,
+)
 from nemo_aligner.config.keys.common import DATALOADER, FROM_CHECKPOINT, NEW_DATA, PARAMS, wandb
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
@@ -83,13 +90,11 @@ def _actor(
     )
 
 
-@dataclass
-class AdaptiveKL:
+class AdaptiveKL(Section):
     """Moves the weight of the KL.
 
-    Attributes:
-        enable, target, horizon: **new**, ppo.md: move `initial_policy_kl_penalty` so that the KL
-            of a sample stays near the target
+    enable, target, horizon: **new**, ppo.md: move `initial_policy_kl_penalty` so that the KL of a
+        sample stays near the target
     """
 
     enable: bool = key(False)
@@ -97,15 +102,13 @@ class AdaptiveKL:
     horizon: float | None = key(10000, above=0)
 
 
-@dataclass
-class SamplerCorrectionKeys:
+class SamplerCorrectionKeys(Section):
     """Against a sampler that is not the trainer.
 
-    Attributes:
-        weights, cap: **new**, ppo.md: importance weights by the ratio of each `token`, of its
-            response (`sequence`) or its geometric mean (`geometric`), at most `cap`; null: none
-        reject, low, high: **new**, ppo.md: nothing is learned from what has a ratio out of this
-            range, by the same names; null: everything counts
+    weights, cap: **new**, ppo.md: importance weights by the ratio of each `token`, of its response
+        (`sequence`) or its geometric mean (`geometric`), at most `cap`; null: none
+    reject, low, high: **new**, ppo.md: nothing is learned from what has a ratio out of this range,
+        by the same names; null: everything counts
     """
 
     weights: str | None = key(None, choices=CORRECTION_LEVELS)
@@ -115,16 +118,14 @@ class SamplerCorrectionKeys:
     high: float = key(2.0, above=0)
 
 
-@dataclass
-class Covariance:
+class Covariance(Section):
     """Against the fall of entropy.
 
-    Attributes:
-        rule: **new**, ppo.md: tokens with a large covariance of log-prob and advantage have no
-            gradient (`clip`) or a KL to the policy that generated (`kl`); null: off
-        fraction: **new**: of the response tokens of a rollout
-        low, high: **new**, with `clip`: range of the covariances among which they are drawn
-        kl_coef: **new**, with `kl`: weight of the KL
+    rule: **new**, ppo.md: tokens with a large covariance of log-prob and advantage have no
+        gradient (`clip`) or a KL to the policy that generated (`kl`); null: off
+    fraction: **new**: of the response tokens of a rollout
+    low, high: **new**, with `clip`: range of the covariances among which they are drawn
+    kl_coef: **new**, with `kl`: weight of the KL
     """
 
     rule: str | None = key(None, choices=COVARIANCE_RULES)
@@ -134,7 +135,6 @@ class Covariance:
     kl_coef: float = key(1.0, above=0)
 
 
-@dataclass
 class PPOAlarms(RolloutAlarms):
     """Alarms of PPO."""
 
@@ -144,43 +144,41 @@ class PPOAlarms(RolloutAlarms):
     explained_variance: float | None = key(-0.2, at_most=1)
 
 
-@dataclass
 class PPOLoop(RolloutLoop):
     """PPO.
 
-    Attributes:
-        critic_warmup_steps: rollouts before step 0 that train only the critic
-        ppo_epochs: **new**: passes over one rollout
-        initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
-            reference policy
-        advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
-            `rloo`, `grpo`, `dr_grpo`, `gdpo`, or `teacher` alone; see [ppo.md](ppo.md) for this
-            and all that follows marked "ppo.md"
-        kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
-            `use_absolute_kl`
-        use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute
-            value of each token's log-ratio. It keeps its meaning, with a warning: it does not
-            hold the policy to the reference ([measured](ppo.md#which-kl-regularises))
-        discount_factor, gae_lambda: of generalised advantage estimation
-        critic_gae_lambda: **new**, ppo.md: lambda of the returns that the critic learns; null:
-            `gae_lambda`
-        normalize_advantages: to mean 0 and variance 1 over all response tokens
-        advantage_clip, reward_clip, whiten_rewards, normalize_rewards: **new**, ppo.md
-        process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their
-            sum is that of the response) or `steps` (each compared with the others',
-            [rewards](rewards.md#rewards-of-steps-and-tokens))
-        dynamic_sampling_rounds: **new**, ppo.md: rollouts drawn more, at most, to replace prompts
-            whose responses all have the same reward; 0: none
-        overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that
-            come close to `max_length`
-        teacher_kl_coef, teacher_kl_discount: **new**, ppo.md: weight of a
-            [served teacher](ppo.md#a-teacher-of-the-policy) in the advantages, 0: none; of what
-            it thinks of later tokens
-        target_kl: **new**, ppo.md: stop the updates of a rollout early
-        loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of
-            the clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
-        ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
-            `trainer.ppo.*` or `model.ppo.*`
+    critic_warmup_steps: rollouts before step 0 that train only the critic
+    ppo_epochs: **new**: passes over one rollout
+    initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
+        reference policy
+    advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
+        `rloo`, `grpo`, `dr_grpo`, `gdpo`, or `teacher` alone; see [ppo.md](ppo.md) for this and
+        all that follows marked "ppo.md"
+    kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
+        `use_absolute_kl`
+    use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute value
+        of each token's log-ratio. It keeps its meaning, with a warning: it does not hold the
+        policy to the reference ([measured](ppo.md#which-kl-regularises))
+    discount_factor, gae_lambda: of generalised advantage estimation
+    critic_gae_lambda: **new**, ppo.md: lambda of the returns that the critic learns; null:
+        `gae_lambda`
+    normalize_advantages: to mean 0 and variance 1 over all response tokens
+    advantage_clip, reward_clip, whiten_rewards, normalize_rewards: **new**, ppo.md
+    process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their sum is
+        that of the response) or `steps` (each compared with the others',
+        [rewards](rewards.md#rewards-of-steps-and-tokens))
+    dynamic_sampling_rounds: **new**, ppo.md: rollouts drawn more, at most, to replace prompts
+        whose responses all have the same reward; 0: none
+    overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that come
+        close to `max_length`
+    teacher_kl_coef, teacher_kl_discount: **new**, ppo.md: weight of a [served
+        teacher](ppo.md#a-teacher-of-the-policy) in the advantages, 0: none; of what it thinks of
+        later tokens
+    target_kl: **new**, ppo.md: stop the updates of a rollout early
+    loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of the
+        clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
+    ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
+        `trainer.ppo.*` or `model.ppo.*`
     """
 
     critic_warmup_steps: int = key(0, at_least=0)
@@ -217,25 +215,23 @@ class PPOLoop(RolloutLoop):
     alarms: PPOAlarms | None = section()
 
 
-@dataclass
 class PPOPolicy(Policy):
     """The actor.
 
-    Attributes:
-        num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
-            multiple of `global_batch_size`
-        kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the
-            loss; with `initial_policy_kl_penalty` above 0 both apply, which a warning says
-        policy_loss, ratio_eps_high, dual_clip: **new**, ppo.md: what takes the place of the
-            clipped loss; the clip range's upper side (null: `ratio_eps`); a bound on the loss of
-            unlikely tokens
-        train_on_truncated: **new**: truncated responses count in the policy's loss too
-        ratio_eps, entropy_bonus: as in `trainer.ppo`
-        rollout_logprobs: **new**: where the policy's log-probs of a rollout come from:
-            `recompute`, a forward pass like those of training, or `sampler`, generation itself,
-            which saves the pass. They differ by rounding: 1e-6 in fp32, in bf16 by 0.008 on
-            average, which every ratio of the loss then contains. The first rollout of a run is
-            recomputed in any case, to be compared with the reference
+    num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
+        multiple of `global_batch_size`
+    kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the loss;
+        with `initial_policy_kl_penalty` above 0 both apply, which a warning says
+    policy_loss, ratio_eps_high, dual_clip: **new**, ppo.md: what takes the place of the clipped
+        loss; the clip range's upper side (null: `ratio_eps`); a bound on the loss of unlikely
+        tokens
+    train_on_truncated: **new**: truncated responses count in the policy's loss too
+    ratio_eps, entropy_bonus: as in `trainer.ppo`
+    rollout_logprobs: **new**: where the policy's log-probs of a rollout come from: `recompute`, a
+        forward pass like those of training, or `sampler`, generation itself, which saves the pass.
+        They differ by rounding: 1e-6 in fp32, in bf16 by 0.008 on average, which every ratio of
+        the loss then contains. The first rollout of a run is recomputed in any case, to be
+        compared with the reference
     """
 
     num_rollouts_per_prompt: int = key(1, at_least=1)
@@ -251,12 +247,10 @@ class PPOPolicy(Policy):
     trt_llm: PolicyTrtLlm = section()
 
 
-@dataclass
-class CriticNames:
+class CriticNames(Section):
     """Endpoints of the critic.
 
-    Attributes:
-        train, infer, save, status, resume: names of the endpoints
+    train, infer, save, status, resume: names of the endpoints
     """
 
     train: str | None = key("critic_train")
@@ -266,12 +260,10 @@ class CriticNames:
     resume: Any = key(ABSENT)
 
 
-@dataclass
-class CriticAddress:
+class CriticAddress(Section):
     """The critic's server.
 
-    Attributes:
-        ip, port: addresses of the servers
+    ip, port: addresses of the servers
     """
 
     ip: str | None = key("localhost")
@@ -279,14 +271,12 @@ class CriticAddress:
     name: CriticNames = section()
 
 
-@dataclass
 class RemoteCriticRM(Remote):
     """The critic's and the rewards' servers.
 
-    Attributes:
-        combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
-            server does. False too where it is not set and `reward_fn`, a judge, an environment or
-            `reward_models` is, or there is no critic
+    combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
+        server does. False too where it is not set and `reward_fn`, a judge, an environment or
+        `reward_models` is, or there is no critic
     """
 
     combine_rm_and_critic_server: bool = key(
@@ -297,25 +287,21 @@ class RemoteCriticRM(Remote):
     critic: CriticAddress = section()
 
 
-@dataclass
 class WeightedLines(Lines):
     """The prompts of PPO.
 
-    Attributes:
-        sample_weight: **new**: a column of the records with a number of at least 0, by which the
-            advantages of the responses to the prompt are multiplied; null: 1
+    sample_weight: **new**: a column of the records with a number of at least 0, by which the
+        advantages of the responses to the prompt are multiplied; null: 1
     """
 
     sample_weight: str | None = key(None)
 
 
-@dataclass
 class PolicyTeachers(RemoteTeacher):
     """The servers of a policy's teachers.
 
-    Attributes:
-        teachers, column: **new**: several teachers by their names, each a section with what
-            differs of `host`, `port` and `name`; column of the data that names the one of a prompt
+    teachers, column: **new**: several teachers by their names, each a section with what differs of
+        `host`, `port` and `name`; column of the data that names the one of a prompt
     """
 
     teachers: Any = key(None, free=True)
@@ -332,13 +318,11 @@ PPO_JOB = _actor(
 )
 
 
-@dataclass
 class RSPolicy(Policy):
     """Rejection sampling.
 
-    Attributes:
-        num_rollouts_per_prompt: responses generated to each prompt
-        top_n_rollouts: how many of them, those with the highest rewards, are trained on
+    num_rollouts_per_prompt: responses generated to each prompt
+    top_n_rollouts: how many of them, those with the highest rewards, are trained on
     """
 
     num_rollouts_per_prompt: int = key(4, at_least=1)
@@ -375,26 +359,21 @@ RS_JOB = _actor(
 )
 
 
-@dataclass
 class ReinforceAlarms(RolloutAlarms):
     """Alarms of REINFORCE.
 
-    Attributes:
-        sampling_mismatch: **new**, as for the PPO actor; the first needs a KL penalty
+    sampling_mismatch: **new**, as for the PPO actor; the first needs a KL penalty
     """
 
     sampling_mismatch: float | None = key(0.05, above=0)
 
 
-@dataclass
 class ReinforceLoop(RolloutLoop):
     """REINFORCE.
 
-    Attributes:
-        initial_policy_kl_penalty: weight of the KL to the reference in the reward; 0: no
-            reference
-        use_absolute_kl: True in NeMo-Aligner: the absolute log-ratio in place of the KL
-        num_rollouts_per_prompt: responses to each prompt, 2 or more
+    initial_policy_kl_penalty: weight of the KL to the reference in the reward; 0: no reference
+    use_absolute_kl: True in NeMo-Aligner: the absolute log-ratio in place of the KL
+    num_rollouts_per_prompt: responses to each prompt, 2 or more
     """
 
     initial_policy_kl_penalty: float = key(0.01, at_least=0)
@@ -405,7 +384,6 @@ class ReinforceLoop(RolloutLoop):
     alarms: ReinforceAlarms | None = section()
 
 
-@dataclass
 class ReinforcePolicy(Policy):
     """The actor of REINFORCE."""
 

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation: the student, the teacher's server and its files."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat, holds_tokens, plain_columns
-from nemo_aligner.config.fields import ABSENT, Configuration, inert, key, section
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.jobs.preferences import check_not_both_0
 from nemo_aligner.config.jobs.servers import Inference, Server
 from nemo_aligner.config.keys.common import (
@@ -37,7 +36,6 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DISTILLATION_LOSSES, LOSS_REDUCTIONS, OUTSIDE_TOP_K
 
 
-@dataclass
 class KDAlarms(Alarms):
     """Alarms of distillation."""
 
@@ -45,17 +43,15 @@ class KDAlarms(Alarms):
     truncated_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
 
-@dataclass
-class OnPolicy:
+class OnPolicy(Section):
     """Responses of the student's own.
 
-    Attributes:
-        fraction: **new**: share of the updates that learn from the student's own responses; a
-            served teacher then gives the logits of all updates
-            ([distillation.md](distillation.md#on-policy)). null: the data have them
-        rollout_micro_batch_size: **new**: responses that a rank generates together, which bounds
-            the memory of their cached keys; another takes the place of one that has ended. null:
-            its whole share of the global batch
+    fraction: **new**: share of the updates that learn from the student's own responses; a served
+        teacher then gives the logits of all updates
+        ([distillation.md](distillation.md#on-policy)). null: the data have them
+    rollout_micro_batch_size: **new**: responses that a rank generates together, which bounds the
+        memory of their cached keys; another takes the place of one that has ended. null: its whole
+        share of the global batch
     """
 
     fraction: float | None = key(None, at_least=0, at_most=1)
@@ -64,30 +60,26 @@ class OnPolicy:
     length_params: LengthParams = section()
 
 
-@dataclass
-class Student:
+class Student(Section):
     """The student.
 
-    Attributes:
-        loss_reduction: **new**, as for SFT
+    loss_reduction: **new**, as for SFT
     """
 
     loss_reduction: str = key("token", choices=LOSS_REDUCTIONS)
 
 
-@dataclass
-class Distillation:
+class Distillation(Section):
     """Distillation.
 
-    Attributes:
-        kd_loss: `fwd_kl`, `bwd_kl` or (**new**) `jsd`
-        jsd_beta: **new**: of `jsd`: share of the teacher in the mixture, above 0 and below 1
-        outside_top_k: **new**: `renormalize`: as if only top-k tokens could come; `bucket`: all
-            others are one outcome
-        logits_scale, target_logits_scale: factors of the logits of student and teacher
-        kd_loss_weight, sft_loss_weight: weights of the divergence and of the negative
-            log-likelihood of the responses
-        cross_tokenizer: True is refused
+    kd_loss: `fwd_kl`, `bwd_kl` or (**new**) `jsd`
+    jsd_beta: **new**: of `jsd`: share of the teacher in the mixture, above 0 and below 1
+    outside_top_k: **new**: `renormalize`: as if only top-k tokens could come; `bucket`: all others
+        are one outcome
+    logits_scale, target_logits_scale: factors of the logits of student and teacher
+    kd_loss_weight, sft_loss_weight: weights of the divergence and of the negative log-likelihood
+        of the responses
+    cross_tokenizer: True is refused
     """
 
     kd_loss: str = key("fwd_kl", choices=DISTILLATION_LOSSES)
@@ -101,14 +93,12 @@ class Distillation:
     on_policy: OnPolicy = section()
 
 
-@dataclass
 class TeacherLines(Lines):
     """Data with a teacher's logits.
 
-    Attributes:
-        top_k: logits of each token that count; null: all in the files
-        n_chunks: files that a name with CHUNK_ID stands for, a number or one for each part; the
-            second has no effect
+    top_k: logits of each token that count; null: all in the files
+    n_chunks: files that a name with CHUNK_ID stands for, a number or one for each part; the second
+        has no effect
     """
 
     top_k: int | None = key(None, at_least=1)
@@ -212,25 +202,21 @@ STUDENT_JOB = Configuration(
 )
 
 
-@dataclass
 class TeacherInference(Inference):
     """A teacher's server.
 
-    Attributes:
-        top_k: logits of each token, at most the size of the vocabulary
+    top_k: logits of each token, at most the size of the vocabulary
     """
 
     top_k: int = key(100, at_least=1)
 
 
-@dataclass
 class TopKChat(ExampleChat):
     """Conversations of which a teacher gives the logits."""
 
     num_workers: Any = inert(0)
 
 
-@dataclass
 class TopKSet(ExampleSet):
     """Examples of which a teacher gives the logits, in their order."""
 
@@ -241,12 +227,10 @@ class TopKSet(ExampleSet):
     drop_last: Any = inert(True)
 
 
-@dataclass
 class TopKModel(Model):
     """A model that reads examples.
 
-    Attributes:
-        global_batch_size: examples that are computed and written together
+    global_batch_size: examples that are computed and written together
     """
 
     micro_batch_size: int = key(1, at_least=1, fallback=1)
@@ -255,15 +239,13 @@ class TopKModel(Model):
     mcore_gpt: Any = inert(True)
 
 
-@dataclass
-class TopKCommand:
+class TopKCommand(Section):
     """The command that writes the logits of a teacher.
 
-    Attributes:
-        top_k: logits of each token, at most the size of the vocabulary
-        output_path: the jsonl file to write
-        start_from_idx, end_at_idx: first and last example, which counts too; null: all. Several
-            jobs can share the data, each with a file of its own
+    top_k: logits of each token, at most the size of the vocabulary
+    output_path: the jsonl file to write
+    start_from_idx, end_at_idx: first and last example, which counts too; null: all. Several jobs
+        can share the data, each with a file of its own
     """
 
     top_k: int = key(100, at_least=1)

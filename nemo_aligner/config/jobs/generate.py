@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate` and `evaluate`."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat
-from nemo_aligner.config.fields import Configuration, key, section
+from nemo_aligner.config.fields import Configuration, Section, key, section
 from nemo_aligner.config.keys.common import NO_RECOMPUTATION, PARALLEL, Machines, Pretrained
 from nemo_aligner.config.keys.data import Chat
 from nemo_aligner.config.keys.model import Model
@@ -15,37 +14,31 @@ from nemo_aligner.config.rollout_rules import check_generation, check_responses_
 from nemo_aligner.config.values import Values
 
 
-@dataclass
 class CommandSampling(SamplingParams):
     """How tokens are chosen.
 
-    Attributes:
-        add_BOS: plain prompts begin with the bos token; null: as the tokenizer itself does it, as
-            in the jobs
+    add_BOS: plain prompts begin with the bos token; null: as the tokenizer itself does it, as in
+        the jobs
     """
 
     add_BOS: bool | None = key(None)
 
 
-@dataclass
 class CommandLength(LengthParams):
     """How long responses are.
 
-    Attributes:
-        max_length: tokens of a response at most; null: half of `model.encoder_seq_length`, but
-            1024 at most
+    max_length: tokens of a response at most; null: half of `model.encoder_seq_length`, but 1024 at
+        most
     """
 
     max_length: int | None = key(None, at_least=1)  # type: ignore[assignment]
 
 
-@dataclass
-class GenerateCommand:
+class GenerateCommand(Section):
     """`nemo-aligner generate`.
 
-    Attributes:
-        responses_per_prompt: responses to each prompt of a file
-        micro_batch_size: samples that a data-parallel rank decodes together
+    responses_per_prompt: responses to each prompt of a file
+    micro_batch_size: samples that a data-parallel rank decodes together
     """
 
     responses_per_prompt: int = key(1, at_least=1)
@@ -54,24 +47,20 @@ class GenerateCommand:
     length_params: CommandLength = section()
 
 
-@dataclass
 class EvaluateCommand(GenerateCommand):
     """`nemo-aligner evaluate`.
 
-    Attributes:
-        reward_model: keys of `model` in `conf/inference_rm.yaml` for the reward model, such as
-            `reward_model.forward_micro_batch_size=8`
+    reward_model: keys of `model` in `conf/inference_rm.yaml` for the reward model, such as
+        `reward_model.forward_micro_batch_size=8`
     """
 
     reward_model: Any = key({}, free=True)
 
 
-@dataclass
-class Bootstrap:
+class Bootstrap(Section):
     """How intervals are made.
 
-    Attributes:
-        resamples, confidence, seed: number of draws, share of them inside an interval, seed
+    resamples, confidence, seed: number of draws, share of them inside an interval, seed
     """
 
     resamples: int = key(1000, at_least=1)

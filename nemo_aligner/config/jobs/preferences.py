@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DPO, IPO, RPO; KTO; SPIN."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
-from nemo_aligner.config.fields import Configuration, key, section
+from nemo_aligner.config.fields import Configuration, Section, key, section
 from nemo_aligner.config.keys.common import (
     CHAT_TOKENS,
     DATALOADER,
@@ -30,7 +29,6 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 
 
-@dataclass
 class PreferenceAlarms(Alarms):
     """Alarms of preference learning."""
 
@@ -39,23 +37,20 @@ class PreferenceAlarms(Alarms):
     margin: float | None = key(0.0)
 
 
-@dataclass
 class PairAlarms(PreferenceAlarms):
     """Alarms of learning from pairs."""
 
     accuracy: float | None = key(0.4, at_least=0, at_most=1)
 
 
-@dataclass
-class Preferences:
+class Preferences(Section):
     """What DPO, KTO and SPIN have in common.
 
-    Attributes:
-        ref_policy_kl_penalty: beta: how much a difference of log-probs counts, so how far the
-            policy goes from the reference before the loss is satisfied
-        preference_average_log_probs: in the preference loss the log-prob of a response is the
-            mean over its tokens, not the sum
-        log_prob_forward_micro_batch_size: pairs of one forward pass of the reference policy
+    ref_policy_kl_penalty: beta: how much a difference of log-probs counts, so how far the policy
+        goes from the reference before the loss is satisfied
+    preference_average_log_probs: in the preference loss the log-prob of a response is the mean
+        over its tokens, not the sum
+    log_prob_forward_micro_batch_size: pairs of one forward pass of the reference policy
     """
 
     ref_policy_kl_penalty: float = key(0.2, above=0)
@@ -63,17 +58,15 @@ class Preferences:
     log_prob_forward_micro_batch_size: int = key("${model.micro_batch_size}", at_least=1)
 
 
-@dataclass
 class WeighedPreferences(Preferences):
     """What DPO and KTO have in common.
 
-    Attributes:
-        sft_average_log_probs: likewise in the likelihood of the chosen responses
-        preference_loss_weight, sft_loss_weight: weights of the preference loss and of the
-            negative log-likelihood of the chosen responses
-        ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept
-            for all epochs and jobs, so that no copy of its weights is; null: they are computed
-            for each batch ([dpo.md](dpo.md#log-probs-that-are-kept))
+    sft_average_log_probs: likewise in the likelihood of the chosen responses
+    preference_loss_weight, sft_loss_weight: weights of the preference loss and of the negative
+        log-likelihood of the chosen responses
+    ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept for
+        all epochs and jobs, so that no copy of its weights is; null: they are computed for each
+        batch ([dpo.md](dpo.md#log-probs-that-are-kept))
     """
 
     sft_average_log_probs: bool = key("${.preference_average_log_probs}")
@@ -94,15 +87,13 @@ def check_not_both_0(values: Values, weights: list[str]) -> None:
         raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
 
 
-@dataclass
 class DPO(WeighedPreferences):
     """DPO.
 
-    Attributes:
-        preference_loss: `dpo`, `ipo`, `rpo_sq`, `rpo_bwd_kl` or `rpo_fwd_kl`
-        label_smoothing: **new**: of `dpo`: the share of pairs that are assumed to be the wrong
-            way round, below 0.5
-        gt_reward_scale: of `rpo_*`: factor of the rewards in the data
+    preference_loss: `dpo`, `ipo`, `rpo_sq`, `rpo_bwd_kl` or `rpo_fwd_kl`
+    label_smoothing: **new**: of `dpo`: the share of pairs that are assumed to be the wrong way
+        round, below 0.5
+    gt_reward_scale: of `rpo_*`: factor of the rewards in the data
     """
 
     preference_loss: str = key("dpo", choices=DIRECT_PREFERENCE_LOSSES)
@@ -110,13 +101,11 @@ class DPO(WeighedPreferences):
     gt_reward_scale: float = key(1.0)
 
 
-@dataclass
 class Pairs(Lines):
     """Pairs with rewards.
 
-    Attributes:
-        default_chosen_reward, default_rejected_reward: of `rpo_*`: rewards of pairs without
-            `chosen_reward` and `rejected_reward`
+    default_chosen_reward, default_rejected_reward: of `rpo_*`: rewards of pairs without
+        `chosen_reward` and `rejected_reward`
     """
 
     default_chosen_reward: float | None = key(1.0)
@@ -152,13 +141,10 @@ DPO_JOB = Configuration(
 )
 
 
-@dataclass
 class KTO(WeighedPreferences):
     """KTO.
 
-    Attributes:
-        desirable_loss_weight, undesirable_loss_weight: weights of chosen and of rejected
-            responses
+    desirable_loss_weight, undesirable_loss_weight: weights of chosen and of rejected responses
     """
 
     desirable_loss_weight: float = key(1.0, at_least=0)
@@ -189,7 +175,6 @@ KTO_JOB = Configuration(
 )
 
 
-@dataclass
 class SPINAlarms(PairAlarms):
     """Alarms of SPIN."""
 
@@ -197,15 +182,12 @@ class SPINAlarms(PairAlarms):
     identical_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
 
-@dataclass
 class SPIN(Preferences, Responses):
     """SPIN.
 
-    Attributes:
-        ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
-        rollout_micro_batch_size: responses that a data-parallel rank generates together (with
-            `generation.kv_cache_gb` as many as fit in), for as many steps ahead as they are enough
-            for
+    ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
+    rollout_micro_batch_size: responses that a data-parallel rank generates together (with
+        `generation.kv_cache_gb` as many as fit in), for as many steps ahead as they are enough for
     """
 
     ref_policy_kl_penalty: Any = key(0.2, free=True, required=True)
@@ -213,13 +195,11 @@ class SPIN(Preferences, Responses):
     rollout_micro_batch_size: int = key(32, at_least=1)
 
 
-@dataclass
 class SPINLoop(SupervisedLoop):
     """SPIN.
 
-    Attributes:
-        max_iterations: iterations, each of `max_epochs` passes against the policy with which it
-            begins; `max_steps` is over all of them
+    max_iterations: iterations, each of `max_epochs` passes against the policy with which it
+        begins; `max_steps` is over all of them
     """
 
     max_epochs: int = key(1, at_least=1)

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward models."""
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.fields import ABSENT, Configuration, key
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, key
 from nemo_aligner.config.keys.common import (
     FROM_CHECKPOINT,
     FROM_SCRATCH,
@@ -23,24 +22,19 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 
 
-@dataclass
-class RMModel:
+class RMModel(Section):
     """Reward models.
 
-    Attributes:
-        loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this
-            one
+    loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this one
     """
 
     loss_func: Any = key(None, fallback=None)
 
 
-@dataclass
 class RMLoop(SupervisedLoop):
     """Reward models.
 
-    Attributes:
-        train_random_sampler, val_random_sampler: shuffle
+    train_random_sampler, val_random_sampler: shuffle
     """
 
     train_random_sampler: bool = key(True)

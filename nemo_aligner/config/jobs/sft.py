@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning, and SteerLM 2.0."""
 
-from dataclasses import dataclass
-
 from nemo_aligner.config.data_rules import check_sft_data
-from nemo_aligner.config.fields import Configuration, key, section
+from nemo_aligner.config.fields import Configuration, Section, key, section
 from nemo_aligner.config.keys.common import (
     FROM_SCRATCH,
     NO_LAYERS,
@@ -27,41 +25,35 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 
-@dataclass
 class SFTAlarms(Alarms):
     """Alarms of SFT.
 
-    Attributes:
-        effective_responses: **new**, of `train_steerlm2.py` alone: threshold of an alarm, see
-            [metrics.md](metrics.md#alarms); null switches it off
+    effective_responses: **new**, of `train_steerlm2.py` alone: threshold of an alarm, see
+        [metrics.md](metrics.md#alarms); null switches it off
     """
 
     effective_responses: float | None = key(1.05, at_least=1)
 
 
-@dataclass
-class SteerLM2:
+class SteerLM2(Section):
     """SteerLM 2.0.
 
-    Attributes:
-        micro_batch_size, forward_micro_batch_size: of `train_steerlm2.py` alone: responses per
-            micro-batch, and per forward pass that gives their weights. The sizes of `train_ds`
-            count prompts ([SteerLM](steerlm.md#steerlm-20))
+    micro_batch_size, forward_micro_batch_size: of `train_steerlm2.py` alone: responses per
+        micro-batch, and per forward pass that gives their weights. The sizes of `train_ds` count
+        prompts ([SteerLM](steerlm.md#steerlm-20))
     """
 
     micro_batch_size: int = key(1, at_least=1)
     forward_micro_batch_size: int = key(1, at_least=1)
 
 
-@dataclass
-class SFTModel:
+class SFTModel(Section):
     """SFT.
 
-    Attributes:
-        restore_from_path: base model; null: random weights. NeMo-Aligner: required
-        answer_only_loss: False: the prompt counts in the loss too. NeMo-Aligner never read this
-            key and always trained on the responses only
-        loss_reduction: **new**, as for the PPO actor
+    restore_from_path: base model; null: random weights. NeMo-Aligner: required
+    answer_only_loss: False: the prompt counts in the loss too. NeMo-Aligner never read this key
+        and always trained on the responses only
+    loss_reduction: **new**, as for the PPO actor
     """
 
     restore_from_path: str | None = key(None)
