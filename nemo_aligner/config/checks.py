@@ -22,7 +22,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_aligner.config.defaults import CONF, complete_config
-from nemo_aligner.config.inert_keys import INERT, LATER, ONLY, old_form_notes
+from nemo_aligner.config.inert_keys import INERT, LATER, ONLY, notes_on, old_form_notes
 from nemo_aligner.config.rules import (
     RESTORE_KEY,
     RESTORE_KEYS,
@@ -242,12 +242,7 @@ def check_sections(tree: Mapping, config_name: str) -> None:
 
 def inert_notes(tree: Mapping, config_name: str) -> list[str]:
     """One line for each key of `tree` that has no effect and whose value asks for something."""
-    inert = INERT[config_name]
-    notes = []
-    for key, value in _walk(tree, config_name).items():
-        if key in inert and value is not None and not inert[key].is_neutral(value):
-            notes.append(f"{key}={value}: {inert[key].reason}")
-    return notes
+    return notes_on(_walk(tree, config_name), INERT[config_name])
 
 
 @functools.cache

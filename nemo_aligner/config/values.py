@@ -78,6 +78,10 @@ class Values:
             node = node[name]
         return default if node is None else node
 
+    def has(self, key: str) -> bool:
+        """Whether the key has a value other than null."""
+        return self.get(key) is not None
+
     def is_null(self, key: str) -> bool:
         """Whether the key, or a section that it is in, was written with the value null."""
         node: Any = self.tree
@@ -88,6 +92,10 @@ class Values:
             if node is None:
                 return True
         return False
+
+    def error(self, key: str, text: str) -> ConfigError:
+        """The error that says `text` of the value at `key`."""
+        return ConfigError(f"{key}={self.get(key)} {text}")
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
         """The whole number at `key`, or None when it is not set; `ConfigError` if it is none, or
