@@ -59,7 +59,7 @@ def _read(text: str, job: Configuration | None = None) -> dict[str, Inert]:
     """
     remote = "remote_critic_rm" if job and job.name == "gpt_ppo_actor" else "remote_rm"
     text = text.replace("<algo>", str(job and job.algo)).replace("<remote>", remote)
-    found = {}
+    found: dict[str, Inert] = {}
     for entry in re.split(r"\n(?! )", text.strip()):
         *jobs, reason, words = " ".join(entry.split()).split(" | ")
         if jobs and job and job.name not in jobs[0].split():

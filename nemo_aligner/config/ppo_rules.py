@@ -2,26 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules across the keys of PPO, which are in `jobs/actors.py`: variants that cannot work."""
 
-from nemo_aligner.config.rollout_rules import (
-    check_compares_responses,
-    check_policy,
-    check_remote,
-    check_responses_differ,
-)
-from nemo_aligner.config.server_rules import (
-    REWARD_ADDRESS,
-    check_source_of_rewards,
-    read_teachers,
-)
+from nemo_aligner.config import rollout_rules, server_rules
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import (
-    ADVANTAGE_ESTIMATORS,
-    DUAL_CLIPPED,
-    LOSSES_OF_RESPONSES,
-    RANGED,
-    AdvantageEstimator,
-)
 
 PPO, MODEL = "trainer.ppo.", "model.ppo."
 PER_PROMPT = MODEL + "num_rollouts_per_prompt"
@@ -42,18 +26,21 @@ _OFF = {
 
 
 def check_ppo(v: Values, dp: dict[str, int], ranks: int) -> None:
-    check_policy(v, "ppo", "remote_critic_rm", dp, PER_PROMPT)
+    rollout_rules.check_policy(v, "ppo", "remote_critic_rm", dp, PER_PROMPT)
     check_ppo_variants(v)
-    check_source_of_rewards(v.get("remote_critic_rm"))
+    server_rules.check_source_of_rewards(v.get("remote_critic_rm"))
     if v.get(PPO + "teacher_kl_coef"):
-        check_remote(v, "remote_teacher")
-        read_teachers(v.get("remote_teacher"))
+        rollout_rules.check_remote(v, "remote_teacher")
+        server_rules.read_teachers(v.get("remote_teacher"))
 
 
 def check_ppo_variants(v: Values) -> None:
     """Raise `ConfigError` for variants of PPO that cannot work."""
     estimator = v.get(PPO + "advantage_estimator")
-    kind, name = ADVANTAGE_ESTIMATORS[estimator], f"{PPO}advantage_estimator={estimator}"
+    kind, name = (
+        estimators.ADVANTAGE_ESTIMATORS[estimator],
+        f"{PPO}advantage_estimator={estimator}",
+    )
     responses, batch = v.size(PER_PROMPT), v.size("model.global_batch_size")
     samples = v.size(MODEL + "num_rollout_samples") * responses
     _check_rewards_of_steps(v, name)
@@ -62,8 +49,8 @@ def check_ppo_variants(v: Values) -> None:
     _check_corrections(v)
     _check_adaptive_kl(v, samples)
     if kind.compares_responses:
-        check_compares_responses(name, PER_PROMPT, responses)
-    check_responses_differ(v, MODEL, responses)
+        rollout_rules.check_compares_responses(name, PER_PROMPT, responses)
+    rollout_rules.check_responses_differ(v, MODEL, responses)
     if samples // batch * v.get(PPO + "ppo_epochs") == 1:
         for setting in ("target_kl", "covariance.rule"):
             if v.get(PPO + setting) not in (None, "clip"):
@@ -97,12 +84,11 @@ def _check_rewards_of_steps(v: Values, name: str) -> None:
     if buffer > longest:
         raise v.error(
             PPO + "overlong_buffer_len",
-            f"is longer than a response ({MODEL}length_params.max_length={longest}); set it to at "
-            f"most {longest}.",
+            f"is longer than {MODEL}length_params.max_length; set it to at most {longest}.",
         )
 
 
-def _check_dynamic_sampling(v: Values, name: str, kind: AdvantageEstimator) -> None:
+def _check_dynamic_sampling(v: Values, name: str, kind: estimators.AdvantageEstimator) -> None:
     """Check that prompts with equal rewards have no signal; `name`: of the estimator."""
     signal, coefficient = None, v.get(PPO + "teacher_kl_coef")
     if kind.compares_parts or not kind.compares_responses:
@@ -128,7 +114,7 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
         raise v.error(
             PPO + "loss", f"takes the place of {MODEL}policy_loss={loss}; leave one of them out."
         )
-    if loss in LOSSES_OF_RESPONSES and reduction != "sequence":
+    if loss in estimators.LOSSES_OF_RESPONSES and reduction != "sequence":
         raise v.error(
             MODEL + "policy_loss",
             f"is one value of a response, and {MODEL}loss_reduction={reduction} would weigh it by "
@@ -141,7 +127,10 @@ def _check_policy_loss(v: Values, compares_responses: bool) -> None:
             "takes one advantage for a whole response. Use grpo, dr_grpo or rloo, without "
             "process_rewards=steps, own advantages and teacher_kl_coef, or policy_loss=gspo.",
         )
-    for setting, losses in (("dual_clip", DUAL_CLIPPED), ("ratio_eps_high", RANGED)):
+    for setting, losses in (
+        ("dual_clip", estimators.DUAL_CLIPPED),
+        ("ratio_eps_high", estimators.RANGED),
+    ):
         if v.has(MODEL + setting) and loss not in losses:
             raise v.error(
                 MODEL + setting,
@@ -195,7 +184,7 @@ def _check_adaptive_kl(v: Values, samples: int) -> None:
         )
 
 
-def _check_critic_free(v: Values, name: str, kind: AdvantageEstimator) -> None:
+def _check_critic_free(v: Values, name: str, kind: estimators.AdvantageEstimator) -> None:
     """Check an estimator that needs no critic, called `name`."""
     combined, served = (
         f"remote_critic_rm.{key}" for key in ("combine_rm_and_critic_server", "reward_model")
@@ -213,11 +202,10 @@ def _check_critic_free(v: Values, name: str, kind: AdvantageEstimator) -> None:
             f"{name} learns from a teacher alone, and {PPO}teacher_kl_coef=0 leaves that out; "
             "set it to 1, and the teacher's address in remote_teacher."
         )
-    if kind.of_teacher and v.get(served) != REWARD_ADDRESS:
+    if kind.of_teacher and v.get(served) != server_rules.REWARD_ADDRESS:
         raise v.error(
             served,
-            f"is not asked with {name}; to have its rewards measured, name it in "
-            "remote_critic_rm.reward_models.",
+            f"is not asked with {name}; name it in remote_critic_rm.reward_models.",
         )
     why = {  # a setting must be off
         "critic_warmup_steps": f"would train a critic, but {name} has none",

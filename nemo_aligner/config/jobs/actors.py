@@ -5,6 +5,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from nemo_aligner.config import rollout_rules
 from nemo_aligner.config.fields import (
     ABSENT,
     LARGEST_PORT,
@@ -14,37 +15,13 @@ from nemo_aligner.config.fields import (
     key,
     section,
 )
-from nemo_aligner.config.keys.common import DATALOADER, FROM_CHECKPOINT, NEW_DATA, PARAMS, wandb
+from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
-from nemo_aligner.config.keys.rollouts import (
-    BatchIterator,
-    Policy,
-    PolicyTrtLlm,
-    Remote,
-    RemoteRM,
-    RemoteTeacher,
-    RolloutAlarms,
-    RolloutLoop,
-    TrtLlm,
-)
 from nemo_aligner.config.ppo_rules import check_ppo
-from nemo_aligner.config.rollout_rules import (
-    check_compares_responses,
-    check_policy,
-    check_responses_differ,
-)
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import (
-    ADVANTAGE_ESTIMATORS,
-    CORRECTION_LEVELS,
-    COVARIANCE_RULES,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    PROCESS_REWARDS,
-    ROLLOUT_LOGPROBS,
-)
 
 
 def _actor(
@@ -57,14 +34,12 @@ def _actor(
     monitor: str = "val_rewards",
     more: dict[str, Any] | None = None,
 ) -> Configuration:
-    """The actor of an algorithm; `remotes`: sections of servers with their classes, `more`: other
-    defaults.
-    """
+    """The actor of an algorithm; `remotes`: its servers' sections, `more`: other defaults."""
     name = f"megatron_gpt-{{step}}-{{consumed_samples}}-{{{algo}_optimization_step}}-{{epoch}}"
     return Configuration(
         f"gpt_{algo}_actor",
         {
-            **FROM_CHECKPOINT,
+            **common.FROM_CHECKPOINT,
             f"trainer.{algo}": loop,
             **remotes,
             "model": TrainedModel,
@@ -73,13 +48,13 @@ def _actor(
             "model.data": data,
         },
         {
-            **NEW_DATA,
+            **common.NEW_DATA,
             "exp_manager.name": f"megatron_gpt_{algo}_actor",
-            **wandb(f"nemo_aligner_{algo}", f"gpt3_{algo}_2b"),
-            f"{PARAMS}.monitor": monitor,
-            f"{PARAMS}.mode": "max",
-            f"{PARAMS}.save_top_k": 1,
-            f"{PARAMS}.filename": f"{name}-{{{monitor}:.3f}}",
+            **common.wandb(f"nemo_aligner_{algo}", f"gpt3_{algo}_2b"),
+            f"{common.PARAMS}.monitor": monitor,
+            f"{common.PARAMS}.mode": "max",
+            f"{common.PARAMS}.save_top_k": 1,
+            f"{common.PARAMS}.filename": f"{name}-{{{monitor}:.3f}}",
             "model.optim.lr": 9e-7,
             "model.optim.sched.min_lr": 9e-8,
             "model.data.validation_drop_last": ABSENT,
@@ -111,9 +86,9 @@ class SamplerCorrectionKeys(Section):
         by the same names; null: everything counts
     """
 
-    weights: str | None = key(None, choices=CORRECTION_LEVELS)
+    weights: str | None = key(None, choices=estimators.CORRECTION_LEVELS)
     cap: float = key(2.0, above=0)
-    reject: str | None = key(None, choices=CORRECTION_LEVELS)
+    reject: str | None = key(None, choices=estimators.CORRECTION_LEVELS)
     low: float = key(0.5, at_least=0)
     high: float = key(2.0, above=0)
 
@@ -128,14 +103,14 @@ class Covariance(Section):
     kl_coef: **new**, with `kl`: weight of the KL
     """
 
-    rule: str | None = key(None, choices=COVARIANCE_RULES)
+    rule: str | None = key(None, choices=estimators.COVARIANCE_RULES)
     fraction: float = key(0.0002, above=0, at_most=1)
     low: float = key(1.0)
     high: float = key(5.0)
     kl_coef: float = key(1.0, above=0)
 
 
-class PPOAlarms(RolloutAlarms):
+class PPOAlarms(rollouts.RolloutAlarms):
     """Alarms of PPO."""
 
     sampling_mismatch: float | None = key(0.05, above=0)
@@ -144,7 +119,7 @@ class PPOAlarms(RolloutAlarms):
     explained_variance: float | None = key(-0.2, at_most=1)
 
 
-class PPOLoop(RolloutLoop):
+class PPOLoop(rollouts.RolloutLoop):
     """PPO.
 
     critic_warmup_steps: rollouts before step 0 that train only the critic
@@ -184,8 +159,8 @@ class PPOLoop(RolloutLoop):
     critic_warmup_steps: int = key(0, at_least=0)
     ppo_epochs: int = key(1, at_least=1)
     initial_policy_kl_penalty: float = key(0.01, at_least=0)
-    advantage_estimator: str = key("gae", choices=tuple(ADVANTAGE_ESTIMATORS))
-    kl_estimator: str | None = key(None, choices=KL_ESTIMATORS)
+    advantage_estimator: str = key("gae", choices=tuple(estimators.ADVANTAGE_ESTIMATORS))
+    kl_estimator: str | None = key(None, choices=estimators.KL_ESTIMATORS)
     adaptive_kl: AdaptiveKL = section()
     use_absolute_kl: bool = key(False)
     discount_factor: float = key(1.0, at_least=0, at_most=1)
@@ -196,7 +171,7 @@ class PPOLoop(RolloutLoop):
     reward_clip: float | None = key(None, above=0)
     whiten_rewards: bool = key(False)
     normalize_rewards: bool = key(False)
-    process_rewards: str | None = key("sum", choices=PROCESS_REWARDS)
+    process_rewards: str | None = key("sum", choices=estimators.PROCESS_REWARDS)
     dynamic_sampling_rounds: int = key(0, at_least=0)
     overlong_buffer_len: int = key(0, at_least=0)
     overlong_penalty_factor: float = key(1.0, above=0)
@@ -210,12 +185,12 @@ class PPOLoop(RolloutLoop):
     ratio_eps: Any = key(0.2)
     entropy_bonus: Any = key(0.0)
     trt_model_dir: Any = inert("/tmp/trt_llm_model")
-    trt_llm: TrtLlm = section()
-    batch_iterator: BatchIterator = section()
+    trt_llm: rollouts.TrtLlm = section()
+    batch_iterator: rollouts.BatchIterator = section()
     alarms: PPOAlarms | None = section()
 
 
-class PPOPolicy(Policy):
+class PPOPolicy(rollouts.Policy):
     """The actor.
 
     num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
@@ -236,15 +211,15 @@ class PPOPolicy(Policy):
 
     num_rollouts_per_prompt: int = key(1, at_least=1)
     kl_loss_coef: float = key(0.0, at_least=0)
-    kl_loss_estimator: str = key("k3", choices=KL_ESTIMATORS)
-    policy_loss: str = key("clip", choices=POLICY_LOSSES)
+    kl_loss_estimator: str = key("k3", choices=estimators.KL_ESTIMATORS)
+    policy_loss: str = key("clip", choices=estimators.POLICY_LOSSES)
     ratio_eps_high: float | None = key(None, above=0)
     dual_clip: float | None = key(None, above=1)
     train_on_truncated: bool = key(False)
     ratio_eps: float = key("${trainer.ppo.ratio_eps}", above=0)
     entropy_bonus: float = key("${trainer.ppo.entropy_bonus}", at_least=0)
-    rollout_logprobs: str = key("recompute", choices=ROLLOUT_LOGPROBS)
-    trt_llm: PolicyTrtLlm = section()
+    rollout_logprobs: str = key("recompute", choices=estimators.ROLLOUT_LOGPROBS)
+    trt_llm: rollouts.PolicyTrtLlm = section()
 
 
 class CriticNames(Section):
@@ -271,7 +246,7 @@ class CriticAddress(Section):
     name: CriticNames = section()
 
 
-class RemoteCriticRM(Remote):
+class RemoteCriticRM(rollouts.Remote):
     """The critic's and the rewards' servers.
 
     combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
@@ -297,7 +272,7 @@ class WeightedLines(Lines):
     sample_weight: str | None = key(None)
 
 
-class PolicyTeachers(RemoteTeacher):
+class PolicyTeachers(rollouts.RemoteTeacher):
     """The servers of a policy's teachers.
 
     teachers, column: **new**: several teachers by their names, each a section with what differs of
@@ -318,7 +293,7 @@ PPO_JOB = _actor(
 )
 
 
-class RSPolicy(Policy):
+class RSPolicy(rollouts.Policy):
     """Rejection sampling.
 
     num_rollouts_per_prompt: responses generated to each prompt
@@ -332,34 +307,31 @@ class RSPolicy(Policy):
 def check_rs(v: Values, dp: dict[str, int], ranks: int) -> None:
     drawn = v.size("model.rs.num_rollouts_per_prompt")
     check_top_n(v.size("model.rs.top_n_rollouts"), drawn)
-    check_responses_differ(v, "model.rs.", drawn)
-    check_policy(v, "rs", "remote_rm", dp, "model.rs.top_n_rollouts")
+    rollout_rules.check_responses_differ(v, "model.rs.", drawn)
+    rollout_rules.check_policy(v, "rs", "remote_rm", dp, "model.rs.top_n_rollouts")
 
 
 def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
-    """Raise `ConfigError` unless rejection sampling keeps at least one response to a prompt and no
-    more than it draws.
-    """
+    """Raise `ConfigError` unless rejection sampling keeps 1 to all drawn responses."""
     if not 1 <= top_n_rollouts <= num_rollouts_per_prompt:
         raise ConfigError(
             f"model.rs.top_n_rollouts={top_n_rollouts} must be from 1 to "
-            f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}: no more responses can "
-            "be kept than were drawn; lower the first or raise the second."
+            f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}, the responses drawn."
         )
 
 
 RS_JOB = _actor(
     "rs",
-    RolloutLoop,
+    rollouts.RolloutLoop,
     RSPolicy,
-    {"remote_rm": RemoteRM},
+    {"remote_rm": rollouts.RemoteRM},
     check_rs,
     monitor="val_global_rewards",
-    more=DATALOADER,
+    more=common.DATALOADER,
 )
 
 
-class ReinforceAlarms(RolloutAlarms):
+class ReinforceAlarms(rollouts.RolloutAlarms):
     """Alarms of REINFORCE.
 
     sampling_mismatch: **new**, as for the PPO actor; the first needs a KL penalty
@@ -368,7 +340,7 @@ class ReinforceAlarms(RolloutAlarms):
     sampling_mismatch: float | None = key(0.05, above=0)
 
 
-class ReinforceLoop(RolloutLoop):
+class ReinforceLoop(rollouts.RolloutLoop):
     """REINFORCE.
 
     initial_policy_kl_penalty: weight of the KL to the reference in the reward; 0: no reference
@@ -379,25 +351,25 @@ class ReinforceLoop(RolloutLoop):
     initial_policy_kl_penalty: float = key(0.01, at_least=0)
     use_absolute_kl: bool = key(False)
     num_rollouts_per_prompt: int = key(4, at_least=1)
-    trt_llm: TrtLlm = section()
-    batch_iterator: BatchIterator = section()
+    trt_llm: rollouts.TrtLlm = section()
+    batch_iterator: rollouts.BatchIterator = section()
     alarms: ReinforceAlarms | None = section()
 
 
-class ReinforcePolicy(Policy):
+class ReinforcePolicy(rollouts.Policy):
     """The actor of REINFORCE."""
 
-    trt_llm: PolicyTrtLlm = section()
+    trt_llm: rollouts.PolicyTrtLlm = section()
 
 
 def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
     responses_key = "trainer.reinforce.num_rollouts_per_prompt"
     responses = v.size(responses_key)
-    check_compares_responses("REINFORCE", responses_key, responses)
-    check_responses_differ(v, "model.reinforce.", responses, responses_key)
-    check_policy(v, "reinforce", "remote_rm", dp, responses_key)
+    rollout_rules.check_compares_responses("REINFORCE", responses_key, responses)
+    rollout_rules.check_responses_differ(v, "model.reinforce.", responses, responses_key)
+    rollout_rules.check_policy(v, "reinforce", "remote_rm", dp, responses_key)
 
 
 REINFORCE_JOB = _actor(
-    "reinforce", ReinforceLoop, ReinforcePolicy, {"remote_rm": RemoteRM}, check_reinforce
+    "reinforce", ReinforceLoop, ReinforcePolicy, {"remote_rm": rollouts.RemoteRM}, check_reinforce
 )

@@ -4,39 +4,22 @@
 
 from typing import Any
 
-from nemo_aligner.config.data_rules import check_chat, holds_tokens, plain_columns
+from nemo_aligner.config import data_rules
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.jobs.preferences import check_not_both_0
 from nemo_aligner.config.jobs.servers import Inference, Server
-from nemo_aligner.config.keys.common import (
-    CHAT_TOKENS,
-    DATALOADER,
-    FROM_CHECKPOINT,
-    NEW_DATA,
-    NO_LAYERS,
-    NO_RECOMPUTATION,
-    OF_SFT,
-    PARALLEL,
-    Alarms,
-    Named,
-    Pretrained,
-    ServerMachines,
-    SupervisedLoop,
-    Trainer,
-    below,
-)
+from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import ExampleChat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel
-from nemo_aligner.config.keys.rollouts import LengthParams, RemoteTeacher, SamplingParams
 from nemo_aligner.config.parallel_rules import virtual_pipeline_group
 from nemo_aligner.config.rollout_rules import check_generation, check_remote
 from nemo_aligner.config.server_rules import check_serving, read_teacher
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import DISTILLATION_LOSSES, LOSS_REDUCTIONS, OUTSIDE_TOP_K
 
 
-class KDAlarms(Alarms):
+class KDAlarms(common.Alarms):
     """Alarms of distillation."""
 
     teacher_mass: float | None = key(0.5, at_least=0, at_most=1)
@@ -56,8 +39,8 @@ class OnPolicy(Section):
 
     fraction: float | None = key(None, at_least=0, at_most=1)
     rollout_micro_batch_size: int | None = key(None, at_least=1)
-    sampling_params: SamplingParams = section()
-    length_params: LengthParams = section()
+    sampling_params: rollouts.SamplingParams = section()
+    length_params: rollouts.LengthParams = section()
 
 
 class Student(Section):
@@ -66,7 +49,7 @@ class Student(Section):
     loss_reduction: **new**, as for SFT
     """
 
-    loss_reduction: str = key("token", choices=LOSS_REDUCTIONS)
+    loss_reduction: str = key("token", choices=estimators.LOSS_REDUCTIONS)
 
 
 class Distillation(Section):
@@ -82,9 +65,9 @@ class Distillation(Section):
     cross_tokenizer: True is refused
     """
 
-    kd_loss: str = key("fwd_kl", choices=DISTILLATION_LOSSES)
+    kd_loss: str = key("fwd_kl", choices=estimators.DISTILLATION_LOSSES)
     jsd_beta: float = key(0.5)
-    outside_top_k: str = key("renormalize", choices=OUTSIDE_TOP_K)
+    outside_top_k: str = key("renormalize", choices=estimators.OUTSIDE_TOP_K)
     logits_scale: float = key(1.0, above=0)
     target_logits_scale: float = key(1.0, above=0)
     kd_loss_weight: float = key(1.0, at_least=0)
@@ -110,10 +93,8 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
     """Raise `ConfigError` if a student could learn nothing from `top_k` logits of each token."""
     if top_k == 1 and outside_top_k == "renormalize" and not sft_loss_weight:
         raise ConfigError(
-            "the teacher gives one logit of each token, and "
-            "model.knowledge_distillation.outside_top_k=renormalize makes its probability 1 for "
-            "teacher and student: nothing would be learned. Give more logits, or set "
-            "outside_top_k=bucket."
+            "model.knowledge_distillation.outside_top_k=renormalize makes the probability of the "
+            "one logit of each token 1: nothing would be learned. Give more, or set bucket."
         )
 
 
@@ -126,8 +107,7 @@ def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     )
     if not 0 < beta < 1:
         raise ConfigError(
-            f"{own}jsd_beta={beta} must be above 0 and below 1; its limits are kd_loss=fwd_kl and "
-            "bwd_kl."
+            f"{own}jsd_beta={beta} must be above 0 and below 1 (kd_loss=fwd_kl, bwd_kl)."
         )
     if outside == "bucket" and scale != 1:
         raise ConfigError(
@@ -138,17 +118,14 @@ def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     if v.get("model.data.top_k") is not None:
         check_candidates(v.get("model.data.top_k"), outside, sft_weight)
     data_impl = str(v.get("model.data.data_impl"))
-    if holds_tokens(data_impl):
+    if data_rules.holds_tokens(data_impl):
         raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only; give the jsonl files that "
-            "compute_topk_logits.py wrote."
+            f"model.data.data_impl={data_impl} holds tokens only; give those with logits."
         )
 
 
 def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> None:
-    """Check how a student responds itself (`model.knowledge_distillation.on_policy`), if it does,
-    that it can unlearn what it does by itself, and its served teacher.
-    """
+    """Check how a student responds itself, if it does, and its served teacher."""
     section, remote = loss + "on_policy.", "remote_teacher"
     check_generation(v, section)
     fraction, top_k = v.get(section + "fraction"), v.get("model.data.top_k")
@@ -158,9 +135,8 @@ def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> N
     read_teacher(v.get(remote), remote)
     if top_k is not None:
         raise ConfigError(
-            f"model.data.top_k={top_k} chooses among the logits of data files, but with "
-            f"{section}fraction={fraction} a served teacher gives them; set inference.top_k of "
-            "its server, and leave it null."
+            f"model.data.top_k={top_k} is for logits of files; with {section}fraction={fraction} "
+            "a served teacher gives them; set inference.top_k of its server in place of it."
         )
     own = f"with {section}fraction={fraction} a student"
     if fraction > 0 and outside != "bucket":
@@ -178,24 +154,24 @@ def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> N
 STUDENT_JOB = Configuration(
     "gpt_knowledge_distillation",
     {
-        "": Named,
-        **FROM_CHECKPOINT,
-        "trainer.knowledge_distillation": SupervisedLoop,
+        "": common.Named,
+        **common.FROM_CHECKPOINT,
+        "trainer.knowledge_distillation": common.SupervisedLoop,
         "trainer.knowledge_distillation.alarms": KDAlarms,
-        "remote_teacher": RemoteTeacher,
+        "remote_teacher": rollouts.RemoteTeacher,
         "model": (TrainedModel, Student),
         "model.knowledge_distillation": Distillation,
         "model.peft": PolicyPeft,
         "model.data": TeacherLines,
     },
     {
-        **NEW_DATA,
-        **OF_SFT,
+        **common.NEW_DATA,
+        **common.OF_SFT,
         "name": "megatron_gpt_knowledge_distillation",
         "model.data.data_impl": "chunked_jsonl",
         "model.data.append_eod": False,
-        **DATALOADER,
-        **below("model.data", CHAT_TOKENS),
+        **common.DATALOADER,
+        **common.below("model.data", common.CHAT_TOKENS),
     },
     check=check_student,
     records="logits",
@@ -258,14 +234,14 @@ def _check_logits(v: Values, dp: dict[str, int], ranks: int) -> None:
     times = dp | virtual_pipeline_group(v)
     v.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
     v.at_most("data.data.max_seq_length", "model.encoder_seq_length")
-    plain_columns(v.get("data.data.columns"), "data.data.columns")
-    check_chat(v.get("data", {}))
+    data_rules.plain_columns(v.get("data.data.columns"), "data.data.columns")
+    data_rules.check_chat(v.get("data", {}))
 
 
 _OF_TEACHER = {
-    **PARALLEL,
-    **NO_RECOMPUTATION,
-    **NO_LAYERS,
+    **common.PARALLEL,
+    **common.NO_RECOMPUTATION,
+    **common.NO_LAYERS,
     "model.virtual_pipeline_model_parallel_size": None,
 }
 
@@ -273,8 +249,8 @@ TOP_K_LOGITS = Configuration(
     "compute_topk_logits",
     {
         "": TopKCommand,
-        "trainer": Trainer,
-        "pretrained_checkpoint": Pretrained,
+        "trainer": common.Trainer,
+        "pretrained_checkpoint": common.Pretrained,
         "model": TopKModel,
         "data": TopKChat,
         "data.data": TopKSet,
@@ -284,7 +260,7 @@ TOP_K_LOGITS = Configuration(
         "trainer.max_epochs": 1,
         "trainer.max_steps": ABSENT,
         "model.encoder_seq_length": None,
-        **below("data", CHAT_TOKENS),
+        **common.below("data", common.CHAT_TOKENS),
         "data.data.columns": None,
     },
     check=_check_logits,
@@ -295,10 +271,10 @@ TOP_K_LOGITS = Configuration(
 TEACHER_SERVER = Configuration(
     "inference_teacher",
     {
-        "trainer": ServerMachines,
+        "trainer": common.ServerMachines,
         "server": Server,
         "inference": TeacherInference,
-        "pretrained_checkpoint": Pretrained,
+        "pretrained_checkpoint": common.Pretrained,
         "model": Model,
     },
     {

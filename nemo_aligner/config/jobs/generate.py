@@ -6,15 +6,14 @@ from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat
 from nemo_aligner.config.fields import Configuration, Section, key, section
-from nemo_aligner.config.keys.common import NO_RECOMPUTATION, PARALLEL, Machines, Pretrained
+from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Chat
 from nemo_aligner.config.keys.model import Model
-from nemo_aligner.config.keys.rollouts import FunctionWorkers, LengthParams, SamplingParams
 from nemo_aligner.config.rollout_rules import check_generation, check_responses_differ
 from nemo_aligner.config.values import Values
 
 
-class CommandSampling(SamplingParams):
+class CommandSampling(rollouts.SamplingParams):
     """How tokens are chosen.
 
     add_BOS: plain prompts begin with the bos token; null: as the tokenizer itself does it, as in
@@ -24,7 +23,7 @@ class CommandSampling(SamplingParams):
     add_BOS: bool | None = key(None)
 
 
-class CommandLength(LengthParams):
+class CommandLength(rollouts.LengthParams):
     """How long responses are.
 
     max_length: tokens of a response at most; null: half of `model.encoder_seq_length`, but 1024 at
@@ -78,19 +77,28 @@ _NO_BATCHES = frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_
 
 _GENERATE: dict[str, Any] = {
     "": GenerateCommand,
-    "trainer": Machines,
-    "pretrained_checkpoint": Pretrained,
+    "trainer": common.Machines,
+    "pretrained_checkpoint": common.Pretrained,
     "model": Model,
     "model.data": Chat,
 }
 
-_OF_GENERATE = {**PARALLEL, **NO_RECOMPUTATION, "model.virtual_pipeline_model_parallel_size": 1}
+_OF_GENERATE = {
+    **common.PARALLEL,
+    **common.NO_RECOMPUTATION,
+    "model.virtual_pipeline_model_parallel_size": 1,
+}
 
 GENERATE = Configuration("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
 
 EVALUATE = Configuration(
     "evaluate",
-    {**_GENERATE, "": EvaluateCommand, "bootstrap": Bootstrap, "inference": FunctionWorkers},
+    {
+        **_GENERATE,
+        "": EvaluateCommand,
+        "bootstrap": Bootstrap,
+        "inference": rollouts.FunctionWorkers,
+    },
     _OF_GENERATE,
     without=_NO_BATCHES,
     check=check,

@@ -6,21 +6,7 @@ from typing import Any
 
 from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
 from nemo_aligner.config.fields import Configuration, Section, key, section
-from nemo_aligner.config.keys.common import (
-    CHAT_TOKENS,
-    DATALOADER,
-    FROM_CHECKPOINT,
-    NEW_DATA,
-    PARAMS,
-    SIZES,
-    VALIDATION_SET,
-    VALIDATION_SIZES,
-    Alarms,
-    SupervisedLoop,
-    below,
-    wandb,
-)
-from nemo_aligner.config.keys.data import Examples, Lines, ShuffledSet, SizedSet
+from nemo_aligner.config.keys import common, data
 from nemo_aligner.config.keys.model import Peft, PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import Responses
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
@@ -29,7 +15,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 
 
-class PreferenceAlarms(Alarms):
+class PreferenceAlarms(common.Alarms):
     """Alarms of preference learning."""
 
     likelihood_fall: float | None = key(10.0, above=0)
@@ -101,7 +87,7 @@ class DPO(WeighedPreferences):
     gt_reward_scale: float = key(1.0)
 
 
-class Pairs(Lines):
+class Pairs(data.Lines):
     """Pairs with rewards.
 
     default_chosen_reward, default_rejected_reward: of `rpo_*`: rewards of pairs without
@@ -118,23 +104,22 @@ def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
     loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
     if smoothing and loss != "dpo":
         raise ConfigError(
-            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}; "
-            "set it to 0."
+            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}."
         )
 
 
 DPO_JOB = Configuration(
     "gpt_dpo",
     {
-        **FROM_CHECKPOINT,
-        "trainer.dpo": SupervisedLoop,
+        **common.FROM_CHECKPOINT,
+        "trainer.dpo": common.SupervisedLoop,
         "trainer.dpo.alarms": PairAlarms,
         "model": TrainedModel,
         "model.dpo": DPO,
         "model.peft": Peft,
         "model.data": Pairs,
     },
-    NEW_DATA | wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
+    common.NEW_DATA | common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
     check=check_dpo,
     pairs=True,
     records="pair",
@@ -161,15 +146,15 @@ def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
 KTO_JOB = Configuration(
     "gpt_kto",
     {
-        **FROM_CHECKPOINT,
-        "trainer.kto": SupervisedLoop,
+        **common.FROM_CHECKPOINT,
+        "trainer.kto": common.SupervisedLoop,
         "trainer.kto.alarms": PreferenceAlarms,
         "model": TrainedModel,
         "model.kto": KTO,
         "model.peft": Peft,
-        "model.data": Lines,
+        "model.data": data.Lines,
     },
-    NEW_DATA | DATALOADER | wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
+    common.NEW_DATA | common.DATALOADER | common.wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
     check=check_kto,
     records="labelled",
 )
@@ -195,7 +180,7 @@ class SPIN(Preferences, Responses):
     rollout_micro_batch_size: int = key(32, at_least=1)
 
 
-class SPINLoop(SupervisedLoop):
+class SPINLoop(common.SupervisedLoop):
     """SPIN.
 
     max_iterations: iterations, each of `max_epochs` passes against the policy with which it
@@ -222,8 +207,7 @@ def _check_penalties(given: Any, iterations: int) -> None:
     for penalty in penalties:
         if not is_number(penalty) or penalty <= 0:
             raise ConfigError(
-                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list of "
-                "such numbers."
+                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list."
             )
     if isinstance(given, list) and len(given) < iterations:
         raise ConfigError(
@@ -235,34 +219,36 @@ def _check_penalties(given: Any, iterations: int) -> None:
 SPIN_JOB = Configuration(
     "gpt_spin",
     {
-        **FROM_CHECKPOINT,
+        **common.FROM_CHECKPOINT,
         "trainer.spin": SPINLoop,
         "model": TrainedModel,
         "model.spin": SPIN,
         "model.peft": PolicyPeft,
-        "model.data": Examples,
-        "model.data.train_ds": ShuffledSet,
-        "model.data.validation_ds": SizedSet,
+        "model.data": data.Examples,
+        "model.data.train_ds": data.ShuffledSet,
+        "model.data.validation_ds": data.SizedSet,
     },
     {
-        **wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
-        f"{PARAMS}.filename": "megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-"
+        **common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
+        f"{common.PARAMS}.filename": "megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-"
         "{iteration}-{epoch}",
         "model.overwrite_base_config": {
             "data": {"train_ds": {"file_path": True}, "validation_ds": {"file_path": True}}
         },
         "model.data.chat": True,
-        **below("model.data", CHAT_TOKENS),
-        **below(
+        **common.below("model.data", common.CHAT_TOKENS),
+        **common.below(
             "model.data",
             dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False),
         ),
         "model.data.train_ds.hf_dataset": True,
         "model.data.validation_ds.hf_dataset": True,
-        **below("model.data.validation_ds", VALIDATION_SET),
-        **below("model.data.validation_ds", {name: f"${{model.{name}}}" for name in SIZES}),
+        **common.below("model.data.validation_ds", common.VALIDATION_SET),
+        **common.below(
+            "model.data.validation_ds", {name: f"${{model.{name}}}" for name in common.SIZES}
+        ),
     },
-    required=VALIDATION_SIZES,
+    required=common.VALIDATION_SIZES,
     check=check_spin,
     pairs=True,
     records="example",

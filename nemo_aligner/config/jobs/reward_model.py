@@ -8,14 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_aligner.config.fields import ABSENT, Configuration, Section, key
-from nemo_aligner.config.keys.common import (
-    FROM_CHECKPOINT,
-    FROM_SCRATCH,
-    NEW_DATA,
-    SupervisedLoop,
-    below,
-    wandb,
-)
+from nemo_aligner.config.keys import common
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE, Peft, RewardHead, TrainedModel
 from nemo_aligner.core.errors import ConfigError
@@ -31,7 +24,7 @@ class RMModel(Section):
     loss_func: Any = key(None, fallback=None)
 
 
-class RMLoop(SupervisedLoop):
+class RMLoop(common.SupervisedLoop):
     """Reward models.
 
     train_random_sampler, val_random_sampler: shuffle
@@ -78,8 +71,8 @@ def training_loss(cfg: DictConfig) -> str:
     name, documented = written.values()
     if name not in (None, documented) and documented != "regression":
         raise ConfigError(
-            f"model.loss_func={name} and model.regression.loss_func={documented} contradict each "
-            "other; set only model.regression.loss_func."
+            f"model.loss_func={name} and model.regression.loss_func={documented} contradict "
+            "each other; set only the latter."
         )
     return str(documented if name is None else name)
 
@@ -95,16 +88,16 @@ def learns_labelled_pairs(cfg: DictConfig) -> bool:
 JOB = Configuration(
     "training_rm",
     {
-        **FROM_CHECKPOINT,
+        **common.FROM_CHECKPOINT,
         "trainer.rm": RMLoop,
         "model": (TrainedModel, RewardHead, RMModel),
         "model.peft": Peft,
         "model.data": Lines,
     },
     {
-        **NEW_DATA,
-        **FROM_SCRATCH,
-        **wandb("nemo_aligner_rm", "rlhf_gpt3_rm_2b"),
+        **common.NEW_DATA,
+        **common.FROM_SCRATCH,
+        **common.wandb("nemo_aligner_rm", "rlhf_gpt3_rm_2b"),
         "model.micro_batch_size": 2,
         "model.sequence_parallel": ABSENT,
         "model.share_embeddings_and_output_weights": False,
@@ -118,7 +111,9 @@ JOB = Configuration(
         "model.regression.loss_mask_val": DEFAULT_MASK_VALUE,
         "model.regression.loss_func": "regression",
         "model.regression.load_rm_head_weights": False,
-        **below("model.reward_standardization", dict.fromkeys(("enable", "mean", "std"), ABSENT)),
+        **common.below(
+            "model.reward_standardization", dict.fromkeys(("enable", "mean", "std"), ABSENT)
+        ),
     },
     without=frozenset(["model.data.allow_empty_prompt"]),
     from_scratch=True,

@@ -4,6 +4,7 @@
 
 from typing import Any
 
+from nemo_aligner.config import server_rules
 from nemo_aligner.config.fields import (
     ABSENT,
     LARGEST_PORT,
@@ -13,23 +14,8 @@ from nemo_aligner.config.fields import (
     key,
     section,
 )
-from nemo_aligner.config.keys.common import (
-    FROM_CHECKPOINT,
-    NO_RECOMPUTATION,
-    PARAMS,
-    TOKENIZER,
-    Alarms,
-    CheckpointParams,
-    ServerMachines,
-    below,
-)
-from nemo_aligner.config.keys.model import Model, Peft, RewardHead, TrainedModel
+from nemo_aligner.config.keys import common, model
 from nemo_aligner.config.keys.rollouts import RewardFunction
-from nemo_aligner.config.server_rules import (
-    check_kind_of_rewards,
-    check_reward_standardization,
-    check_serving,
-)
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
@@ -113,42 +99,41 @@ class CriticServer(Listening):
     combine_rm_and_critic_server: bool = key(True)
     max_steps: int = key(10000, at_least=-1)
     gradient_clip_val: float | None = key(1.0, at_least=0)
-    alarms: Alarms | None = section()
+    alarms: common.Alarms | None = section()
 
 
-class CriticCheckpoints(CheckpointParams):
+class CriticCheckpoints(common.CheckpointParams):
     """Which checkpoints are kept, and in what form."""
 
     save_nemo_on_train_end: Any = inert(False)
 
 
 def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_serving(values, "trainer.ppo")
-    check_reward_standardization(values.get("model"))
+    server_rules.check_serving(values, "trainer.ppo")
+    server_rules.check_reward_standardization(values.get("model"))
     if values.get("model.save_hf") is True:
         raise ConfigError(
-            "model.save_hf=True writes at the end of training, which a server does not have; use "
-            "every_checkpoint."
+            "model.save_hf=True writes at the end, which a server has not; use every_checkpoint."
         )
 
 
 CRITIC_JOB = Configuration(
     "gpt_ppo_critic",
     {
-        **FROM_CHECKPOINT,
-        PARAMS: CriticCheckpoints,
+        **common.FROM_CHECKPOINT,
+        common.PARAMS: CriticCheckpoints,
         "trainer.ppo": CriticServer,
         "server": Server,
-        "model": (TrainedModel, RewardHead, CriticModel),
-        "model.peft": Peft,
+        "model": (model.TrainedModel, model.RewardHead, CriticModel),
+        "model.peft": model.Peft,
     },
     {
         "trainer.max_epochs": None,
         "exp_manager.name": "megatron_gpt_critic",
-        f"{PARAMS}.monitor": "step",
-        f"{PARAMS}.mode": "max",
-        f"{PARAMS}.save_top_k": 0,
-        f"{PARAMS}.filename": "megatron_gpt-{step}",
+        f"{common.PARAMS}.monitor": "step",
+        f"{common.PARAMS}.mode": "max",
+        f"{common.PARAMS}.save_top_k": 0,
+        f"{common.PARAMS}.filename": "megatron_gpt-{step}",
         "model.regression.merge_attributes": True,
     },
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
@@ -167,7 +152,7 @@ class RewardModelFile(Section):
     rm_model_file: str | None = key(None)
 
 
-class RewardServerModel(Model):
+class RewardServerModel(model.Model):
     """A model that a reward server serves."""
 
     global_batch_size: Any = inert(0)
@@ -184,9 +169,9 @@ class RewardInference(Inference, RewardFunction):
 
 
 def check_reward_server(v: Values, dp: dict[str, int], ranks: int) -> None:
-    check_serving(v, "inference")
-    check_reward_standardization(v.get("model"))
-    check_kind_of_rewards(v, "inference")
+    server_rules.check_serving(v, "inference")
+    server_rules.check_reward_standardization(v.get("model"))
+    server_rules.check_kind_of_rewards(v, "inference")
     function = v.get("inference.reward_fn")
     if function is None:
         return
@@ -206,19 +191,21 @@ REWARD_SERVER_JOB = Configuration(
     "inference_rm",
     {
         "": RewardModelFile,
-        "trainer": ServerMachines,
+        "trainer": common.ServerMachines,
         "server": Server,
         "inference": RewardInference,
-        "model": (RewardServerModel, RewardHead),
+        "model": (RewardServerModel, model.RewardHead),
     },
     {
         "inference.port": 5555,
         "inference.inference_micro_batch_size": "${.micro_batch_size}",
         "model.forward_micro_batch_size": 4,
-        **below("model", dict.fromkeys(("output_sequence", "use_avg_pool", "seed"), ABSENT)),
+        **common.below(
+            "model", dict.fromkeys(("output_sequence", "use_avg_pool", "seed"), ABSENT)
+        ),
         "model.force_head_dtype": ABSENT,
-        **TOKENIZER,
-        **NO_RECOMPUTATION,
+        **common.TOKENIZER,
+        **common.NO_RECOMPUTATION,
     },
     check=check_reward_server,
     restore_key="rm_model_file",

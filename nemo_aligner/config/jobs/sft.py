@@ -4,20 +4,7 @@
 
 from nemo_aligner.config.data_rules import check_sft_data
 from nemo_aligner.config.fields import Configuration, Section, key, section
-from nemo_aligner.config.keys.common import (
-    FROM_SCRATCH,
-    NO_LAYERS,
-    NO_RECOMPUTATION,
-    OF_SFT,
-    SIZES,
-    TRAINS,
-    VALIDATION_SET,
-    VALIDATION_SIZES,
-    Alarms,
-    Named,
-    SupervisedLoop,
-    below,
-)
+from nemo_aligner.config.keys import common
 from nemo_aligner.config.keys.data import Examples, PackedSet
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
 from nemo_aligner.config.values import Values
@@ -25,7 +12,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 
-class SFTAlarms(Alarms):
+class SFTAlarms(common.Alarms):
     """Alarms of SFT.
 
     effective_responses: **new**, of `train_steerlm2.py` alone: threshold of an alarm, see
@@ -67,15 +54,10 @@ def check(values: Values, dp: dict[str, int], ranks: int) -> None:
 
 
 def check_steerlm2(values: Values) -> None:
-    """Raise `ConfigError` unless a whole configuration of `gpt_sft.yaml`, which has passed
-    `check_values`, can train SteerLM 2.0.
-    """
+    """Raise `ConfigError` unless a checked job of `gpt_sft.yaml` can train SteerLM 2.0."""
     key = JOB.restore_key
     if values.get(key) is None:
-        raise ConfigError(
-            f"{key} is not set; SteerLM 2 starts from the policy that sampled the responses: give "
-            "its .nemo file or folder."
-        )
+        raise ConfigError(f"{key} is not set; give the policy that sampled the responses.")
     if not values.get("model.data.chat"):
         raise ConfigError(
             "model.data.chat=False: data of SteerLM 2 are in NeMo's chat format; set it to True."
@@ -83,25 +65,23 @@ def check_steerlm2(values: Values) -> None:
     reduction = values.get("model.loss_reduction")
     if reduction != "token":
         raise ConfigError(
-            f"model.loss_reduction={reduction}: the loss of SteerLM 2 has a reduction of its own, "
-            "a mean over prompts; leave it at token."
+            f"model.loss_reduction={reduction} is not for SteerLM 2; leave it at token."
         )
     for split in ("train_ds", "validation_ds"):
         if values.get(f"model.data.{split}.packed_sequence"):
             raise ConfigError(
-                f"model.data.{split}.packed_sequence=True: responses of SteerLM 2 are not packed; "
-                "set it to False, and model.dynamic_micro_batch_tokens for short ones."
+                f"model.data.{split}.packed_sequence=True: SteerLM 2 packs none; set it to False."
             )
 
 
-_SIZES = {name: f"${{model.data.train_ds.{name}}}" for name in SIZES}
+_SIZES = {name: f"${{model.data.train_ds.{name}}}" for name in common.SIZES}
 
 JOB = Configuration(
     "gpt_sft",
     {
-        "": Named,
-        **TRAINS,
-        "trainer.sft": SupervisedLoop,
+        "": common.Named,
+        **common.TRAINS,
+        "trainer.sft": common.SupervisedLoop,
         "trainer.sft.alarms": SFTAlarms,
         "model": (TrainedModel, SFTModel),
         "model.peft": PolicyPeft,
@@ -111,16 +91,16 @@ JOB = Configuration(
         "model.data.test_ds": PackedSet,
     },
     {
-        **OF_SFT,
-        **FROM_SCRATCH,
-        **NO_RECOMPUTATION,
-        **NO_LAYERS,
+        **common.OF_SFT,
+        **common.FROM_SCRATCH,
+        **common.NO_RECOMPUTATION,
+        **common.NO_LAYERS,
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
-        **below("model", _SIZES),
-        **below("model.data.validation_ds", VALIDATION_SET | _SIZES),
+        **common.below("model", _SIZES),
+        **common.below("model.data.validation_ds", common.VALIDATION_SET | _SIZES),
     },
-    required=VALIDATION_SIZES,
+    required=common.VALIDATION_SIZES,
     check=check,
     restore_key="model.restore_from_path",
     from_scratch=True,
