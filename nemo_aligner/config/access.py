@@ -121,7 +121,9 @@ def client_tls(
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
-        raise ConfigError(f"{setting}.{key}={ca_file} is no PEM file: {error}.") from error
+        raise ConfigError(
+            f"{setting}.{key}={ca_file} cannot be used: {error}. It must be a PEM file."
+        ) from error
 
 
 # A password may hold an `@`, or a `/` that should have been escaped.

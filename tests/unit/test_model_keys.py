@@ -755,7 +755,7 @@ UNEVEN = {"num_layers": 7, "pipeline_model_parallel_size": 3, "num_attention_hea
                 "activations_checkpoint_granularity": "full",
                 "activations_checkpoint_num_layers": 3,
             },
-            "more than the 1 layers of a pipeline stage",
+            "more than the 1 layers of a stage",
         ),
     ],
 )
