@@ -16,7 +16,7 @@ class SFTAlarms(common.Alarms):
     """Alarms of SFT.
 
     effective_responses: **new**, of `train_steerlm2.py` alone: threshold of an alarm, see
-        [metrics.md](metrics.md#alarms); null switches it off
+        [alarms](troubleshooting.md#alarms); null switches it off
     """
 
     effective_responses: float | None = key(1.05, at_least=1)
@@ -27,7 +27,7 @@ class SteerLM2(Section):
 
     micro_batch_size, forward_micro_batch_size: of `train_steerlm2.py` alone: responses per
         micro-batch, and per forward pass that gives their weights. The sizes of `train_ds` count
-        prompts ([SteerLM](steerlm.md#steerlm-20))
+        prompts ([SteerLM](algorithms.md#steerlm-20))
     """
 
     micro_batch_size: int = key(1, at_least=1)
