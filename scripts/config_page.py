@@ -7,7 +7,6 @@
 A test compares the page with what this script writes.
 """
 
-import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config import jobs
-from nemo_aligner.config.fields import ABSENT, Configuration, Key, meanings
+from nemo_aligner.config.fields import ABSENT, Key, Section, meanings
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.schema import scalar
 
@@ -107,18 +106,14 @@ def sections() -> Iterator[str]:
         yield f"## {title or str(module.__doc__).rstrip('.')}"
         for section in vars(module).values():
             is_own = getattr(section, "__module__", "") == module.__name__
-            if (
-                not is_own
-                or not dataclasses.is_dataclass(section)
-                or isinstance(section, Configuration)
-            ):
+            if not (is_own and isinstance(section, type) and issubclass(section, Section)):
                 continue
-            names = where.get(section, {})  # type: ignore[call-overload]
+            names = where.get(section, {})
             keys: dict[str, list[Key]] = {}
             for fields in names.values():
                 for name, each in fields.items():
                     keys.setdefault(name, []).extend(each)
-            lines = list(rows(section, keys))  # type: ignore[arg-type]
+            lines = list(rows(section, keys))
             if not lines:
                 continue
             stands = ", ".join(f"`{name}`" for name in names if name) or "the top level"

@@ -5,10 +5,19 @@
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cases of a table of text: a line each, whose further lines are indented, with ` -> ` between
+    the arguments.
+    """
+    lines = re.split(r"\n(?! )", text.strip())
+    return [[part.strip() for part in " ".join(line.split()).split("->")] for line in lines]
 
 
 def in_one_test(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Any]:

@@ -60,8 +60,7 @@ def read_token(
     if not _TOKEN.fullmatch(token) or not least <= len(token) <= most:
         raise ConfigError(
             f"{source} holds {len(token)} characters that are no token: give {least} to {most} "
-            "printable ones without spaces"
-            + (f", for example with {MAKE_A_TOKEN}" if is_own else ".")
+            f"printable ones without spaces{f', as by {MAKE_A_TOKEN}' if is_own else ''}."
         )
     return token
 
@@ -78,9 +77,8 @@ def server_token(host: str, token_file: str | None, setting: str) -> str | None:
     if token is None and not is_loopback(host):
         raise ConfigError(
             f"{setting}.host={host} lets other machines use this server, so it needs a token: set "
-            f"{TOKEN_VARIABLE} to the same text for the server and its clients ({MAKE_A_TOKEN}), "
-            f"or {setting}.token_file; with {setting}.host=127.0.0.1 only this machine can reach "
-            "it."
+            f"{TOKEN_VARIABLE} for the server and its clients ({MAKE_A_TOKEN}) or "
+            f"{setting}.token_file; or set {setting}.host=127.0.0.1."
         )
     return token
 
@@ -99,8 +97,8 @@ def server_tls(certificate: str | None, key: str | None) -> ssl.SSLContext | Non
         context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
-            f"{files} cannot be used: {error}. They must be PEM files: the certificate of this "
-            "server, followed by those that signed it, and its key without a password."
+            f"{files} cannot be used: {error}. They must be PEM files: the server's certificate, "
+            "followed by those that signed it, and its key without a password."
         ) from error
     _check_private(mode, f"server.tls_key={key}", key, "key")
     return context
@@ -117,17 +115,14 @@ def _check_private(mode: int, source: str, path: str, secret: str) -> None:
 def client_tls(
     ca_file: str | None, setting: str, key: str = "tls_ca_file"
 ) -> ssl.SSLContext | None:
-    """Return the context of a client whose servers have certificates that one in `ca_file` has
-    signed, or that are in it themselves; None: the servers do not encrypt.
-    """
+    """Return the context of a client that trusts the certificates in `ca_file`; None: no TLS."""
     if ca_file is None:
         return None
     try:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         raise ConfigError(
-            f"{setting}.{key}={ca_file} cannot be used: {error}. It must be a PEM file of "
-            "certificates."
+            f"{setting}.{key}={ca_file} cannot be used: {error}. It must be a PEM file."
         ) from error
 
 
@@ -187,9 +182,7 @@ def is_web_address(url: str) -> bool:
 
 
 def shown_config(tree: Any) -> Any:
-    """A configuration, as a plain tree, as a log or a page may have it: without values of keys
-    that hold secrets, and with URLs as in `shown_url`.
-    """
+    """A plain tree as a log may have it: no values of secret keys, URLs as in `shown_url`."""
     if isinstance(tree, Mapping):
         return {
             key: "***"

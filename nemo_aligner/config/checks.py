@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a user's configuration before anything expensive is built.
 
-A script of this package completes the configuration and calls `check_config(cfg, name)` at its
-start. `launch/model_loading.py:load_and_override_model_config`, which scripts of NeMo-Aligner call
-too, calls `check_loaded` once it knows what the checkpoint says, for only then TP, PP and CP are
-known for sure; it makes up for the check at the start where a script has none. This module finds
-unknown keys, missing values and keys without effect. Nothing here imports PyTorch or NeMo before
-it is needed.
+A script calls `check_config(cfg, name)` at its start; `check_loaded` follows once it is known what
+the checkpoint says, for only then TP, PP and CP are known for sure, and makes up for the first
+where a script has none. Nothing here imports PyTorch or NeMo before it is needed.
 """
 
 import difflib
@@ -21,17 +18,10 @@ from typing import cast
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_aligner.config import rules
 from nemo_aligner.config.defaults import CONF, complete_config
-from nemo_aligner.config.inert_keys import INERT, LATER, ONLY, old_form_notes
-from nemo_aligner.config.rules import (
-    RESTORE_KEY,
-    RESTORE_KEYS,
-    SECTIONS,
-    check_values,
-    job_of_model,
-    restore_key,
-    why_nothing_is_kept,
-)
+from nemo_aligner.config.inert_keys import INERT, LATER, ONLY, notes_on, old_form_notes
+from nemo_aligner.config.rules import check_values
 from nemo_aligner.config.schema import COMMAND_PAGES, FREE, LIVE
 from nemo_aligner.config.values import Values, plain_dict, resolved
 from nemo_aligner.core.errors import ConfigError
@@ -44,7 +34,11 @@ CHECKED = "nemo_aligner_checked"
 # letters one may be wrong, as in most typing errors; unrelated names rarely share three of four.
 ALIKE = 0.75
 LIGHTNING_KEYS = {"trainer.max_epochs", "trainer.max_steps"}  # not what a job goes by
-BASES = {*RESTORE_KEYS.values(), RESTORE_KEY, RESTORE_KEY.split(".")[0]}  # of one job or another
+BASES = {
+    *rules.RESTORE_KEYS.values(),
+    rules.RESTORE_KEY,
+    rules.RESTORE_KEY.split(".")[0],
+}  # of one job or another
 # Names of keys in other libraries, and what they are called here.
 COMMON_NAMES = dict(
     pair.split("=")
@@ -73,14 +67,12 @@ def check_config(
         cfg: the configuration as Hydra composed it.
         config_name: one of `jobs.JOBS`.
         visible_devices, env: as in `check_values`.
-        may_have_other_keys: warn of unknown keys instead of refusing them; for a script that may
-            read keys of its own.
+        may_have_other_keys: warn of unknown keys, which a script may read, in place of an error.
         before_notes: further checks; to log takes the seconds in which NeMo is imported.
 
     Returns:
-        The notes about unknown keys, about keys without effect and about forms of NeMo-Aligner
-        that mean something else here (`inert_keys.py`); rank 0 also logs them, as
-        one warning each.
+        The notes about unknown keys, keys without effect, and forms with another meaning
+        (`inert_keys.py`); rank 0 also logs them, as one warning each.
 
     Raises:
         ConfigError: with the key, the value and the remedy.
@@ -103,7 +95,7 @@ def check_config(
     check_values(tree, config_name, complete=False, visible_devices=visible_devices, env=env)
     before_notes()
     inert, old = inert_notes(tree, config_name), old_form_notes(Values(tree), config_name)
-    nothing = why_nothing_is_kept(Values(tree), config_name)
+    nothing = rules.why_nothing_is_kept(Values(tree), config_name)
     lost = [f"{nothing}; save_interval is val_check_interval if it is not given"]
     notes = {
         "This job keeps neither a checkpoint nor a model of what it trains:": lost * bool(nothing),
@@ -125,24 +117,20 @@ def check_loaded(
     model_cfg: DictConfig, loaded: DictConfig, restore_path: str | PathLike[str]
 ) -> None:
     """Check the job whose section `model` is `model_cfg`, now that `loaded`, the same section over
-    a checkpoint's configuration, is known; where `model_cfg` is no part of a job do nothing.
-
-    Without a `check_config` before, that comes first. Keys that this package does not know then
-    get a warning: they may be those of the script.
-
-    Args:
-        restore_path: of the checkpoint, for a script that takes it from a key of its own.
+    the configuration of the checkpoint at `restore_path`, is known; where `model_cfg` is no part
+    of a job do nothing. Without a `check_config` before, that comes first, with a warning of keys
+    that are not known: they may be those of the script.
 
     Raises:
         ConfigError: with the key, the value and the remedy.
     """
-    config_name = job_of_model(model_cfg)
+    config_name = rules.job_of_model(model_cfg)
     if config_name is None:
         return
     job = cast(DictConfig, model_cfg._get_root())
     is_checked = job._get_flag(CHECKED)
     whole = OmegaConf.create(plain_dict(job), flags={"allow_objects": True})
-    key = restore_key(config_name)
+    key = rules.restore_key(config_name)
     if OmegaConf.select(whole, key, throw_on_missing=False) is None:
         OmegaConf.update(whole, key, str(restore_path), force_add=True)
     if not is_checked:
@@ -167,9 +155,9 @@ def _likely_key(key: str, config_name: str) -> str | None:
     """`nearest_key`, but the job's own for the base of another job and the steps of Lightning."""
     live = LIVE[config_name]
     if key in BASES:
-        return restore_key(config_name)
+        return rules.restore_key(config_name)
     near = nearest_key(key, live) or ""
-    own = f"trainer.{SECTIONS.get(config_name)}.{near.rpartition('.')[2]}"
+    own = f"trainer.{rules.SECTIONS.get(config_name)}.{near.rpartition('.')[2]}"
     if near in LIGHTNING_KEYS and own in live:
         return own
     return nearest_key(key, live - LIGHTNING_KEYS)
@@ -196,40 +184,31 @@ def check_keys(tree: Mapping, config_name: str) -> None:
         page = COMMAND_PAGES.get(config_name, "config")
         raise ConfigError(
             f"Unknown configuration key{'s' if len(unknown) > 1 else ''} for {config_name}: "
-            f"{'; '.join(unknown)}. "
-            f"Correct or remove it; docs/{page}.md lists every key."
+            f"{'; '.join(unknown)}. Correct or remove it; docs/{page}.md lists every key."
         )
 
 
 def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The one of `candidates`, or of the sections that they are in, that `key` was probably meant
-    to be; None where nothing is near.
-
-    In this order: the same name elsewhere, a sibling of similar name, a similar name elsewhere. A
-    name may also be one of `COMMON_NAMES`.
+    to be: the same name elsewhere, else a sibling of similar name, else a similar name elsewhere.
+    A name may also be one of `COMMON_NAMES`. None where nothing is near.
     """
     parent, _, leaf = key.rpartition(".")
-    parts = []  # (parent, name, whole key)
-    for candidate in sorted(_with_sections(candidates)):
+
+    def likeness(candidate: str) -> tuple[float, ...]:
         above, _, name = candidate.rpartition(".")
         names = [name, *(other for other, ours in COMMON_NAMES.items() if ours == name)]
-        parts += [(above, each, candidate) for each in names]
+        alike = max(difflib.SequenceMatcher(None, each, leaf).ratio() for each in names)
+        whole = difflib.SequenceMatcher(None, candidate, key).ratio()
+        near = alike >= ALIKE
+        return near, alike == 1, near and above == parent, alike, whole
 
-    def similar(pairs: list[tuple[str, str, str]], cutoff: float) -> list[str]:
-        names = difflib.get_close_matches(leaf, {name for _, name, _ in pairs}, n=1, cutoff=cutoff)
-        return [whole for _, name, whole in pairs if name in names]
-
-    siblings = [part for part in parts if part[0] == parent]
-    found = similar(parts, 1.0) or similar(siblings, ALIKE) or similar(parts, ALIKE)
-    return max(
-        found, key=lambda whole: difflib.SequenceMatcher(None, whole, key).ratio(), default=None
-    )
+    found = max(_with_sections(candidates), key=lambda each: (likeness(each), each), default=None)
+    return found if found and likeness(found)[0] else None
 
 
 def check_sections(tree: Mapping, config_name: str) -> None:
-    """Refuse a number, text or list in the place of a section of `tree`, a plain nested dict; what
-    a reference leads to is not known.
-    """
+    """Refuse a number, text or list in the place of a section of `tree`, a nested dict."""
     for key, value in _walk(tree, config_name).items():
         if isinstance(value, Mapping) or value is None or re.fullmatch(r"\$\{.*\}", str(value)):
             continue
@@ -242,12 +221,7 @@ def check_sections(tree: Mapping, config_name: str) -> None:
 
 def inert_notes(tree: Mapping, config_name: str) -> list[str]:
     """One line for each key of `tree` that has no effect and whose value asks for something."""
-    inert = INERT[config_name]
-    notes = []
-    for key, value in _walk(tree, config_name).items():
-        if key in inert and value is not None and not inert[key].is_neutral(value):
-            notes.append(f"{key}={value}: {inert[key].reason}")
-    return notes
+    return notes_on(_walk(tree, config_name), INERT[config_name])
 
 
 @functools.cache
@@ -264,9 +238,7 @@ def _with_sections(keys: Iterable[str]) -> set[str]:
 
 
 def _walk(tree: Mapping, config_name: str, prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value for every key of `tree`, but for those below free, inert and unknown
-    keys, and below those that are refused (`LATER`, `ONLY`).
-    """
+    """Dotted keys and values of `tree`, but below free, inert, unknown and refused keys."""
     found, known = {}, _known_prefixes(config_name)
     for name, value in tree.items():
         key = f"{prefix}{name}"

@@ -24,9 +24,7 @@ DATA_IMPLS = {
 }
 PARTS = ("train", "validation", "test")  # of data
 # Forms of NeMo-Aligner that are refused, with what replaces them.
-OTHER_DATA_IMPLS = {
-    "chunked_jsonl": "name the chunks as a list of files with data_impl=jsonl",
-}
+OTHER_DATA_IMPLS = {"chunked_jsonl": "name the chunks as a list of files with data_impl=jsonl"}
 
 
 def check_data_impl(name: str) -> None:
@@ -42,15 +40,12 @@ def check_parts(files: Mapping) -> None:
     known = all(key in PARTS or key.startswith("validation") for key in files)
     if not known or not files.get("train"):
         raise ConfigError(
-            f"model.data.data_prefix has the keys {', '.join(files)}: it needs train, and may "
-            "have validation, validation_<name> and test."
+            f"model.data.data_prefix has the keys {', '.join(files)}; use train, validation, test."
         )
 
 
 def plain_columns(columns: Any, key: str = "model.data.columns") -> dict[str, str | list[str]]:
-    """`columns`, a mapping or None, as plain Python, from the name of a field to a text or a list
-    of texts; `key`: its name, for messages.
-    """
+    """`columns`, the mapping called `key`, in plain Python: names of columns, or lists."""
     if columns is None:
         return {}
     if not hasattr(columns, "items"):
@@ -80,16 +75,15 @@ def _check_packed(values: Values, split: str) -> None:
     cp, files = values.get("model.context_parallel_size", 1), values.get(f"{split}.file_path")
     if cp > 1:
         raise ConfigError(
-            f"{split}.packed_sequence=True with model.context_parallel_size={cp}: packed "
-            "sequences cannot be split over context-parallel ranks; set one of them to False or 1."
+            f"{split}.packed_sequence=True with model.context_parallel_size={cp}: set "
+            "one of them to False or 1."
         )
-    names = [files] if isinstance(files, str) else list(files or [])
-    packed_files = [name for name in names if isinstance(name, str) and name.endswith(".npy")]
-    if packed_files:
-        raise ConfigError(
-            f"{split}.file_path={packed_files[0]}: files that were packed beforehand cannot be "
-            "read. Give the files that they were made of: packed_sequence=True packs at start."
-        )
+    for name in [files] if isinstance(files, str) else list(files or []):
+        if str(name).endswith(".npy"):
+            raise ConfigError(
+                f"{split}.file_path={name}: files that were packed beforehand cannot be read; "
+                "give the files that they were made of: packed_sequence=True packs at start."
+            )
 
 
 def holds_tokens(name: str) -> bool:
@@ -112,9 +106,8 @@ def check_prompts_can_be_read(data_impl: str) -> None:
         raise ConfigError(
             f"model.data.data_impl={data_impl} holds tokens only, but DPO and KTO need to know "
             'where a response begins; give jsonl files, of {"prompt": ..., "chosen": ..., '
-            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}. In place of '
-            "pairs that were packed beforehand give the files that they were made of, with "
-            "model.data.data_impl=jsonl and model.dynamic_micro_batch_tokens."
+            '"rejected": ...} or {"prompt": ..., "response": ..., "preference": ...}; of packed '
+            "pairs those that they were made of."
         )
 
 
@@ -135,25 +128,22 @@ def asked_form(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_chat(data: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if `data`, a section `model.data`, asks for two forms of conversations,
-    or for one where none can be.
-    """
+    """Refuse two forms of conversations in a section `model.data`, or one that cannot be."""
     template, chat = data.get("chat_template"), data.get("chat")
+    asks, date = f"model.data.chat_template={template}", data.get("chat_date")
     if data.get("prompt_end") and (template or chat):
         raise ConfigError(
-            f"model.data.prompt_end={data['prompt_end']!r} says where the prompt of a plain text "
-            "ends; in conversations the messages do: set it to null."
+            f"model.data.prompt_end={data['prompt_end']!r} is for plain texts; in conversations "
+            "the messages say where a prompt ends: set it to null."
         )
     if template and chat:
         raise ConfigError(
-            f"model.data.chat=True (NeMo's chat format) and model.data.chat_template={template} "
-            "are two forms of a conversation; set one of them."
+            f"model.data.chat=True and {asks} are two forms of a conversation; set one of them."
         )
-    date, options = data.get("chat_date"), data.get("chat_template_kwargs")
+    options = data.get("chat_template_kwargs")
     if options is not None and not hasattr(options, "items"):
         raise ConfigError(
-            f"model.data.chat_template_kwargs={options!r}: give a mapping, such as "
-            "{enable_thinking: false}."
+            f"model.data.chat_template_kwargs={options!r}: give a mapping, {{name: value}}."
         )
     try:
         datetime.date.fromisoformat(str(date or "2000-01-01"))
@@ -162,25 +152,18 @@ def check_chat(data: Mapping[str, Any]) -> None:
     for key in ("chat_template_kwargs", "one_turn_per_sample"):
         if chat and data.get(key):
             raise ConfigError(
-                f"model.data.{key}={data[key]} is for chat templates, and model.data.chat=True is "
-                "NeMo's chat format; remove one of them."
+                f"model.data.{key}={data[key]} is not for NeMo's format (model.data.chat=True)."
             )
     if not template:
         return
     if template != FROM_TOKENIZER and not Path(str(template)).expanduser().is_file():
-        raise ConfigError(
-            f"model.data.chat_template={template} does not exist; give tokenizer, for the "
-            "tokenizer's own template, or the file of a template (Jinja)."
-        )
+        raise ConfigError(f"{asks} does not exist; give tokenizer, or the file of a template.")
     if data.get("append_eod"):
-        raise ConfigError(
-            f"model.data.append_eod=True contradicts model.data.chat_template={template}: a "
-            "conversation ends with the template's end-of-turn token. Set it to False."
-        )
+        raise ConfigError(f"model.data.append_eod=True contradicts {asks}; set it to False.")
     if holds_tokens(str(data.get("data_impl") or "jsonl")):
         raise ConfigError(
             f"model.data.data_impl={data['data_impl']} holds tokens, which have no place for "
-            f"model.data.chat_template={template}; give jsonl files, or set it to null."
+            f"{asks}; give jsonl files, or set it to null."
         )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -66,10 +66,19 @@ OFF_WHEN_NULL = (
     "exp_manager",
 )
 
+
+class _Trees(dict):
+    """The group `all_keys` of Hydra's store, from which the YAML files take the keys that they do
+    not show (their `defaults`): a job's are made when they are asked for.
+    """
+
+    def __getitem__(self, file: str) -> ConfigNode:
+        node = OmegaConf.create(JOBS[file.removesuffix(".yaml")].tree)
+        return ConfigNode(file, node, "all_keys", package=None, provider=None)
+
+
 register_resolvers()
-# The YAML files take the keys that they do not show from there (their `defaults`).
-for _job in JOBS.values():
-    ConfigStore.instance().store(group="all_keys", name=_job.name, node=_job.tree)
+ConfigStore.instance().repo["all_keys"] = _Trees.fromkeys(f"{name}.yaml" for name in JOBS)
 # For each group that --help lists Hydra copies its sources, and the store with them, which takes
 # seconds. There is one store, and what it gives away are copies.
 ConfigStore.__deepcopy__ = lambda store, _: store
@@ -77,10 +86,7 @@ ConfigStore.__deepcopy__ = lambda store, _: store
 
 def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
     """Copy of a job's configuration in which each missing key has its default; references stay
-    references.
-
-    An optimizer that is given is left as it is: a learning rate and the schedule of a job's
-    defaults belong together.
+    references. A given optimizer is left as it is: a rate and its schedule belong together.
     """
     result = _copy(cfg)
     defaults = JOBS[config_name].tree
@@ -91,8 +97,7 @@ def complete_config(cfg: DictConfig | dict, config_name: str) -> DictConfig:
         needs_value = any(required.startswith(f"{key}.") for required in REQUIRED[config_name])
         return isinstance(default, Mapping) and not needs_value
 
-    _add(result, _missing(plain_dict(result), defaults, is_default))
-    return result
+    return _add(result, _missing(plain_dict(result), defaults, is_default))
 
 
 def complete(cfg: DictConfig | dict | None, config_name: str | None, section: str) -> DictConfig:
@@ -126,10 +131,8 @@ def complete(cfg: DictConfig | dict | None, config_name: str | None, section: st
 
 def complete_model(cfg: DictConfig | dict, config_name: str | None = None) -> DictConfig:
     """Copy of a `model` section in which each key that a model of the job `config_name` reads has
-    a value; None: a model of any kind, outside a job.
-
-    The sections that belong to a job (`data`, ...) are not added; `optim` is completed where it is
-    given.
+    a value; None: a model of any kind, outside a job. `data` and `overwrite_base_config` are not
+    added; `optim` is completed where it is given.
     """
     return complete(cfg, config_name, "model")
 
@@ -160,9 +163,8 @@ def differences(cfg: DictConfig, config_name: str) -> list[tuple[str, Any, Any, 
 
 
 def drop_unset(model_cfg: DictConfig) -> DictConfig:
-    """Copy of `model_cfg` without the keys whose null means "as in the checkpoint": they must not
-    override its values. Those are the architecture's, and the longest sample
-    (`encoder_seq_length`) of a job that does not train. Other keys keep their null.
+    """Copy of `model_cfg` without the keys whose null means "as in the checkpoint": those of the
+    architecture, and the longest sample (`encoder_seq_length`) of a job that does not train.
     """
     tree = plain_dict(model_cfg)
     for key in (*ARCHITECTURE_KEYS, "encoder_seq_length"):
@@ -180,9 +182,7 @@ def drop_unset(model_cfg: DictConfig) -> DictConfig:
 
 
 def base_dropout(model_cfg: Mapping, base: Mapping, config_name: str | None) -> dict[str, float]:
-    """The dropout of `base`, a checkpoint's configuration, that a job switches off: its keys are
-    not in `model_cfg`.
-    """
+    """The dropout of the checkpoint `base` that a job, without the keys, switches off."""
     keys = ("hidden_dropout", "attention_dropout") if config_name in WITHOUT_DROPOUT else ()
     return {key: base[key] for key in keys if base.get(key) and key not in model_cfg}
 
@@ -194,12 +194,8 @@ def _missing(
     prefix: str = "",
     path: str = "",
 ) -> dict[str, Any]:
-    """What only `defaults` has, of `given`, which is at `path` of a section: dotted keys and their
-    defaults.
-
-    Args:
-        is_default: `(key, default) -> bool`, whether a null at a dotted key reads as the default.
-        prefix: dotted key of the whole section, with a dot at its end.
+    """Dotted keys and defaults that `given`, at `path` of the section `prefix`, lacks, also for a
+    null that reads as the default by `is_default(key, default)`. `prefix`: with a dot at its end.
     """
     missing: dict[str, Any] = {}
     for name, default in defaults.items():
@@ -212,9 +208,10 @@ def _missing(
     return missing
 
 
-def _add(result: DictConfig, missing: Mapping[str, Any]) -> None:
+def _add(result: DictConfig, missing: Mapping[str, Any]) -> DictConfig:
     for key, default in missing.items():
         OmegaConf.update(result, key, copy.deepcopy(default), force_add=True)
+    return result
 
 
 def _resolve(result: DictConfig, references: list[str], tree: dict, section: str) -> None:
@@ -250,9 +247,7 @@ def _fallback_keys() -> frozenset[str]:
 
 @functools.cache
 def _fallbacks(*sections: type) -> dict[str, Any]:
-    """What models with these sections are built with where neither their configuration nor their
-    checkpoint gives a value; not to be changed.
-    """
+    """The values of models with these sections that nobody gives; not to be changed."""
     keys = Configuration("", {"": sections}).keys
     return tree_of({name: key.fallback for name, key in keys.items()})
 

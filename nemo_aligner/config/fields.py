@@ -1,13 +1,13 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration keys as fields of dataclasses: a key stands once, with its type, default, bounds
-and meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the
-tables of docs/config.md.
+"""Configuration keys as fields of classes: a key stands once, with its type, default, bounds and
+meaning. From there come defaults, checks, the known names, `nemo-aligner config` and the tables of
+docs/config.md.
 
-A *section* is a dataclass, and `Configuration` says where its sections stand. The type of a field
-is `bool`, `int`, `float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with
-`| None` where null has a meaning; `key` gives its default and bounds. What it means stands in the
-docstring of its class, below `Attributes`.
+`Configuration` says where the sections of a job stand. The type of a field is `bool`, `int`,
+`float`, `str`, `dict`, `Any`, a `Literal` of its choices, or a section, with `| None` where null
+has a meaning; `key` gives its default and bounds. The docstring of a section says what its fields
+mean, below its first line: `name, name: meaning`.
 """
 
 import dataclasses
@@ -76,39 +76,38 @@ class Key:
         if self.nullable or not self.acts or not values.is_null(self.name):
             return
         if self.kind is not bool:
-            raise ConfigError(
-                f"{self.name} is not set; give it a value (docs/config.md names its default)."
-            )
+            raise ConfigError(f"{self.name} is not set; give it a value (see docs/config.md).")
         if not values.is_null(self.name.rpartition(".")[0]):
             raise ConfigError(f"{self.name}=null must be True or False.")
 
     def check(self, values: Values) -> None:
         """Raise `ConfigError` unless the value is one that the key can have."""
-        if not self.acts:
-            return
         self.check_null(values)
-        value = values.get(self.name)
-        if value is None or (self.free and isinstance(value, Mapping)):
+        name, value = self.name, values.get(self.name)
+        if value is None or not self.acts or (self.free and isinstance(value, Mapping)):
             return
         if self.kind is dict:
-            raise ConfigError(f"{self.name}={value!r} must be a mapping, {{name: value, ...}}.")
+            raise ConfigError(f"{name}={value!r} must be a mapping, {{name: value, ...}}.")
         if self.choices:
-            values.choice(self.name, self.choices)
+            values.choice(name, self.choices)
         elif self.kind is bool and not isinstance(value, bool):
-            raise ConfigError(f"{self.name}={value!r} must be True or False.")
+            raise ConfigError(f"{name}={value!r} must be True or False.")
         elif self.kind is str and isinstance(value, bool | list | tuple | Mapping):
-            raise ConfigError(f"{self.name}={value!r} must be a text.")
+            raise ConfigError(f"{name}={value!r} must be a text.")
         elif self.kind in (int, float):
             if self.kind is int:
-                values.whole(self.name)
+                values.whole(name)
             low = self.at_least if self.above is None else self.above
-            values.number(self.name, low, self.at_most, above=self.above is not None)
+            values.number(name, low, self.at_most, above=self.above is not None)
+
+
+class Section:
+    """Base of the sections; nobody makes objects of them."""
 
 
 def key(default: Any, required: bool = False, **more: Any) -> Any:
     """A field; `more` are attributes of its `Key`. `required`: of type `Any`, null is refused."""
-    metadata = {"default": default, "required": required} | more
-    return dataclasses.field(default=None, metadata=metadata)
+    return {"default": default, "required": required} | more
 
 
 def of_checkpoint(fallback: Any = ABSENT, **more: Any) -> Any:
@@ -123,7 +122,17 @@ def inert(default: Any) -> Any:
 
 def section() -> Any:
     """A field that is a section; with the type `SECTION | None` null switches it off."""
-    return dataclasses.field(default=None)
+    return {}
+
+
+@functools.cache
+def fields_of(section_class: type) -> dict[str, dict[str, Any]]:
+    """The fields of a section, those of its bases first: name -> what `key` was given."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in reversed(section_class.__mro__):
+        own = (name for name in vars(each).get("__annotations__", {}) if name in vars(each))
+        found |= {name: vars(each)[name] for name in own if isinstance(vars(each)[name], dict)}
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +232,10 @@ def meanings(section_class: type) -> dict[tuple[str, ...], str]:
     """What fields of a section mean, of each group of names that its own docstring explains, and
     of its other own fields if the class has `OTHERS`, which explains them.
     """
-    text = inspect.cleandoc(section_class.__doc__ or "").partition("\nAttributes:\n")[2]
+    doc = str(section_class.__doc__) if _is_section(section_class) else ""
+    text = inspect.cleandoc(doc).partition("\n\n")[2]
     found = {}
-    for entry in re.split(r"\n    (?! )", "\n" + text)[1:]:
+    for entry in re.split(r"\n(?! )", text) if text else ():
         names, _, meaning = re.sub(r"\s+", " ", entry).partition(": ")
         found[tuple(names.split(", "))] = meaning
     own = vars(section_class).get("__annotations__", {})
@@ -256,22 +266,25 @@ def _kinds(section_class: type, field: str) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
 def _sections(section_class: type, name: str) -> Iterator[tuple[str, type]]:
     yield name, section_class
-    for field in dataclasses.fields(section_class):
-        kind = _kinds(section_class, field.name)[0]
-        if dataclasses.is_dataclass(kind):
-            yield from _sections(typing.cast(type, kind), f"{name}.{field.name}".lstrip("."))
+    for field in fields_of(section_class):
+        kind = _kinds(section_class, field)[0]
+        if _is_section(kind):
+            yield from _sections(kind, f"{name}.{field}".lstrip("."))
 
 
 def _keys(section_class: type, prefix: str) -> Iterator[Key]:
-    for field in dataclasses.fields(section_class):
-        kinds, name = _kinds(section_class, field.name), f"{prefix}{field.name}"
-        kind = kinds[0]
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(typing.cast(type, kind), f"{name}.")
+    for field, given in fields_of(section_class).items():
+        kinds, name = _kinds(section_class, field), f"{prefix}{field}"
+        kind, more = kinds[0], dict(given)
+        if _is_section(kind):
+            yield from _keys(kind, f"{name}.")
             continue
-        more = dict(field.metadata)
         required = more.pop("required")
         nullable = type(None) in kinds or (kind is Any and not required)
         is_literal = typing.get_origin(kind) is Literal

@@ -14,23 +14,23 @@ that are refused.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_aligner.config.fields import Configuration
+from nemo_aligner.config.fields import Configuration, tree_of
 from nemo_aligner.config.jobs import JOBS
+from nemo_aligner.config.parallel_rules import RECOMPUTE
 from nemo_aligner.config.schema import CONFIG_NAMES, LIVE
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Inert:
+class Inert(NamedTuple):
     """A key that is accepted and does nothing."""
 
     reason: str  # why, for the warning
@@ -42,267 +42,213 @@ class Inert:
         )
 
 
-def _read(table: Mapping[str, str]) -> dict[str, Inert]:
-    """Dotted key -> `Inert`, from reason -> "section: key key=value|value ...", the neutral values
-    as YAML and `*` for all of them.
+_SPLITS = ("train_ds", "validation_ds", "test_ds")
+
+
+@functools.cache
+def _neutral(values: str) -> tuple:
+    return tuple(
+        ... if each == "*" else each and yaml.safe_load(each) for each in values.split("|")
+    )
+
+
+def _read(text: str, job: Configuration | None = None) -> dict[str, Inert]:
+    """Dotted key -> `Inert` of a table. An entry, whose further lines are indented, is `reason |
+    section: key key=value|value ...`, with the neutral values as YAML and `*` for all of them; or
+    it begins with the jobs that it is for, `jobs | reason | ...`.
     """
-    found = {}
-    for reason, words in table.items():
-        section = ""
+    remote = "remote_critic_rm" if job and job.name == "gpt_ppo_actor" else "remote_rm"
+    text = text.replace("<algo>", str(job and job.algo)).replace("<remote>", remote)
+    found: dict[str, Inert] = {}
+    for entry in re.split(r"\n(?! )", text.strip()):
+        *jobs, reason, words = " ".join(entry.split()).split(" | ")
+        if jobs and job and job.name not in jobs[0].split():
+            continue
+        sections = {""}
         for word in words.split():
             name, sign, values = word.partition("=")
             if name.endswith(":"):
-                section = name.replace(":", ".")
-            elif values == "*":
-                found[section + name] = Inert(reason, (...,))
+                name = name.replace(":", ".")
+                sections = {name.replace("<split>", split) for split in _SPLITS}
             else:
-                neutral = (yaml.safe_load(text) if text else text for text in values.split("|"))
-                found[section + name] = Inert(reason, tuple(neutral) if sign else ())
+                inert = Inert(reason, _neutral(values) if sign else ())
+                found |= {section + name: inert for section in sections}
     return found
 
 
 _PARAMS = "exp_manager.checkpoint_callback_params:"
-_SPLITS = ("train_ds", "validation_ds", "test_ds")
-_TRT = "TensorRT-LLM is gone; the built-in engine generates"
-_FLASK = "there is no Flask server: the shared work queue is a counter in the job's own store"
 _LIGHTNING = (
     "Lightning only launches the job: the loops are this project's own; see trainer.<algorithm>"
 )
-_TE = "the layers depend on what is installed (Transformer Engine on a GPU, else local ones)"
 _APEX = "apex's own optimizer and kernels are not used; Megatron Core's are"
 _NEMO = "a key of NeMo's model that Megatron Core has no use for here"
 _DATASET = "the data sets read the files directly, and recognize their form"
 _DEAD = "an old flag of NeMo-Aligner's scripts that had no effect there either"
-_SERVES = "the critic serves until it is stopped"
 _IN_ORDER = "examples keep their order"
-_NEVER_COPIED = "checkpoints are ranked by monitor, mode and save_top_k; the best are never copied"
-_TOP_PRECISION = {_DEAD + "; model.precision counts": "precision=*"}
-_SERVER = {"a server trains nothing": "model: global_batch_size=* optim=* data=*"}
 
 # Keys that speak of the network and change nothing in it; their other values are worth a warning
 # even if they stand in a checkpoint.
-INERT_ARCHITECTURE = _read(
-    {
-        "every model here is a Megatron Core model": "model: mcore_gpt=True",
-        "it is for fp16 only; NeMo switched it off in other precisions too": """model:
-            apply_query_key_layer_scaling=False""",
-        "the softmax of the attention is computed in float32 in any case": """model:
-            attention_softmax_in_fp32=*""",
-        "Megatron Core has no such dropout; NeMo ignored it too": "model: ffn_dropout=0|0.0",
-        "it is for the export of a model; NeMo ignored it too": "model: onnx_safe=False",
-        "the pipeline stage decides it": "model: pre_process=True post_process=True",
-    }
-)
+INERT_ARCHITECTURE = _read("""
+every model here is a Megatron Core model | model: mcore_gpt=True
+it is for fp16 only; NeMo switched it off in other precisions too | model:
+    apply_query_key_layer_scaling=False
+the softmax of the attention is computed in float32 in any case | model:
+    attention_softmax_in_fp32=*
+Megatron Core has no such dropout; NeMo ignored it too | model: ffn_dropout=0|0.0
+it is for the export of a model; NeMo ignored it too | model: onnx_safe=False
+the pipeline stage decides it | model: pre_process=True post_process=True
+""")
 
 # Keys of NeMo's `exp_manager`, which does not get to see them: its callbacks are for Lightning's
 # loops, and some need packages.
-INERT_EXPERIMENT = _read(
-    {
-        _LIGHTNING: """exp_manager: create_early_stopping_callback early_stopping_callback_params
-        create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params
-        create_preemption_callback log_step_timing log_delta_step_timing step_timing_kwargs
-        disable_validation_on_resume ema create_straggler_detection_callback
-        straggler_detection_params create_fault_tolerance_callback fault_tolerance
-        log_tflops_per_sec_per_gpu"""
-    }
-)
+INERT_EXPERIMENT = _read(f"""
+{_LIGHTNING} | exp_manager: create_early_stopping_callback early_stopping_callback_params
+    create_ipl_epoch_stopper_callback ipl_epoch_stopper_callback_params create_preemption_callback
+    log_step_timing log_delta_step_timing step_timing_kwargs disable_validation_on_resume ema
+    create_straggler_detection_callback straggler_detection_params create_fault_tolerance_callback
+    fault_tolerance log_tflops_per_sec_per_gpu
+""")
 
-_COMMON = {
-    _LIGHTNING: f"""trainer: replace_sampler_ddp strategy callbacks fast_dev_run min_epochs
-        min_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches
-        overfit_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps
-        log_every_n_steps enable_progress_bar enable_model_summary accumulate_grad_batches
-        gradient_clip_algorithm deterministic benchmark inference_mode profiler
-        detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs
-        default_root_dir
-        {_PARAMS} dirpath verbose save_last prefix postfix save_best_model
-        filepath save_weights_only auto_insert_metric_name every_n_epochs every_n_train_steps
-        train_time_interval save_on_train_epoch_end save_last_n_optim_states""",
-    # `OLD_FORMS` has a warning
-    "trainer.<algorithm>.gradient_clip_val counts": "trainer: gradient_clip_val=*",
-    "a checkpoint is one folder for all ranks": f"{_PARAMS} model_parallel_size=*",
-    "LoRA is the only method here; the settings of others are not used": """model.peft:
-        adapter_tuning=* p_tuning=* ia3_tuning=* selective_tuning=*""",
-    _TE: """model: ub_tp_comm_overlap=False ub_tp_comm_overlap_cfg=False
-        ub_tp_comm_overlap_disable_qkv=False transformer_engine use_flash_attention fp8_e4m3
-        fp8_hybrid fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_params
-        reduce_amax use_emha te_rng_tracker use_te_rng_tracker inference_rng_tracker
-        attention_backend cp_comm_type tp_only_amax_red skip_fp8_attention_checkpoint_load
-        ub_tp_comm_bootstrap_backend""",
-    _APEX: """model: apex_transformer_log_level apex_transformer_log_level_o2
-        gradient_as_bucket_view grad_allreduce_chunk_size_mb grad_div_ar_fusion
-        bias_dropout_fusion cross_entropy_loss_fusion get_attention_mask_from_fusion
-        batch_p2p_comm overlap_p2p_comm deallocate_pipeline_outputs native_amp_init_scale
-        native_amp_growth_interval hysteresis fp16_lm_cross_entropy async_grad_allreduce
-        sync_batch_comm no_async_tensor_model_parallel_allreduce
-        num_micro_batches_with_partial_activation_checkpoints
-        activations_checkpoint_layers_per_pipeline sharp use_tp_pp_dp_mapping cpu_offloading
-        cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
-        defer_embedding_wgrad_compute wgrad_deferral_limit distributed_adam_bucket_merge_size
-        with_fp32_embedding_grads enable_cuda_graph megatron_legacy batch_p2p_sync
-        variable_seq_lengths memory_efficient_layer_norm moe_permute_fusion moe_layer_recompute
-        distribute_saved_activations
-        model.optim: contiguous_grad_buffer=True overlap_param_sync=False
-        contiguous_param_buffer grad_sync_on_finish average_in_collective
-        grad_sync_dtype store_params store_param_remainders with_scaled_states param_sync_dtype
-        dtype process_group capturable master_weights foreach fused amsgrad d_coef
-        delay_param_gather delay_grad_reduce align_param_gather align_grad_reduce
-        ddp_bucket_size""",
-    _NEMO: """model: nsys_profile memory_profile gc_interval
-        rampup_batch_size resume_from_checkpoint resume_from_path save_nemo_on_validation_end
-        enable_nge tokens_to_generate inference init_method hidden_steps num_trainable_params
-        log_token_counts dist_ckpt_format dist_ckpt_load_strictness dist_ckpt_torch_dist_multiproc
-        dist_ckpt_assume_constant_structure dist_ckpt_parallel_save
-        dist_ckpt_parallel_save_within_dp dist_ckpt_parallel_load dist_ckpt_parallel_dist_opt
-        tp_comm_bootstrap_backend nccl_communicator_config_path distributed_timeout_minutes steerlm
-        steerable_attributes chunk_size fsdp fsdp_sharding_strategy fsdp_grad_reduce_dtype
-        fsdp_sharded_checkpoint fsdp_use_orig_params share_embeddings data_prefix chat_template
-        use_loss_mask dist_ckpt_load_on_device drop_last enable_megatron_timers
-        megatron_timer_kwargs pipeline_model_parallel_split_rank reset_lr reset_lr_steps
-        restore_from_ckpt sep_id skip_train tensor_model_parallel_world_size
-        validation_param_sync_overlap calculate_per_token_loss perform_initialization test_mode
-        deterministic_mode
-        model.optim.sched: max_steps last_epoch monitor reduce_on_plateau""",
-    "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage": """model:
-        account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False""",
-    "only SFT packs samples: model.data.train_ds.packed_sequence, which resets both": """
-        model.data: reset_position_ids=False reset_attention_mask=False eod_mask_loss=False""",
-    _DATASET: """model.data: skip_warmup=True dataloader_type=single
-        no_seqlen_plus_one_input_tokens pad_samples_to_global_batch_size shuffle_documents
-        exchange_indices_distributed mock_dataset legacy_dataset validation_drop_last_batch
-        pin_memory delay_data_init delay_data_mmap data_cache_generation_only
-        num_dataset_builder_threads ceil_to_power_2 get_attention_mask_from_fusion""",
-}
+_FLASK = "there is no Flask server: the shared work queue is a counter in the job's own store"
+_ACTORS = "gpt_ppo_actor gpt_rs_actor gpt_reinforce_actor"
 
-
-def _of_trt_llm(kind: str) -> str:
-    """TensorRT-LLM's keys of an actor. `model.<kind>` refers to `trainer.<kind>`, and what is
-    derived from other keys is never worth a warning.
-    """
-    return f"""trainer.{kind}.trt_llm: model_type=llama|gptj|gptnext|gemma|falcon
-        unload_engine_train=False max_input_len=* seed=* max_input_tokens generation_batch_size
-        engine_path
-        model.{kind}.trt_llm: model_type=* unload_engine_train=* max_input_len=* seed=*
-        max_input_tokens=* generation_batch_size=* engine_path=*"""
-
-
-def _of_sampling(kind: str) -> dict[str, str]:
-    """Keys of sampling in an actor that have no part in it."""
-    data, section = "model.data" + ".train_ds" * (kind == "spin"), f"model.{kind}.sampling_params"
-    return {
-        f"the data set tokenizes prompts; use {data}.add_bos": f"{section}: add_BOS=False",
-        "log-probabilities come from their own pass": f"""{section}: all_probs=False
-            compute_logprob=False""",
-    }
-
-
-def _of_actor(kind: str, remote: str) -> dict[str, str]:
-    """Other keys of an actor whose rewards come from the section `remote`."""
-    own = f"model.{kind}"
-    return _of_sampling(kind) | {
-        f"{_DEAD}; use {own}.forward_micro_batch_size": "model: forward_mbs",
-        f"{_DEAD}; use {own}.offload_adam_states": "model: offload_adam_states",
-        f"{_DEAD}; use {remote}.pad_to_length": f"{remote}: pad_sequence_length_to_multiple",
-    }
-
-
-def _of_sft_data(kind: str) -> dict[str, str]:
-    """Keys of the data of supervised fine-tuning, in the job `trainer.<kind>`."""
-    names = (
-        """min_seq_length=1 output_original_text=True write_predictions_to_file=False
-        memmap_workers file_names concat_sampling_probabilities num_workers pin_memory names
-        metric output_file_path_prefix packed_sequence_return_cu_seqlen tokens_to_generate
-        virtual_tokens hf_dataset=False"""
-        + "|True" * (kind == "spin")
-    )
-    return {
-        "an epoch is one pass over the data; for more steps raise trainer."
-        f"{kind}.max_epochs": "model.data: sample=False",
-        _DATASET: " ".join(f"model.data.{split}: {names}" for split in _SPLITS),
-    }
-
-
-_OWN: dict[str, dict[str, str]] = {  # what a job has beside what follows from its keys
-    "gpt_ppo_actor": _of_actor("ppo", "remote_critic_rm")
-    | {
-        _TRT: "trainer.ppo: trt_model_dir=/tmp/trt_llm_model trainer: trt_llm model.ppo: "
-        f"trt_model_dir {_of_trt_llm('ppo')}",
-        _FLASK: """trainer.ppo.batch_iterator: port=5557 trainer.ppo: flask_server
-            trainer: flask_server""",
-        _DEAD: "trainer.ppo: wandb_table model.ppo: share_dir",
-        "it belongs to remote_critic_rm": "trainer.ppo: combine_rm_and_critic_server",
-        f"{_DEAD}; it belongs to remote_critic_rm": "model.ppo: combine_rm_and_critic_server",
-        f"{_DEAD}; use model.ppo.forward_micro_batch_size": """model.ppo: forward_mbs
-            model: forward_mbs""",
-    },
-    "gpt_ppo_critic": {
-        f"{_DEAD}; use strip_sequence_length_to_multiple": """trainer.ppo:
-            pad_sequence_length_to_multiple""",
-        _FLASK: "trainer.ppo: flask_server",
-        _SERVES: "exp_manager: max_time_per_run trainer: max_time",
-        f"{_SERVES}; use always_save_nemo": f"{_PARAMS} save_nemo_on_train_end=False",
-        "the actor decides when to save and to stop": """trainer.ppo: max_epochs
-            val_check_interval save_interval""",
-        f"{_DEAD}; use model.forward_micro_batch_size": "model: forward_mbs",
-        "the critic has no data of its own; batch sizes are those of the actor's requests": """
-            model: ppo data""",
-    },
-    "gpt_rs_actor": _of_actor("rs", "remote_rm") | {_DEAD: "model.rs: forward_mbs share_dir"},
-    "gpt_reinforce_actor": _of_actor("reinforce", "remote_rm")
-    | {
-        _DEAD: "model.reinforce: forward_mbs share_dir",
-        _TRT: _of_trt_llm("reinforce"),
-        _FLASK: "trainer.reinforce.batch_iterator: port=5557 trainer.reinforce: flask_server",
-        "its loss has no such term": "model.reinforce: entropy_bonus=* ratio_eps=*",
-    },
-    "inference_rm": _SERVER
-    | {
-        "a reward server writes no files": "exp_manager: explicit_log_dir exp_dir name",
-        "use rm_model_file": "pretrained_checkpoint: restore_from_path",
-    },
-    "training_rm": {f"{_DEAD}; use model.forward_micro_batch_size": "model: forward_mbs"},
-    "gpt_dpo": _TOP_PRECISION
-    | {
-        "micro-batches are padded as sequence and context parallelism need it": """model.data:
-            pad_length_to_multiple_of=*""",
-        "NeMo-Aligner 0.7 does not read it either; use model.dpo.preference_average_log_probs": """
-            model.dpo: average_log_probs=False""",
-    },
-    "gpt_knowledge_distillation": {
-        "the files say how many they hold": "model.data: n_examples_per_chunk=*",
-        _NEVER_COPIED: f"{_PARAMS} save_best_model=False",
-    },
-    "gpt_kto": _TOP_PRECISION,
-    "gpt_spin": _TOP_PRECISION | _of_sampling("spin") | _of_sft_data("spin"),
-    "gpt_sft": _of_sft_data("sft")
-    | {
-        "training generates no responses; GPTSFTModel.infer, called from Python, reads it": """
-            model: inference""",
-        "NeMo-Aligner's SFT never read it; use exp_manager.resume_from_checkpoint": """
-            model: resume_from_checkpoint""",
-        "NeMo-Aligner's SFT never read it; use exp_manager.checkpoint_callback_params."
-        "always_save_nemo": "model: save_nemo_on_validation_end=False",
-        _APEX: "model: sync_batch_comm=False gradient_as_bucket_view=False",
-        _NEMO: "model: ffn_dropout=0.0",
-        _NEVER_COPIED: f"{_PARAMS} save_best_model=False",
-    },
-    "inference_teacher": _SERVER,
-    "compute_topk_logits": {
-        "nothing reads it": "name=*",
-        "use pretrained_checkpoint.restore_from_path": "model: restore_from_path=???",
-        _DEAD + ": the responses count alone": "model: answer_only_loss=False",
-        _APEX: "model: sync_batch_comm=False gradient_as_bucket_view=False",
-        _IN_ORDER: "data: sample=* num_workers=* dataloader_type=*",
-        f"{_IN_ORDER}, and the data sets recognize the form of the files": """data.data: shuffle=*
-            memmap_workers=* min_seq_length=* drop_last=* hf_dataset=*""",
-    },
-}
+# The other keys, of all jobs and of single ones; `<algo>` is a job's own section below `trainer`,
+# `<remote>` the section of an actor's servers. What is derived from other keys needs no warning.
+_TABLE = f"""
+{_LIGHTNING} | trainer: replace_sampler_ddp strategy callbacks fast_dev_run min_epochs min_steps
+    limit_train_batches limit_val_batches limit_test_batches limit_predict_batches overfit_batches
+    val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps
+    enable_progress_bar enable_model_summary accumulate_grad_batches gradient_clip_algorithm
+    deterministic benchmark inference_mode profiler detect_anomaly barebones plugins sync_batchnorm
+    reload_dataloaders_every_n_epochs default_root_dir {_PARAMS} dirpath verbose save_last prefix
+    postfix save_best_model filepath save_weights_only auto_insert_metric_name every_n_epochs
+    every_n_train_steps train_time_interval save_on_train_epoch_end save_last_n_optim_states
+trainer.<algorithm>.gradient_clip_val counts | trainer: gradient_clip_val=*
+a checkpoint is one folder for all ranks | {_PARAMS} model_parallel_size=*
+LoRA is the only method here; the settings of others are not used | model.peft: adapter_tuning=*
+    p_tuning=* ia3_tuning=* selective_tuning=*
+the layers depend on what is installed (Transformer Engine on a GPU, else local ones) | model:
+    ub_tp_comm_overlap=False ub_tp_comm_overlap_cfg=False ub_tp_comm_overlap_disable_qkv=False
+    transformer_engine use_flash_attention fp8_e4m3 fp8_hybrid fp8_margin fp8_interval
+    fp8_amax_history_len fp8_amax_compute_algo fp8_params reduce_amax use_emha te_rng_tracker
+    use_te_rng_tracker inference_rng_tracker attention_backend cp_comm_type tp_only_amax_red
+    skip_fp8_attention_checkpoint_load ub_tp_comm_bootstrap_backend
+{_APEX} | model: apex_transformer_log_level apex_transformer_log_level_o2 gradient_as_bucket_view
+    grad_allreduce_chunk_size_mb grad_div_ar_fusion bias_dropout_fusion cross_entropy_loss_fusion
+    get_attention_mask_from_fusion batch_p2p_comm overlap_p2p_comm deallocate_pipeline_outputs
+    native_amp_init_scale native_amp_growth_interval hysteresis fp16_lm_cross_entropy
+    async_grad_allreduce sync_batch_comm no_async_tensor_model_parallel_allreduce
+    num_micro_batches_with_partial_activation_checkpoints
+    activations_checkpoint_layers_per_pipeline sharp use_tp_pp_dp_mapping cpu_offloading
+    cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights
+    defer_embedding_wgrad_compute wgrad_deferral_limit distributed_adam_bucket_merge_size
+    with_fp32_embedding_grads enable_cuda_graph megatron_legacy batch_p2p_sync variable_seq_lengths
+    memory_efficient_layer_norm moe_permute_fusion moe_layer_recompute distribute_saved_activations
+    model.optim: contiguous_grad_buffer=True overlap_param_sync=False contiguous_param_buffer
+    grad_sync_on_finish average_in_collective grad_sync_dtype store_params store_param_remainders
+    with_scaled_states param_sync_dtype dtype process_group capturable master_weights foreach fused
+    amsgrad d_coef delay_param_gather delay_grad_reduce align_param_gather align_grad_reduce
+    ddp_bucket_size
+{_NEMO} | model: nsys_profile memory_profile gc_interval rampup_batch_size resume_from_checkpoint
+    resume_from_path save_nemo_on_validation_end enable_nge tokens_to_generate inference
+    init_method hidden_steps num_trainable_params log_token_counts dist_ckpt_format
+    dist_ckpt_load_strictness dist_ckpt_torch_dist_multiproc dist_ckpt_assume_constant_structure
+    dist_ckpt_parallel_save dist_ckpt_parallel_save_within_dp dist_ckpt_parallel_load
+    dist_ckpt_parallel_dist_opt tp_comm_bootstrap_backend nccl_communicator_config_path
+    distributed_timeout_minutes steerlm steerable_attributes chunk_size fsdp fsdp_sharding_strategy
+    fsdp_grad_reduce_dtype fsdp_sharded_checkpoint fsdp_use_orig_params share_embeddings
+    data_prefix chat_template use_loss_mask dist_ckpt_load_on_device drop_last
+    enable_megatron_timers megatron_timer_kwargs pipeline_model_parallel_split_rank reset_lr
+    reset_lr_steps restore_from_ckpt sep_id skip_train tensor_model_parallel_world_size
+    validation_param_sync_overlap calculate_per_token_loss perform_initialization test_mode
+    deterministic_mode model.optim.sched: max_steps last_epoch monitor reduce_on_plateau
+use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage | model:
+    account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False
+only SFT packs samples: model.data.train_ds.packed_sequence, which resets both | model.data:
+    reset_position_ids=False reset_attention_mask=False eod_mask_loss=False
+{_DATASET} | model.data: skip_warmup=True dataloader_type=single no_seqlen_plus_one_input_tokens
+    pad_samples_to_global_batch_size shuffle_documents exchange_indices_distributed mock_dataset
+    legacy_dataset validation_drop_last_batch pin_memory delay_data_init delay_data_mmap
+    data_cache_generation_only num_dataset_builder_threads ceil_to_power_2
+    get_attention_mask_from_fusion
+gpt_ppo_actor gpt_reinforce_actor | TensorRT-LLM is gone; the built-in engine generates |
+    trainer.<algo>.trt_llm: model_type=llama|gptj|gptnext|gemma|falcon unload_engine_train=False
+    max_input_len=* seed=* max_input_tokens generation_batch_size engine_path model.<algo>.trt_llm:
+    model_type=* unload_engine_train=* max_input_len=* seed=* max_input_tokens=*
+    generation_batch_size=* engine_path=*
+gpt_ppo_actor | TensorRT-LLM is gone; the built-in engine generates | trainer.ppo:
+    trt_model_dir=/tmp/trt_llm_model trainer: trt_llm model.ppo: trt_model_dir
+gpt_ppo_actor gpt_ppo_critic gpt_reinforce_actor | {_FLASK} | trainer.<algo>: flask_server
+gpt_ppo_actor gpt_reinforce_actor | {_FLASK} | trainer.<algo>.batch_iterator: port=5557
+gpt_ppo_actor | {_FLASK} | trainer: flask_server
+{_ACTORS} | the data set tokenizes prompts; use model.data.add_bos | model.<algo>.sampling_params:
+    add_BOS=False
+gpt_spin | the data set tokenizes prompts; use model.data.train_ds.add_bos |
+    model.spin.sampling_params: add_BOS=False
+{_ACTORS} gpt_spin | log-probabilities come from their own pass | model.<algo>.sampling_params:
+    all_probs=False compute_logprob=False
+{_ACTORS} | {_DEAD}; use model.<algo>.forward_micro_batch_size | model: forward_mbs
+{_ACTORS} | {_DEAD}; use model.<algo>.offload_adam_states | model: offload_adam_states
+{_ACTORS} | {_DEAD}; use <remote>.pad_to_length | <remote>: pad_sequence_length_to_multiple
+{_ACTORS} | {_DEAD} | model.<algo>: share_dir
+gpt_ppo_actor | {_DEAD} | trainer.ppo: wandb_table
+gpt_ppo_actor | {_DEAD}; use model.ppo.forward_micro_batch_size | model.ppo: forward_mbs
+gpt_rs_actor gpt_reinforce_actor | {_DEAD} | model.<algo>: forward_mbs
+gpt_ppo_actor | it belongs to remote_critic_rm | trainer.ppo: combine_rm_and_critic_server
+gpt_ppo_actor | {_DEAD}; it belongs to remote_critic_rm | model.ppo: combine_rm_and_critic_server
+gpt_ppo_critic training_rm | {_DEAD}; use model.forward_micro_batch_size | model: forward_mbs
+gpt_ppo_critic | {_DEAD}; use strip_sequence_length_to_multiple | trainer.ppo:
+    pad_sequence_length_to_multiple
+gpt_ppo_critic | the critic serves until it is stopped | exp_manager: max_time_per_run trainer:
+    max_time
+gpt_ppo_critic | the critic serves until it is stopped; use always_save_nemo | {_PARAMS}
+    save_nemo_on_train_end=False
+gpt_ppo_critic | the actor decides when to save and to stop | trainer.ppo: max_epochs
+    val_check_interval save_interval
+gpt_ppo_critic | the critic has no data of its own; batch sizes are those of the actor's requests |
+    model: ppo data
+gpt_reinforce_actor | its loss has no such term | model.reinforce: entropy_bonus=* ratio_eps=*
+inference_rm inference_teacher | a server trains nothing | model: global_batch_size=* optim=*
+    data=*
+inference_rm | a reward server writes no files | exp_manager: explicit_log_dir exp_dir name
+inference_rm | use rm_model_file | pretrained_checkpoint: restore_from_path
+gpt_dpo gpt_kto gpt_spin | {_DEAD}; model.precision counts | precision=*
+gpt_dpo | micro-batches are padded as sequence and context parallelism need it | model.data:
+    pad_length_to_multiple_of=*
+gpt_dpo | NeMo-Aligner 0.7 does not read it either; use model.dpo.preference_average_log_probs |
+    model.dpo: average_log_probs=False
+gpt_knowledge_distillation | the files say how many they hold | model.data: n_examples_per_chunk=*
+gpt_knowledge_distillation gpt_sft | checkpoints are ranked by monitor, mode and save_top_k; the
+    best are never copied | {_PARAMS} save_best_model=False
+gpt_spin gpt_sft | an epoch is one pass over the data; for more steps raise
+    trainer.<algo>.max_epochs | model.data: sample=False
+gpt_spin gpt_sft | {_DATASET} | model.data.<split>: min_seq_length=1 output_original_text=True
+    write_predictions_to_file=False memmap_workers file_names concat_sampling_probabilities
+    num_workers pin_memory names metric output_file_path_prefix packed_sequence_return_cu_seqlen
+    tokens_to_generate virtual_tokens hf_dataset=False
+gpt_spin | {_DATASET} | model.data.<split>: hf_dataset=False|True
+gpt_sft | training generates no responses; GPTSFTModel.infer, called from Python, reads it | model:
+    inference
+gpt_sft | NeMo-Aligner's SFT never read it; use exp_manager.resume_from_checkpoint | model:
+    resume_from_checkpoint
+gpt_sft | NeMo-Aligner's SFT never read it; use
+    exp_manager.checkpoint_callback_params.always_save_nemo | model:
+    save_nemo_on_validation_end=False
+gpt_sft compute_topk_logits | {_APEX} | model: sync_batch_comm=False gradient_as_bucket_view=False
+gpt_sft | {_NEMO} | model: ffn_dropout=0.0
+compute_topk_logits | nothing reads it | name=*
+compute_topk_logits | use pretrained_checkpoint.restore_from_path | model: restore_from_path=???
+compute_topk_logits | {_DEAD}: the responses count alone | model: answer_only_loss=False
+compute_topk_logits | {_IN_ORDER} | data: sample=* num_workers=* dataloader_type=*
+compute_topk_logits | {_IN_ORDER}, and the data sets recognize the form of the files | data.data:
+    shuffle=* memmap_workers=* min_seq_length=* drop_last=* hf_dataset=*
+"""
 
 
 def _table(job: Configuration) -> dict[str, Inert]:
     if job.name in ("generate", "evaluate"):  # NeMo-Aligner has no such command
         return {}
-    table = _read(_COMMON) | INERT_EXPERIMENT | INERT_ARCHITECTURE
+    table = INERT_EXPERIMENT | INERT_ARCHITECTURE
     if "model.data.data_prefix" in job.keys:
         reason = "name the files under model.data.data_prefix"
         table |= {f"model.data.{split}": Inert(reason) for split in _SPLITS}
@@ -310,7 +256,7 @@ def _table(job: Configuration) -> dict[str, Inert]:
         names = {"restore_from_path", "cluster_type", "run", "mode", "inference", "name"}
         for name in names - {key.split(".")[0] for key in job.keys}:
             table[name] = Inert(_NEMO, ("megatron_gpt",) if name == "name" else ())
-    return table | _read(_OWN.get(job.name, {}))
+    return table | _read(_TABLE, job)
 
 
 INERT = {job.name: _table(job) for job in JOBS.values()}
@@ -318,49 +264,37 @@ INERT = {job.name: _table(job) for job in JOBS.values()}
 # --- values that would change the mathematics if they were ignored ---
 
 # key -> (accepted values, what to do instead). None (not set) is always accepted.
-ONLY: dict[str, tuple[tuple, str]] = {
-    key: (only.neutral, only.reason)
-    for key, only in _read(
-        {
-            "its layers differ from a GPT's, and cannot be built here": """model:
-                name=|te_gpt|megatron_gpt_full_te_layer_autocast|modelopt|megatron_gpt""",
-            "Hyena layers cannot be built here": "model: hyena",
-            "Megatron Core has one order of a layer: norm, attention, norm, feed-forward layer. "
-            "Others cannot be built: norms behind the attention and the feed-forward layer (Gemma "
-            "2 and 3), or both computed side by side (GPT-J, GPT-NeoX, Falcon, Phi)": """model:
-                transformer_block_type=pre_ln apply_residual_connection_post_layernorm=False
-                parallel_attention=False""",
-            "Megatron Core has biases in all linear layers of a layer (model.bias), or in "
-            "queries, keys and values alone (model.qkv_bias)": """model: attention_bias=False
-                mlp_bias=False""",
-            "Megatron Core's output layer has no bias": "model: lm_head_bias=False",
-            "Megatron Core and Transformer Engine have no cap of attention scores (Gemma 2)": """
-                model: attn_logit_softcapping""",
-            "Megatron Core has no cap of the logits (Gemma 2)": "model: final_logit_softcapping",
-            "use model.query_pre_attn_scalar, which is 1 / softmax_scale**2": """model:
-                softmax_scale""",
-            "all layers share model.rotary_base in Megatron Core (Gemma 3 has two)": """model:
-                rope_local_base_freq""",
-            "only self-attention with a causal mask exists here": """model:
-                attention_type=multihead""",
-            "fp8 is not supported: train in bf16": "model: fp8=False",
-            "hidden states have the precision of the model; set it to False": """model:
-                fp32_residual_connection=False""",
-            "such a model cannot be built on Megatron Core": "model: headscale=False",
-            "attention scores are always scaled by 1/sqrt(head size)": """model:
-                normalize_attention_scores=True""",
-            "only Llama 3's value is supported; set it to null": """model: low_freq_factor=1
-                high_freq_factor=4 old_context_len=8192""",
-            "every layer is computed; set it to null": "model: drop_layers=[]",
-            "norms and biases have no weight decay; set it to False": """model:
-                do_layer_norm_weight_decay=False""",
-            "the experts are computed one after the other; set it to False": """model:
-                moe_grouped_gemm=False""",
-            "no token is ever dropped; set it to False": "model: moe_token_dropping=False",
-            "the router computes without noise; set it to null": "model: moe_input_jitter_eps=0",
-        }
-    ).items()
-}
+_ONLY = _read("""
+its layers differ from a GPT's, and cannot be built here | model:
+    name=|te_gpt|megatron_gpt_full_te_layer_autocast|modelopt|megatron_gpt
+Hyena layers cannot be built here | model: hyena
+Megatron Core has one order of a layer: norm, attention, norm, feed-forward layer. Others cannot be
+    built: norms behind the attention and the feed-forward layer (Gemma 2 and 3), or both computed
+    side by side (GPT-J, GPT-NeoX, Falcon, Phi) | model: transformer_block_type=pre_ln
+    apply_residual_connection_post_layernorm=False parallel_attention=False
+Megatron Core has biases in all linear layers of a layer (model.bias), or in queries, keys and
+    values alone (model.qkv_bias) | model: attention_bias=False mlp_bias=False
+Megatron Core's output layer has no bias | model: lm_head_bias=False
+Megatron Core and Transformer Engine have no cap of attention scores (Gemma 2) | model:
+    attn_logit_softcapping
+Megatron Core has no cap of the logits (Gemma 2) | model: final_logit_softcapping
+use model.query_pre_attn_scalar, which is 1 / softmax_scale**2 | model: softmax_scale
+all layers share model.rotary_base in Megatron Core (Gemma 3 has two) | model: rope_local_base_freq
+only self-attention with a causal mask exists here | model: attention_type=multihead
+fp8 is not supported: train in bf16 | model: fp8=False
+hidden states have the precision of the model; set it to False | model:
+    fp32_residual_connection=False
+such a model cannot be built on Megatron Core | model: headscale=False
+attention scores are always scaled by 1/sqrt(head size) | model: normalize_attention_scores=True
+only Llama 3's value is supported; set it to null | model: low_freq_factor=1 high_freq_factor=4
+    old_context_len=8192
+every layer is computed; set it to null | model: drop_layers=[]
+norms and biases have no weight decay; set it to False | model: do_layer_norm_weight_decay=False
+the experts are computed one after the other; set it to False | model: moe_grouped_gemm=False
+no token is ever dropped; set it to False | model: moe_token_dropping=False
+the router computes without noise; set it to null | model: moe_input_jitter_eps=0
+""")
+ONLY = {key: (only.neutral, only.reason) for key, only in _ONLY.items()}
 
 
 @functools.cache
@@ -377,10 +311,29 @@ def has_no_effect(name: str) -> bool:
 
 def refuse_model_values(values: Values) -> None:
     """Raise `ConfigError` where a key of `ONLY` has a value that is not accepted."""
-    for key, (accepted, remedy) in ONLY.items():
+    _refuse(ONLY, values, "supported here")
+
+
+def check_later(values: Values, config_name: str) -> None:
+    """Raise `ConfigError` where a job asks for something of `LATER`."""
+    own = {key: only for (job, key), only in LATER.items() if job == config_name}
+    _refuse(own, values, "supported yet")
+
+
+def _refuse(table: Mapping[str, tuple[tuple, str]], values: Values, what: str) -> None:
+    for key, (accepted, remedy) in table.items():
         value = values.get(key)
         if value is not None and value not in accepted:
-            raise ConfigError(f"{key}={value!r} is not supported here: {remedy}.")
+            raise ConfigError(f"{key}={value!r} is not {what}: {remedy}.")
+
+
+def notes_on(given: Mapping[str, Any], table: Mapping[str, Inert]) -> list[str]:
+    """One line for each key of `table` whose value among the `given` ones asks for something."""
+    return [
+        f"{key}={value}: {table[key].reason}"
+        for key, value in given.items()
+        if key in table and value is not None and not table[key].is_neutral(value)
+    ]
 
 
 def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
@@ -394,18 +347,11 @@ def check_model_keys(cfg: DictConfig | Mapping[str, Any]) -> list[str]:
         ConfigError: a key has a value that would change the model and is not supported.
     """
     read = {key.split(".")[1] for key in (*ONLY, *INERT_ARCHITECTURE)}
-    section = {name: to_plain(cfg[name]) for name in cfg if name in read}
-    values = Values({"model": section})
-    refuse_model_values(values)
-    notes = []
-    for key, inert in INERT_ARCHITECTURE.items():
-        value = values.get(key)
-        if value is not None and not inert.is_neutral(value):
-            notes.append(f"{key}={value}: {inert.reason}")
-    unknown = sorted(str(name) for name in cfg if name not in known_model_keys())
-    if unknown:
-        notes.append(f"{', '.join(f'model.{name}' for name in unknown)}: unknown here")
-    return notes
+    section = {f"model.{name}": to_plain(cfg[name]) for name in cfg if name in read}
+    refuse_model_values(Values(tree_of(section)))
+    notes = notes_on(section, INERT_ARCHITECTURE)
+    unknown = sorted(f"model.{name}" for name in cfg if name not in known_model_keys())
+    return [*notes, f"{', '.join(unknown)}: unknown here"] if unknown else notes
 
 
 def to_plain(value: Any) -> Any:
@@ -413,26 +359,26 @@ def to_plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-RECOMPUTE = "model.activations_checkpoint_"
 TRAINING_JOBS = tuple(name for name in CONFIG_NAMES if name != "inference_rm")
 
 
-@dataclass(frozen=True)
-class OldForm:
+class OldForm(NamedTuple):
     """A form of NeMo-Aligner that does something else here, or nothing."""
 
     form: str  # as a command or a YAML file writes it
     happens: str  # what becomes of it, and what to write instead
-    # whether a configuration, without its checkpoint's values, holds the form
-    is_used: Callable[[Values], bool]
-    # the configurations in which it is a form of NeMo-Aligner
-    jobs: tuple[str, ...] = TRAINING_JOBS
+    is_used: Callable[[Values], bool]  # whether a job, without its checkpoint's values, has it
+    jobs: tuple[str, ...] = TRAINING_JOBS  # whose form it is
 
 
-def _counts_elsewhere(v: Values, name: str) -> bool:
-    value = v.get(f"trainer.{name}")
-    own = [v.get(f"trainer.{job.algo}.{name}") for job in JOBS.values() if job.algo]
-    return value not in (None, -1, *own)
+def _counts_elsewhere(name: str) -> Callable[[Values], bool]:
+    """Whether `trainer.<name>` differs from the key of that name in the job's own section."""
+
+    def differs(v: Values) -> bool:
+        own = (v.get(f"trainer.{job.algo}.{name}") for job in JOBS.values() if job.algo)
+        return v.get(f"trainer.{name}") not in (None, -1, *own)
+
+    return differs
 
 
 OLD_FORMS = (
@@ -440,10 +386,7 @@ OLD_FORMS = (
         f"{RECOMPUTE}granularity=selective with {RECOMPUTE}method=uniform",
         f"{RECOMPUTE}method has no effect, here and in NeMo-Aligner: selective recomputes "
         "the attention of every layer; set it to null",
-        lambda v: (
-            v.get(RECOMPUTE + "granularity") == "selective"
-            and v.get(RECOMPUTE + "method") is not None
-        ),
+        lambda v: v.get(RECOMPUTE + "granularity") == "selective" and v.has(RECOMPUTE + "method"),
         CONFIG_NAMES,
     ),
     OldForm(
@@ -452,19 +395,19 @@ OLD_FORMS = (
         f"{RECOMPUTE}granularity=full",
         lambda v: (
             v.is_null(RECOMPUTE + "granularity")
-            and any(v.get(RECOMPUTE + name) is not None for name in ("method", "num_layers"))
+            and (v.has(RECOMPUTE + "method") or v.has(RECOMPUTE + "num_layers"))
         ),
         CONFIG_NAMES,
     ),
     OldForm(
         "trainer.gradient_clip_val other than trainer.<algorithm>.gradient_clip_val",
         "the latter counts; NeMo-Aligner's mcore_distributed_optim read the former",
-        partial(_counts_elsewhere, name="gradient_clip_val"),
+        _counts_elsewhere("gradient_clip_val"),
     ),
     OldForm(
         "trainer.max_steps other than trainer.<algorithm>.max_steps",
         "the latter counts",
-        partial(_counts_elsewhere, name="max_steps"),
+        _counts_elsewhere("max_steps"),
     ),
     OldForm(
         "exp_manager=null",
@@ -474,7 +417,7 @@ OLD_FORMS = (
     OldForm(
         "model.optim without lr",
         "the learning rate is PyTorch's default; set model.optim.lr",
-        lambda v: v.get("model.optim") is not None and v.get("model.optim.lr") is None,
+        lambda v: v.has("model.optim") and not v.has("model.optim.lr"),
     ),
     *(
         OldForm(
@@ -502,19 +445,16 @@ OLD_FORMS = (
     ),
 )
 
-# What NeMo-Aligner has and this package refuses so far. (config name, key) -> (values that are
-# accepted, what to do instead). Checked for the job that reads the key: a checkpoint's own
-# configuration may well hold it.
-LATER = {
-    **{
-        (job, f"model.data.{split}.add_sep"): (
-            (False,),
-            "no separator is put between prompt and response; write it into prompt_template, and "
-            "set it to False",
-        )
-        for job in ("gpt_sft", "gpt_spin")
-        for split in _SPLITS
-    },
+# What NeMo-Aligner has and this package refuses so far: (config name, key) -> (accepted values,
+# what to do instead). Only for the job that reads the key: a checkpoint may well hold it.
+LATER = dict.fromkeys(
+    [(job, f"model.data.{s}.add_sep") for job in ("gpt_sft", "gpt_spin") for s in _SPLITS],
+    (
+        (False,),
+        "no separator is put between prompt and response; write it into prompt_template, and "
+        "set it to False",
+    ),
+) | {
     ("gpt_knowledge_distillation", "model.knowledge_distillation.cross_tokenizer"): (
         (False,),
         "logits of another vocabulary would be compared by their rank alone; distil from the "
@@ -536,13 +476,3 @@ def old_form_notes(values: Values, config_name: str) -> list[str]:
         for old in OLD_FORMS
         if config_name in old.jobs and old.is_used(values)
     ]
-
-
-def check_later(values: Values, config_name: str) -> None:
-    """Raise `ConfigError` where a job asks for what NeMo-Aligner has and this package has not yet
-    (`LATER`).
-    """
-    for (job, key), (accepted, remedy) in LATER.items():
-        value = values.get(key)
-        if job == config_name and value is not None and value not in accepted:
-            raise ConfigError(f"{key}={value!r} is not supported yet: {remedy}.")

@@ -88,7 +88,7 @@ def read_web_rewards(options: Mapping, section: str) -> RewardServersSpec | None
             if judge[name] != default:
                 raise ConfigError(
                     f"{setting}.{name}={judge[name]!r} has no effect without a judge; set its "
-                    f"address, {setting}.url, or {name}={default}."
+                    f"address, {setting}.url."
                 )
         return read_reward_servers(options, section)
     for name in ("model", "prompt", "score", "least", "most", "cache"):
@@ -126,7 +126,7 @@ def _messages(judge: Mapping, setting: str) -> dict[str, Any]:
         except (OSError, ValueError) as error:  # a ValueError too: no UTF-8, a brace alone
             raise ConfigError(
                 f"{setting}.{key}={judge[key]!r} cannot be used: {error}. Write {{{{ and }}}} for "
-                "braces that stand for themselves."
+                "braces."
             ) from None
         messages |= {role: text} if text else {}
     if names.get("response") != "user":

@@ -126,20 +126,19 @@ def passed_fields(
             for promise, patterns in refused.items()
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
         ]
+        else_null = "a model that needs it cannot be computed, else set it to null."
         if own_key not in (None, key):
             raise ConfigError(f"{key}={value!r} does not act there; set {own_key}.")
         if name in settings:
             raise ConfigError(f"{key}={value!r} is always {default!r} here; set it to null.")
         if not hasattr(built, name):
             raise ConfigError(
-                f"{key}={value!r} is no field of Megatron Core's that is known here; a model that "
-                "needs it cannot be computed, else set it to null."
+                f"{key}={value!r} is no field of Megatron Core's that is known; {else_null}"
             )
         if broken:
             raise ConfigError(
-                f"{key}={value!r} is a field of Megatron Core that is not supported here, for it "
-                f"would break a promise: {broken[0]}. A model that needs it cannot be computed, "
-                "else set it to null."
+                f"{key}={value!r} is a field of Megatron Core that is not supported, for it would "
+                f"break a promise: {broken[0]}; {else_null}"
             )
         passed[name] = _of_kind(key, value, default)
     return passed

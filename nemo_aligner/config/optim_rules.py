@@ -21,8 +21,7 @@ class OptimizerKind:
 
     kind: str = "adam"  # Megatron Core's name, "adam" or "sgd"
     distributed: bool = False  # its states are spread over the data-parallel ranks
-    # weight decay acts on the weight (AdamW), not on the gradient
-    decoupled_weight_decay: bool = True
+    decoupled_weight_decay: bool = True  # it acts on the weight (AdamW), not on the gradient
 
 
 OPTIMIZERS = {
@@ -108,15 +107,12 @@ def check_optim(optim: Mapping[str, Any]) -> None:
                 f"{key}={name!r} is not supported{reason}; use one of {', '.join(names)}."
             )
     v.number("model.optim.momentum", 0, 1)
-    schedule = v.get("model.optim.sched.name")
-    if schedule is not None:
-        _check_schedule(v, SCHEDULES[schedule])
+    if v.has("model.optim.sched.name"):
+        _check_schedule(v, SCHEDULES[v.get("model.optim.sched.name")])
 
 
 def unread_keys(sched: Mapping[str, Any]) -> list[str]:
-    """Keys of other schedules that `sched` gives a value other than 0, False and null, and that
-    its own schedule does not read.
-    """
+    """Keys of other schedules that `sched` sets and that its own does not read."""
     read = SCHEDULES[sched["name"]].keys
     return [key for key in SCHEDULE_KEYS if key not in read and sched.get(key)]
 
@@ -130,25 +126,21 @@ def steps_of(sched: Mapping[str, Any], phase: str, max_steps: int) -> int:
 
 
 def _check_schedule(v: Values, kind: ScheduleKind) -> None:
-    prefix = "model.optim.sched"
-    sched = v.get(prefix)
+    prefix = "model.optim.sched."
+    sched = v.get(prefix[:-1])
     for key in kind.required:
         if not sched.get(key):
-            raise ConfigError(
-                f"{prefix}.{key}={sched.get(key)}: {sched['name']} needs it; give a number "
-                "above 0."
-            )
+            raise v.error(prefix + key, f"must be above 0; {sched['name']} needs it.")
     for key in kind.keys:
+        steps = key.replace("_ratio", "_steps")
         if key in _COUNTS:
-            v.whole(f"{prefix}.{key}", 0)
+            v.whole(prefix + key, 0)
         elif key != "cycle":
-            v.number(f"{prefix}.{key}", 0, 1 if key in _RATIOS else math.inf)
-    for ratio in set(_RATIOS) & set(kind.keys):
-        steps = ratio.replace("_ratio", "_steps")
-        if sched.get(ratio) and sched.get(steps):
-            raise ConfigError(
-                f"{prefix}.{ratio}={sched[ratio]} and {prefix}.{steps}={sched[steps]} say the "
-                f"same thing twice; set {prefix}.{steps}=null."
+            v.number(prefix + key, 0, 1 if key in _RATIOS else math.inf)
+        if key in _RATIOS and sched.get(key) and sched.get(steps):
+            raise v.error(
+                prefix + key,
+                f"and {prefix}{steps}={sched[steps]} say the same thing twice; set one to null.",
             )
     if "min_lr" in kind.keys:
-        v.at_most(f"{prefix}.min_lr", "model.optim.lr")
+        v.at_most(prefix + "min_lr", "model.optim.lr")

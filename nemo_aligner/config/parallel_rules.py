@@ -34,8 +34,7 @@ def data_parallel_size(world_size: int, tp: int, pp: int, cp: int = 1) -> int:
         raise ConfigError(
             f"tensor_model_parallel_size={tp} x pipeline_model_parallel_size={pp} x "
             f"context_parallel_size={cp} = {product} does not divide the {world_size} "
-            f"rank{'s' if world_size > 1 else ''} of this job; set trainer.devices x "
-            f"trainer.num_nodes to a multiple of {product}, or smaller parallel sizes."
+            f"rank{'s' if world_size > 1 else ''} of this job (trainer.devices x num_nodes)."
         )
     return world_size // product
 
@@ -61,8 +60,7 @@ def count_vocab_rows(cfg: Any, vocab_size: int) -> int:
     if rows < vocab_size:
         raise ConfigError(
             f"model.override_vocab_size={rows}, the rows of the embedding table, is less than the "
-            f"{vocab_size} ids of the tokenizer (model.tokenizer.type={cfg.tokenizer.type}); use "
-            "the tokenizer that belongs to the model."
+            f"{vocab_size} ids of the tokenizer ({cfg.tokenizer.type}); use the model's own."
         )
     return pad_vocab_size(int(rows), 1, tp)
 
@@ -74,12 +72,7 @@ def count_ranks(
     env: Mapping[str, str] | None = None,
 ) -> int:
     """World size of the job: what the launcher says (torchrun and Lightning's children set RANK
-    and WORLD_SIZE), else devices x num_nodes.
-
-    Args:
-        devices: `trainer.devices`: int, list of device indices, or a string of one of these,
-            "auto" or -1.
-        visible_devices: GPUs of this machine; "auto" and -1 mean this number, at least 1.
+    and WORLD_SIZE), else those of `count_devices` x `num_nodes`.
     """
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -88,7 +81,9 @@ def count_ranks(
 
 
 def count_devices(devices: Devices, visible_devices: int = 0) -> int:
-    """Processes per node that `trainer.devices` asks for (see `count_ranks`)."""
+    """Processes per node that `trainer.devices` asks for: an int, a list of device indices, or a
+    string of one of these; "auto" and -1 mean the `visible_devices` of this machine, at least 1.
+    """
     text = str(devices).strip()
     if text in ("auto", "-1"):
         return max(visible_devices, 1)
@@ -96,16 +91,11 @@ def count_devices(devices: Devices, visible_devices: int = 0) -> int:
         return len(devices)
     if "," in text:
         return len([part for part in text.strip("[]").split(",") if part.strip()])
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
-            f"trainer.devices={devices!r} must be a positive number, a list of device indices or "
-            "'auto'."
+            f"trainer.devices={devices!r} must be a positive number, a list of numbers or 'auto'."
         )
-    return count
+    return int(text)
 
 
 def cuda_devices() -> int:
@@ -134,28 +124,24 @@ def check_accelerator(accelerator: str, devices: Devices, visible_devices: int) 
     """Raise `ConfigError` when a GPU is asked for that is not among the visible ones."""
     if accelerator not in ACCELERATORS:
         raise ConfigError(
-            f"trainer.accelerator={accelerator!r} is not supported; use one of "
-            f"{', '.join(ACCELERATORS)}."
+            f"trainer.accelerator={accelerator!r} must be one of {', '.join(ACCELERATORS)}."
         )
     if accelerator in ("gpu", "cuda") and visible_devices == 0:
         raise ConfigError(
-            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine; "
-            "use trainer.accelerator=auto (or cpu), or install a CUDA build of torch and check "
-            "that nvidia-smi lists the GPUs."
+            f"trainer.accelerator={accelerator}, but PyTorch sees no CUDA device on this machine "
+            "(see nvidia-smi); use trainer.accelerator=auto or cpu, or a CUDA build of torch."
         )
     if accelerator != "cpu" and 0 < visible_devices < count_devices(devices, visible_devices):
         raise ConfigError(
-            f"trainer.devices={devices}, but the number of GPUs on this machine is "
-            f"{visible_devices}; set trainer.devices={visible_devices}."
+            f"trainer.devices={devices}, but the number of GPUs here is {visible_devices}; "
+            f"set trainer.devices={visible_devices}."
         )
 
 
 def parallel_factor(
     values: Values, ranks: int, complete: bool, is_unsplit: bool = False
 ) -> dict[str, int]:
-    """`{"data parallel size": DP}`; empty while a checkpoint, unless it `is_unsplit`, may still
-    decide TP, PP or CP.
-    """
+    """`{"data parallel size": DP}`; empty while a checkpoint, not `is_unsplit`, may decide."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tp, pp, cp = (values.get(f"model.{name}") for name in names)
     dp = data_parallel_size(ranks, tp or 1, pp or 1, cp or 1)
@@ -180,15 +166,12 @@ def check_expert_ranks(expert_parallel: int, dp: int, cp: int) -> None:
     if dp * cp % expert_parallel:
         raise ConfigError(
             f"model.expert_model_parallel_size={expert_parallel} does not divide the {dp * cp} "
-            f"data-parallel x context-parallel ranks ({dp} x {cp}); use other numbers of ranks or "
-            f"a smaller size ({EP_REMEDY})."
+            f"data-parallel x context-parallel ranks ({dp} x {cp}); lower it ({EP_REMEDY})."
         )
 
 
 def virtual_pipeline_group(values: Values) -> dict[str, int]:
-    """The factor that virtual pipelining adds to a batch: it needs as many micro-batches as there
-    are stages, or a multiple.
-    """
+    """The factor of a batch with virtual stages: micro-batches are a multiple of the stages."""
     pp, vpp = (
         values.get(f"model.{name}pipeline_model_parallel_size", 1) for name in ("", "virtual_")
     )
@@ -196,18 +179,13 @@ def virtual_pipeline_group(values: Values) -> dict[str, int]:
 
 
 def check_architecture(values: Mapping, fixed: bool = False) -> None:
-    """Refuse sizes of `values`, a section `model`, that cannot work together. `fixed`: they are
-    those of a checkpoint, so that only the parallel sizes can change.
-    """
+    """Refuse sizes of a section `model` that cannot work; `fixed`: a checkpoint's own."""
     v = Values({"model": values})
 
     def require(name: str, value: int, **sizes: int) -> None:
         factors = {f"model.{key}": size for key, size in sizes.items()}
-        remedy = (
-            f"the checkpoint fixes model.{name}, so set {' x '.join(factors)} to a divisor of "
-            f"{value}"
-        )
-        require_multiple(f"model.{name}", value, factors, remedy if fixed else None)
+        remedy = f"the checkpoint fixes model.{name}, so set {' x '.join(factors)} to a divisor of"
+        require_multiple(f"model.{name}", value, factors, f"{remedy} {value}" if fixed else None)
 
     heads, hidden, groups, layers = (
         v.whole(f"model.{key}", 1)
@@ -232,17 +210,16 @@ def check_architecture(values: Mapping, fixed: bool = False) -> None:
         require("num_layers", layers, pipeline_model_parallel_size=pp, **virtual)
     _check_experts(v, fixed)
     if vpp > 1 and pp == 1:
-        raise ConfigError(
-            f"model.virtual_pipeline_model_parallel_size={vpp} needs "
-            "model.pipeline_model_parallel_size of 2 or more; set it to null."
+        raise v.error(
+            "model.virtual_pipeline_model_parallel_size",
+            "needs model.pipeline_model_parallel_size of 2 or more; set it to null.",
         )
     if layers:
         stage = (min(uneven_stages(v)) if is_uneven(v) else layers // pp) // vpp
         again = v.whole(RECOMPUTE + "num_layers", 1) or 0
         if v.get(RECOMPUTE + "granularity") == "full" and again > stage:
             raise ConfigError(
-                f"{RECOMPUTE}num_layers={again} is more than the {stage} layers of a pipeline "
-                f"stage; set it to at most {stage}."
+                f"{RECOMPUTE}num_layers={again} is more than the {stage} layers of a stage."
             )
 
 
@@ -268,9 +245,7 @@ def check_pipeline_stages(values: Mapping) -> None:
 
 
 def uneven_stages(v: Values) -> list[int]:
-    """Layers of each pipeline stage, where those of the first or the last one are given;
-    `ConfigError` if the others cannot share what is left.
-    """
+    """Layers of each pipeline stage where some are given; `ConfigError` if it cannot be."""
     layers, pp = v.size("model.num_layers"), v.size("model.pipeline_model_parallel_size")
     first, last = (v.whole(f"model.{key}", 1) for key in UNEVEN)
     given = {f"model.{key}": n for key, n in zip(UNEVEN, (first, last), strict=True) if n}
@@ -301,22 +276,17 @@ def _check_experts(v: Values, fixed: bool) -> None:
 
 
 def check_recomputation(v: Values, complete: bool) -> None:
-    """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`.
-
-    A method, and without granularity a number of layers, that has no effect is accepted, as in
-    NeMo-Aligner; for a user's own `inert_keys.py` has a warning.
+    """Check `model.activations_checkpoint_*`; `complete` as in `rules.check_values`. What has no
+    effect is accepted, as in NeMo-Aligner; `inert_keys.py` has a warning.
     """
-    granularity, layers = v.get(RECOMPUTE + "granularity"), v.get(RECOMPUTE + "num_layers")
-    if granularity == "full" and complete:
-        for key in ("method", "num_layers"):
-            if v.get(RECOMPUTE + key) is None:
-                give = "uniform or block" if key == "method" else "a number of layers such as 1"
-                raise ConfigError(
-                    f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, which is not set; give "
-                    f"{give}."
-                )
-    if granularity == "selective" and layers is not None:
-        raise ConfigError(
-            f"{RECOMPUTE}num_layers={layers} is only for granularity=full, but it is selective, "
-            "which recomputes the attention of every layer; set num_layers to null."
+    granularity = v.get(RECOMPUTE + "granularity")
+    for key, give in (("method", "uniform or block"), ("num_layers", "a number of layers")):
+        if granularity == "full" and complete and not v.has(RECOMPUTE + key):
+            raise ConfigError(
+                f"{RECOMPUTE}granularity=full needs {RECOMPUTE}{key}, not set; give {give}."
+            )
+    if granularity == "selective" and v.has(RECOMPUTE + "num_layers"):
+        raise v.error(
+            RECOMPUTE + "num_layers",
+            "is only for granularity=full; selective recomputes the attention of every layer.",
         )

@@ -90,21 +90,16 @@ class LoRASettings:
 
 def _targets(names: str | Sequence[str]) -> tuple[str, ...]:
     """The names of `TARGETS` that `target_modules` stands for; `ConfigError` if it is none."""
-    if not isinstance(names, str | Sequence):
-        raise ConfigError(
-            f"{TUNING}target_modules={names!r} must be a list of {', '.join(TARGETS)}."
-        )
-    given = [names] if isinstance(names, str) else list(names)
+    choices = ", ".join((*TARGETS, *TARGET_GROUPS))
+    if not isinstance(names, str | Sequence) or not names:
+        raise ConfigError(f"{TUNING}target_modules={names!r} must be a list of {choices}.")
     found: set[str] = set()
-    for name in given:
+    for name in [names] if isinstance(names, str) else names:
         if name not in TARGETS and name not in TARGET_GROUPS:
             raise ConfigError(
-                f"{TUNING}target_modules={given}: {name!r} does not exist; use "
-                f"{', '.join((*TARGETS, *TARGET_GROUPS))}."
+                f"{TUNING}target_modules={names}: {name!r} does not exist; use {choices}."
             )
         found |= set(TARGET_GROUPS.get(name, (name,)))
-    if not found:
-        raise ConfigError(f"{TUNING}target_modules is empty; give one of {', '.join(TARGETS)}.")
     return tuple(name for name in TARGETS if name in found)
 
 
@@ -114,15 +109,10 @@ def trains_adapters(tree: Mapping[str, Any]) -> bool:
 
 
 def check_peft(v: Values) -> None:
-    """Refuse adapters that cannot be built, by a configuration with the section `model`, as far as
-    it is known: absent keys are not checked.
-    """
+    """Refuse adapters that cannot be built; keys of `model` that are absent are not checked."""
     scheme = v.get(PEFT + "peft_scheme", NONE)
     if scheme not in (NONE, LORA):
-        raise ConfigError(
-            f"{PEFT}peft_scheme={scheme!r} is not available; use lora (adapters), or none (every "
-            "weight is trained)."
-        )
+        raise ConfigError(f"{PEFT}peft_scheme={scheme!r} is not available; use lora or none.")
     _check_sources(v, scheme)
     if scheme == NONE:
         return
@@ -132,8 +122,8 @@ def check_peft(v: Values) -> None:
         raise ConfigError(f"{TUNING}adapter_dropout=1 drops everything; use less.")
     if v.get(TUNING + "column_init_method") == v.get(TUNING + "row_init_method") == "zero":
         raise ConfigError(
-            f"{TUNING}column_init_method and row_init_method are both zero: such adapters have no "
-            "gradient and never learn; leave one of them at its default."
+            f"{TUNING}column_init_method and row_init_method are both zero: such adapters have "
+            "no gradient; leave one of them at its default."
         )
     strategy = v.get(TUNING + "position_embedding_strategy")
     if strategy is not None:
@@ -162,42 +152,39 @@ def _check_sources(v: Values, scheme: str) -> None:
     path = v.get(PEFT + "restore_from_path")
     if path is not None and (not isinstance(path, str) or not path):
         raise ConfigError(f"{PEFT}restore_from_path={path!r} is not a path.")
-    parts = "checkpoint_dir", "checkpoint_name"
-    folder, name = (v.get(f"{PEFT}restore_from_ckpt.{part}") for part in parts)
+    folder, name = (
+        v.get(f"{PEFT}restore_from_ckpt.checkpoint_{part}") for part in ("dir", "name")
+    )
     if (folder is None) != (name is None):
         raise ConfigError(
-            f"{PEFT}restore_from_ckpt needs both checkpoint_dir and checkpoint_name; they are "
-            f"{folder!r} and {name!r}."
+            f"{PEFT}restore_from_ckpt needs both checkpoint_dir and checkpoint_name, not "
+            f"{folder} and {name}."
         )
     if path is not None and folder is not None:
         raise ConfigError(
-            f"{PEFT}restore_from_path and {PEFT}restore_from_ckpt both name adapters to start "
-            "from; set only one."
+            f"{PEFT}restore_from_path and {PEFT}restore_from_ckpt name two bases; set only one."
         )
     if scheme == NONE and (path or folder):
         raise ConfigError(
             f"{PEFT}restore_from_path={path or folder} names adapters, but {PEFT}peft_scheme=none "
-            "trains none; set it to lora, or name the adapters as the checkpoint that the job "
-            "starts from, which adds them to its weights."
+            "trains none; set it to lora, or start from the adapters as checkpoint."
         )
 
 
 def _check_layers(v: Values) -> None:
-    layers = v.get(TUNING + "layer_selection")
+    key, count = TUNING + "layer_selection", v.get("model.num_layers")
+    layers = v.get(key)
     if layers is None:
         return
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
-        raise ConfigError(
-            f"{TUNING}layer_selection={layers!r} must be a list of layer numbers, or null for all."
-        )
-    count = v.get("model.num_layers")
+        raise ConfigError(f"{key}={layers!r} must be a list of layer numbers, or null for all.")
     for layer in layers:
         whole = isinstance(layer, int) and not isinstance(layer, bool)
         if not whole or layer < 1 or (count is not None and layer > count):
             last = f" to {count}" if count is not None else ""
             raise ConfigError(
-                f"{TUNING}layer_selection={list(layers)}: {layer!r} is not the number of a layer; "
-                f"layers are numbered from 1{last}."
+                f"{key}={list(layers)}: {layer!r} is not the number of a layer; "
+                f"give some from 1{last}."
             )
     if len(set(layers)) < len(layers):
-        raise ConfigError(f"{TUNING}layer_selection={list(layers)} names a layer twice.")
+        raise ConfigError(f"{key}={list(layers)} names a layer twice.")

@@ -5,7 +5,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_aligner.config.access import client_tls, read_token, server_token, shown_url
+from nemo_aligner.config import access
 from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.judge_rules import read_web_rewards
 from nemo_aligner.config.keys.common import PARALLEL
@@ -46,44 +46,43 @@ def check_policy(v: Values, kind: str, remote: str, dp: dict[str, int], per_prom
 
 def check_remote(v: Values, remote: str) -> None:
     """Check what all sections of servers that a job talks to have."""
-    read_token(v.get(f"{remote}.token_file"), remote)
-    client_tls(v.get(f"{remote}.tls_ca_file"), remote)
+    access.read_token(v.get(f"{remote}.token_file"), remote)
+    access.client_tls(v.get(f"{remote}.tls_ca_file"), remote)
 
 
 def _check_own_rewards(v: Values, kind: str, remote: str) -> None:
     """Check what gives the rewards in the job, and that nothing beside it does."""
     section, environment = f"trainer.{kind}", f"model.{kind}.environment"
-    turns = [f"{environment}.{key}" for key in ("path", "port")]
+    path, port = f"{environment}.path", f"{environment}.port"
     check_kind_of_rewards(v, section)
     read_web_rewards(v.get(section), section)
-    own = {k: v.get(k) for k in (f"{section}.reward_fn", f"{section}.judge.url", *turns)}
-    given = [f"{key}={shown_url(str(name))}" for key, name in own.items() if name is not None]
+    sources = (f"{section}.reward_fn", f"{section}.judge.url", path, port)
+    given = [f"{key}={access.shown_url(str(v.get(key)))}" for key in sources if v.has(key)]
     for name in ("host", "token_file"):
         key, default = f"{environment}.{name}", _ENVIRONMENT[name]
-        if v.get(key, default) != default and own[turns[1]] is None:
-            raise ConfigError(
-                f"{key}={v.get(key)} has no effect: nothing listens for agents; set {turns[1]}, "
-                f"or {key}={'null' if default is None else default}."
+        if v.get(key, default) != default and not v.has(port):
+            off = "null" if default is None else default
+            raise v.error(
+                key, f"has no effect: nothing listens for agents; set {port}, or {key}={off}."
             )
     if not given:
         return
     gives = f"{given[0]} gives the rewards"
     if len(given) > 1:
         raise ConfigError(f"{gives}, and so does {given[1]}; set one to null.")
-    if v.get(f"{remote}.combine_rm_and_critic_server", False):
-        raise ConfigError(
-            f"{gives}, so the critic's server cannot ({remote}.combine_rm_and_critic_server=True);"
-            " set that to False, in both jobs."
+    combined, models = f"{remote}.combine_rm_and_critic_server", f"{remote}.reward_models"
+    if v.get(combined):
+        raise ConfigError(f"{gives}, but {combined}=True; set that to False, in both jobs.")
+    if v.get(models):
+        raise ConfigError(f"{gives}, so {models} would not be asked; leave it null.")
+    if v.has(port):
+        access.server_token(
+            v.get(f"{environment}.host"), v.get(f"{environment}.token_file"), environment
         )
-    if v.get(f"{remote}.reward_models"):
-        raise ConfigError(f"{gives}, so {remote}.reward_models would not be asked; leave it null.")
-    if own[turns[1]] is not None:
-        server_token(v.get(f"{environment}.host"), v.get(f"{environment}.token_file"), environment)
-    if any(own[key] is not None for key in turns) and v.get(f"{section}.overlong_buffer_len", 0):
-        raise ConfigError(
-            f"{section}.overlong_buffer_len={v.get(f'{section}.overlong_buffer_len')} is for "
-            f"single responses, but {given[0]} makes samples of several; set it to 0, and let the "
-            "environment judge lengths."
+    if (v.has(path) or v.has(port)) and v.get(f"{section}.overlong_buffer_len"):
+        raise v.error(
+            f"{section}.overlong_buffer_len",
+            f"is for single responses, but {given[0]} makes samples of several; set it to 0.",
         )
 
 
@@ -98,9 +97,7 @@ def asked_reshard(settings: Any) -> Any:
 
 
 def generation_sizes(reshard: str | Mapping[str, int] | None, tp: int, pp: int) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel size of generation, by `asked_reshard` and those of training.
-    "auto" ends the pipeline, of which one rank at a time would work.
-    """
+    """TP and PP of generation, by `asked_reshard` and training; "auto" ends the pipeline."""
     if isinstance(reshard, Mapping):
         return reshard["tp"], reshard["pp"]
     return (tp, 1) if reshard == "auto" else (tp, pp)
@@ -114,8 +111,8 @@ def check_reshard(v: Values, section: str, key: str, dp: dict[str, int]) -> None
     value = asked_reshard(v.get(key.removesuffix(".generation.reshard")))
     merge = "model.peft.merge_for_generation"
     with_adapters = v.get("model.peft.peft_scheme") not in (None, "none")
-    shown = str(value).replace("'", "")  # as a command writes it
     if value not in (None, "none") and with_adapters and not v.get(merge, True):
+        shown = str(value).replace("'", "")  # as a command writes it
         raise ConfigError(
             f"{key}={shown} moves weights that contain the adapters, but {merge}=False "
             f"keeps these apart; set {merge}=True, or {key}=none."
@@ -139,23 +136,21 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
             f"choose sizes whose product divides {trained} or is a multiple of it, {remedy}."
         )
     together = tp * pp // trained
+    queue = f"{section}batch_iterator.use_flask"
     if together > 1:
         takes = f"{shown} takes the ranks of {together} data-parallel ranks"
+        smaller = f"choose smaller sizes, {remedy}."
         for ranks in dp.values():
             if ranks % together:
-                raise ConfigError(
-                    f"{takes}, of which there are {ranks}; choose smaller sizes, {remedy}."
-                )
+                raise ConfigError(f"{takes}, of which there are {ranks}; {smaller}")
         if cp > 1:
             raise ConfigError(
-                f"{takes}, which does not work with model.context_parallel_size={cp}; choose "
-                f"smaller sizes, {remedy}."
+                f"{takes}, which does not work with model.context_parallel_size={cp}; {smaller}"
             )
-        if v.get(f"{section}batch_iterator.use_flask"):
+        if v.get(queue):
             raise ConfigError(
-                f"{section}batch_iterator.use_flask=True does not work with {shown}: "
-                "data-parallel ranks generate together, so none may draw more prompts than "
-                "another; set it to False."
+                f"{queue}=True does not work with {shown}: data-parallel ranks generate together, "
+                "so none may draw more prompts than another; set it to False."
             )
     experts = v.get("model.num_moe_experts")
     if (ep > 1 or experts) and (tp, pp) != (trained_tp, 1):
@@ -163,11 +158,10 @@ def _check_sizes(v: Values, section: str, key: str, dp: dict[str, int]) -> None:
             f"{shown} would divide experts anew; with model.num_moe_experts={experts} only the "
             f"pipeline can end: set {key}={{tp: {trained_tp}, pp: 1}}, {remedy}."
         )
-    heads = v.get("model.num_attention_heads")
-    parts = {
-        "num_query_groups": (v.get("model.num_query_groups") or heads, tp),
-        "ffn_hidden_size": (v.get("model.ffn_hidden_size"), tp),
-        "num_layers": (v.get("model.num_layers"), pp),
+    heads = v.get("model.num_query_groups") or v.get("model.num_attention_heads")
+    parts = {"num_query_groups": (heads, tp)} | {
+        name: (v.get(f"model.{name}"), size)
+        for name, size in (("ffn_hidden_size", tp), ("num_layers", pp))
     }
     for name, (whole, size) in parts.items():
         if isinstance(whole, int) and whole % size:
@@ -183,9 +177,8 @@ def check_shared_queue(section: str, use_flask: bool | None, expert_parallel: in
     if use_flask and expert_parallel > 1:
         raise ConfigError(
             f"{section}batch_iterator.use_flask=True does not work with "
-            f"model.expert_model_parallel_size={expert_parallel}: these ranks hold each other's "
-            "experts, so none may generate more often than another. Set it to False "
-            f"({EP_REMEDY})."
+            f"model.expert_model_parallel_size={expert_parallel}: no rank may generate more "
+            f"often than another. Set it to False ({EP_REMEDY})."
         )
 
 
@@ -194,9 +187,9 @@ def check_generation(v: Values, model: str = "") -> None:
     longest = v.get(model + "length_params.max_length")
     context = v.get("model.encoder_seq_length")
     if longest and context and longest >= context:
-        raise ConfigError(
-            f"{model}length_params.max_length={longest} leaves no room for a prompt in "
-            f"model.encoder_seq_length={context}; set max_length below {context}."
+        raise v.error(
+            f"{model}length_params.max_length",
+            f"leaves no room for a prompt in model.encoder_seq_length={context}; lower it.",
         )
     v.at_most(model + "length_params.min_length", model + "length_params.max_length")
 
@@ -210,17 +203,14 @@ def check_responses_differ(v: Values, model: str, responses: int, key: str | Non
     if responses > 1 and greedy:
         key = key or model + "num_rollouts_per_prompt"
         raise ConfigError(
-            f"{key}={responses} responses to a prompt would be the same "
-            "with sampling_params.use_greedy=True or top_k=1; sample, or draw one response."
+            f"{key}={responses} responses to a prompt would be the same with "
+            "sampling_params.use_greedy=True or top_k=1; sample, or draw one response."
         )
 
 
 def check_compares_responses(name: str, key: str, responses: int) -> None:
-    """Raise `ConfigError` unless what is called `name` has several responses to compare; `key`: of
-    their number.
-    """
+    """Raise `ConfigError` unless there are several `responses` (`key`) to compare."""
     if responses < 2:
         raise ConfigError(
-            f"{name} compares the responses to a prompt, but {key}={responses}; set it to 2 or "
-            "more (4 to 16 are common)."
+            f"{name} compares the responses to a prompt, but {key}={responses}; raise it."
         )

@@ -14,28 +14,12 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.data_rules import (
-    check_chat,
-    check_data_impl,
-    check_labels_can_be_read,
-    check_parts,
-    plain_columns,
-)
+from nemo_aligner.config import data_rules, parallel_rules
 from nemo_aligner.config.defaults import complete_config, model_fallback
-from nemo_aligner.config.fields import RESTORE_KEY
+from nemo_aligner.config.fields import RESTORE_KEY, Configuration
 from nemo_aligner.config.inert_keys import check_later, refuse_model_values
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.optim_rules import check_optim
-from nemo_aligner.config.parallel_rules import (
-    check_accelerator,
-    check_architecture,
-    check_recomputation,
-    count_ranks,
-    cuda_devices,
-    dtype_name,
-    parallel_factor,
-    virtual_pipeline_group,
-)
 from nemo_aligner.config.peft_rules import check_peft, trains_adapters
 from nemo_aligner.config.values import Values, resolved
 from nemo_aligner.core.errors import ConfigError
@@ -59,9 +43,7 @@ RESTORE_KEYS = {  # key that names the weights a job starts from, if it is anoth
 
 
 def config_name_of(cfg: DictConfig) -> str | None:
-    """Which job of `CONFIG_NAMES` a whole configuration is for; None if it has none of their
-    sections, so that it is no whole one or is for something else.
-    """
+    """The job of `CONFIG_NAMES` that a whole configuration is for; None if of none."""
     if "rm_model_file" in cfg:
         return "inference_rm"
     trainer = cfg.get("trainer") or {}
@@ -105,12 +87,12 @@ def check_values(
     check_keys_alone(values, config_name)
     accelerator, devices = values.get("trainer.accelerator"), values.get("trainer.devices")
     if visible_devices is None:
-        visible_devices = 0 if accelerator == "cpu" else cuda_devices()
-    check_accelerator(accelerator, devices, visible_devices)
+        visible_devices = 0 if accelerator == "cpu" else parallel_rules.cuda_devices()
+    parallel_rules.check_accelerator(accelerator, devices, visible_devices)
     if values.get("trainer.precision") is not None:
-        dtype_name(values.get("trainer.precision"))
+        parallel_rules.dtype_name(values.get("trainer.precision"))
     own_gpus = visible_devices if accelerator != "cpu" else 0
-    ranks = count_ranks(devices, values.get("trainer.num_nodes"), own_gpus, env)
+    ranks = parallel_rules.count_ranks(devices, values.get("trainer.num_nodes"), own_gpus, env)
     trains_from_scratch = _check_start(values, config_name)
     refuse_model_values(values)
     if not complete:  # what the user wrote; a checkpoint's own data may have been of such a form
@@ -119,25 +101,17 @@ def check_values(
     complete = complete or trains_from_scratch
     base = str(values.get(job.restore_key))
     is_unsplit = os.path.isfile(os.path.join(base, "config.json"))  # a Hugging Face folder
-    dp = parallel_factor(values, ranks, complete, is_unsplit)
+    dp = parallel_rules.parallel_factor(values, ranks, complete, is_unsplit)
     if complete:
-        check_architecture(values.get("model"), fixed=not trains_from_scratch)
-    check_recomputation(values, complete)
-    length, positions = (
-        values.get(f"model.{name}") for name in ("encoder_seq_length", "max_position_embeddings")
-    )
-    name = "position_embedding_type"
-    learned = values.get(f"model.{name}", model_fallback(name)) == "learned_absolute"
-    if length and positions and learned and positions < length:
-        raise ConfigError(
-            f"model.max_position_embeddings={positions} is smaller than "
-            f"model.encoder_seq_length={length}; set it to {length}."
-        )
+        parallel_rules.check_architecture(values.get("model"), fixed=not trains_from_scratch)
+    parallel_rules.check_recomputation(values, complete)
+    embedding = "position_embedding_type"
+    if values.get(f"model.{embedding}", model_fallback(embedding)) == "learned_absolute":
+        values.at_most("model.encoder_seq_length", "model.max_position_embeddings")
     for key, package in LOGGERS.items():
         if values.get(key) and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"{key}=True needs the package {package}, which is not installed; install it, or "
-                "set the key to False (metrics.jsonl and report.html need no package)."
+                f"{key}=True needs the package {package}, which is not installed; install it."
             )
     if job.algo:
         check_save_hf(values.get("model.save_hf"))
@@ -147,7 +121,7 @@ def check_values(
                 "model.peft.peft_scheme=lora trains adapters of a checkpoint; name it in "
                 f"{job.restore_key}, or train all weights (peft_scheme=none)."
             )
-        _check_training(values, config_name, dp)
+        _check_training(values, job, dp)
     job.check(values, dp, ranks)
 
 
@@ -160,28 +134,23 @@ def check_save_hf(save_hf: object) -> None:
 
 
 def check_async_save(async_save: object, always_save_nemo: object, save_hf: object) -> None:
-    """Raise `ConfigError` if checkpoints are to be written in the background, and beside every one
-    of them what is written from the weights in memory.
-    """
+    """Refuse files that are written beside each checkpoint written in the background."""
     beside = {
-        "exp_manager.checkpoint_callback_params.always_save_nemo=True": bool(always_save_nemo),
+        "exp_manager.checkpoint_callback_params.always_save_nemo=True": always_save_nemo,
         f"model.save_hf={EVERY_CHECKPOINT}": save_hf == EVERY_CHECKPOINT,
     }
     for setting, is_set in beside.items():
         if async_save and is_set:
             raise ConfigError(
-                "exp_manager.checkpoint_callback_params.async_save=True writes checkpoints while "
-                f"the job goes on, but with {setting} the job waits for a file beside each of "
-                "them; leave one of the two out."
+                "exp_manager.checkpoint_callback_params.async_save=True writes in the background, "
+                f"but {setting} has the job wait for a file; leave one of the two out."
             )
 
 
 def check_dynamic_micro_batches(values: Values) -> None:
-    """Raise `ConfigError` if `model.dynamic_micro_batch_tokens` would share samples out to other
-    micro-batches than a loss is defined by.
-    """
+    """Refuse losses defined by micro-batches with `dynamic_micro_batch_tokens`."""
     tokens = "model.dynamic_micro_batch_tokens"
-    if values.get(tokens) is None:
+    if not values.has(tokens):
         return
     fixed = f"{tokens}={values.get(tokens)} makes micro-batches of similar samples, but"
     for key in (f"model.{section}loss_reduction" for section in ("", "ppo.", "rs.", "reinforce.")):
@@ -211,21 +180,17 @@ def _check_start(values: Values, config_name: str) -> bool:
     """Check the weights that the job starts from; returns whether they are random."""
     if config_name == "evaluate":  # it may have responses in place of a policy
         return False
-    key = restore_key(config_name)
+    key, job = restore_key(config_name), JOBS[config_name]
     restore = values.get(key)
     if restore is not None and not os.path.exists(str(restore)):
-        raise ConfigError(
-            f"{key}={restore} does not exist; give the path of a .nemo file or folder."
-        )
-    serves_a_function = values.get("inference.reward_fn") is not None
+        raise values.error(key, "does not exist; give the path of a .nemo file or folder.")
+    serves_a_function = values.has("inference.reward_fn")
     if restore is not None or (config_name == "inference_rm" and serves_a_function):
         return False
-    if not JOBS[config_name].from_scratch:
-        raise ConfigError(
-            f"{key} is not set; give the path of the .nemo file or folder to start from."
-        )
+    if not job.from_scratch:
+        raise ConfigError(f"{key} is not set; give the .nemo file or folder to start from.")
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "tokenizer.library")
-    missing = [f"model.{name}" for name in sizes if values.get(f"model.{name}") is None]
+    missing = [f"model.{name}" for name in sizes if not values.has(f"model.{name}")]
     if missing:
         raise ConfigError(
             f"{key} is not set, so the model starts from random weights, but "
@@ -235,20 +200,18 @@ def _check_start(values: Values, config_name: str) -> bool:
     return True
 
 
-def _check_training(values: Values, config_name: str, dp: dict[str, int]) -> None:
+def _check_training(values: Values, job: Configuration, dp: dict[str, int]) -> None:
     """What all jobs that train have in common."""
-    times = dp | virtual_pipeline_group(values)
+    times = dp | parallel_rules.virtual_pipeline_group(values)
     values.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
     check_dynamic_micro_batches(values)
     check_optim(values.get("model.optim", {}))
-    if values.get("exp_manager") is not None:
-        params = "exp_manager.checkpoint_callback_params"
-        check_async_save(
-            values.get(f"{params}.async_save"),
-            values.get(f"{params}.always_save_nemo"),
-            values.get("model.save_hf"),
-        )
-    if config_name in PREFIX_DATA_JOBS:
+    params, save_hf = "exp_manager.checkpoint_callback_params", values.get("model.save_hf")
+    async_save, nemo = (
+        values.get(f"{params}.{key}") for key in ("async_save", "always_save_nemo")
+    )
+    check_async_save(async_save, nemo, save_hf)
+    if "model.data.data_prefix" in job.keys:
         _check_prefix_data(values)
 
 
@@ -264,23 +227,20 @@ def why_nothing_is_kept(values: Values, config_name: str) -> str | None:
 
 
 def _check_prefix_data(values: Values) -> None:
-    """What the jobs that read `model.data.data_prefix` have in common. The others may have got
-    such keys from a checkpoint.
-    """
+    """What jobs that read `data_prefix` share; others may have it from a checkpoint."""
     values.at_most("model.data.seq_length", "model.encoder_seq_length")
-    plain_columns(values.get("model.data.columns"))
-    data_impl = values.get("model.data.data_impl")
+    data_rules.plain_columns(values.get("model.data.columns"))
+    data_impl, files = values.get("model.data.data_impl"), values.get("model.data.data_prefix")
     in_chunks = data_impl == "chunked_jsonl" and values.get("model.knowledge_distillation")
     if data_impl is not None and not in_chunks:
-        check_data_impl(data_impl)
+        data_rules.check_data_impl(data_impl)
         if values.get("model.reward_model_type") == "regression":
-            check_labels_can_be_read(data_impl)
-    check_chat(values.get("model.data", {}))
-    if not values.get("model.data.data_prefix"):
+            data_rules.check_labels_can_be_read(data_impl)
+    data_rules.check_chat(values.get("model.data", {}))
+    if not files:
         raise ConfigError(
             "model.data.data_prefix is not set; give the data files, for example "
-            "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl], test: "
-            "[val.jsonl]}'."
+            "'model.data.data_prefix={train: [train.jsonl], validation: [val.jsonl]}'."
         )
-    if isinstance(values.get("model.data.data_prefix"), Mapping):
-        check_parts(values.get("model.data.data_prefix"))
+    if isinstance(files, Mapping):
+        data_rules.check_parts(files)

@@ -13,15 +13,8 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from nemo_aligner.config.access import (
-    REWARD_TOKEN_VARIABLE,
-    client_tls,
-    is_web_address,
-    read_token,
-    server_tls,
-    server_token,
-    shown_url,
-)
+from nemo_aligner.config import access
+from nemo_aligner.config.access import REWARD_TOKEN_VARIABLE as TOKEN
 from nemo_aligner.config.fields import Configuration
 from nemo_aligner.config.keys.rollouts import RewardAddress
 from nemo_aligner.config.values import Values, is_number
@@ -37,22 +30,21 @@ def read_frontend(
     """Check the section `server`; returns how a server encrypts, None if it does not."""
     if frontend not in FRONTENDS:
         raise ConfigError(f"server.frontend={frontend!r} must be one of {', '.join(FRONTENDS)}.")
-    if frontend == "asgi" and importlib.util.find_spec("uvicorn") is None:
+    package, remedy = {
+        "asgi": ("uvicorn", "'nemo-aligner-mcore[asgi]'"),
+        "triton": ("pytriton", "nvidia-pytriton, or set server.frontend=asgi"),
+    }[frontend]
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            "server.frontend=asgi needs uvicorn, which is not installed: pip install "
-            "'nemo-aligner-mcore[asgi]'"
-        )
-    if frontend == "triton" and importlib.util.find_spec("pytriton") is None:
-        raise ConfigError(
-            "server.frontend=triton needs PyTriton, which is not installed: pip install "
-            "nvidia-pytriton, or set server.frontend=asgi, which does without."
+            f"server.frontend={frontend} needs {package}, which is not installed: pip install "
+            + remedy
         )
     if frontend == "triton" and (certificate is not None or key is not None):
         raise ConfigError(
             f"server.tls_certificate={certificate} and server.tls_key={key} have an effect only "
             "with server.frontend=asgi; set it, or leave them null."
         )
-    return server_tls(certificate, key)
+    return access.server_tls(certificate, key)
 
 
 def check_kind_of_rewards(v: Values, section: str) -> None:
@@ -69,9 +61,8 @@ def check_source_of_rewards(remote: Mapping) -> None:
     """Raise `ConfigError` if rewards are to come from the critic server and from others too."""
     if remote["reward_models"] and remote["combine_rm_and_critic_server"]:
         raise ConfigError(
-            "remote_critic_rm.reward_models names servers of their own, but "
             "remote_critic_rm.combine_rm_and_critic_server=True has the critic server score "
-            "rewards; set it to False."
+            "rewards; set it to False, or remote_critic_rm.reward_models to null."
         )
 
 
@@ -79,31 +70,25 @@ def check_reward_standardization(model: Mapping) -> None:
     """Raise `ConfigError` if rewards are to be standardized without a mean and a positive standard
     deviation. `model` is the completed section, here and below.
     """
-    standardization = model["reward_standardization"]
-    if not standardization or not standardization["enable"]:
+    given, section = model["reward_standardization"], "model.reward_standardization"
+    if not given or not given["enable"]:
         return
-    for key in ("mean", "std"):
-        if standardization[key] is None:
-            raise ConfigError(
-                "model.reward_standardization.enable=True needs "
-                f"model.reward_standardization.{key}; set it."
-            )
-    v = Values({"model": {"reward_standardization": dict(standardization)}})
-    v.number("model.reward_standardization.mean")
-    v.number("model.reward_standardization.std", 0, above=True)
+    v = Values({"model": {"reward_standardization": dict(given)}})
+    for name in ("mean", "std"):
+        if given[name] is None:
+            raise ConfigError(f"{section}.{name} is not set; {section}.enable=True needs it.")
+    v.number(f"{section}.mean")
+    v.number(f"{section}.std", 0, above=True)
 
 
 def check_attributes_are_merged(regression: Mapping) -> None:
-    """Raise `ConfigError` if a reward model gives several attributes for a sample, not their sum,
-    by its section `model.regression`.
-    """
+    """Refuse several attributes that are not merged, by `model.regression`."""
     attributes = regression["num_attributes"]
     if attributes > 1 and not regression["merge_attributes"]:
         raise ConfigError(
             f"this reward model gives {attributes} attributes (model.regression.num_attributes), "
-            "but a reward is one number per sample; set model.regression.merge_attributes=True, "
-            f"and model.regression.attribute_weights to {attributes} numbers unless they all "
-            "count the same."
+            "but a reward is one number; set model.regression.merge_attributes=True, and "
+            f"attribute_weights to {attributes} numbers unless they all count the same."
         )
 
 
@@ -114,8 +99,7 @@ def check_one_reward_per_sample(model: Mapping) -> None:
 
 
 def served_attributes(model: Mapping) -> int:
-    """How many numbers a reward model gives for each sample: its attributes, unless it merges
-    them.
+    """How many numbers a reward model gives for each sample: its attributes, or their sum.
 
     Raises:
         ConfigError: it has weights that it does not use, or gives a number per token.
@@ -125,14 +109,13 @@ def served_attributes(model: Mapping) -> int:
     if weights is not None and not regression["merge_attributes"]:
         raise ConfigError(
             f"model.regression.attribute_weights={list(weights)} has an effect only when "
-            "attributes are merged; set model.regression.merge_attributes=True, as a critic from "
-            "the same checkpoint does."
+            "attributes are merged; set model.regression.merge_attributes=True."
         )
     if model["output_sequence"]:
         raise ConfigError(
             "model.output_sequence=True gives a number per token, as a critic does, but a reward "
-            "is one number per sample; serve the reward model that the critic started from, or "
-            "set it to False. inference.rewards_per gives rewards of steps and tokens."
+            "is one number per sample; serve a reward model, or set it to False "
+            "(inference.rewards_per gives rewards of steps and tokens)."
         )
     return 1 if regression["merge_attributes"] else int(regression["num_attributes"])
 
@@ -148,14 +131,14 @@ def check_scores_of_tokens(model: Mapping) -> None:
 
 def check_serving(values: Values, section: str) -> None:
     """What the servers have in common; `section` holds their port."""
-    server_token(values.get(f"{section}.host"), values.get(f"{section}.token_file"), section)
+    host, token_file = values.get(f"{section}.host"), values.get(f"{section}.token_file")
+    access.server_token(host, token_file, section)
     read_frontend(*(values.get(f"server.{key}") for key in SERVER_KEYS))
     sizes = values.get(f"{section}.inference_micro_batch_size")
-    for size in sizes if isinstance(sizes, (list, tuple)) else [sizes]:
+    for size in _as_list(sizes):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(
-                f"{section}.inference_micro_batch_size={sizes!r} must be a positive whole number "
-                "or a list of them."
+                f"{section}.inference_micro_batch_size={sizes!r} must be above 0, or a list."
             )
 
 
@@ -187,26 +170,18 @@ def read_reward_models(cfg: Mapping, setting: str) -> list[RewardModelSpec]:
         own = f"{setting}.reward_model"
         return [_read_one(cfg.get("reward_model") or {}, own, ip=host, port=port)]
     if not isinstance(ensemble, Mapping) or not ensemble:
-        raise ConfigError(
-            f"{setting}.reward_models={ensemble!r} must map names to servers, for example "
-            "{helpful: {ip: localhost, port: 5555, weight: 0.7}, terse: {ip: localhost, port: "
-            "5556, weight: 0.3}}."
-        )
+        raise ConfigError(f"{setting}.reward_models={ensemble!r} must map names to servers.")
     if host is not None or port is not None:
         raise ConfigError(
             f"{setting}.host={host} and {setting}.port={port} are the address of one reward "
-            f"model, but {setting}.reward_models names {len(ensemble)}; give the addresses there "
-            "and leave host and port null."
+            f"model, but {setting}.reward_models gives {len(ensemble)}; leave host and port null."
         )
     specs = [
         _read_member(member, f"{setting}.reward_models", str(name))
         for name, member in ensemble.items()
     ]
     if all(spec.weight == 0 for spec in specs):
-        raise ConfigError(
-            f"every weight in {setting}.reward_models is 0: all rewards would be 0. Set at least "
-            "one."
-        )
+        raise ConfigError(f"every weight in {setting}.reward_models is 0; set at least one.")
     return specs
 
 
@@ -221,44 +196,40 @@ class RewardServersSpec:
     tls: ssl.SSLContext | None = None
 
     def __str__(self) -> str:
-        return f"the reward server {', '.join(map(shown_url, self.urls))}"
+        return f"the reward server {', '.join(map(access.shown_url, self.urls))}"
 
 
 def read_reward_servers(
     options: Mapping, section: str, key: str = "reward_fn"
 ) -> RewardServersSpec | None:
-    """The web servers that `key` of `options`, the section called `section`, names; None if it is
-    `reward_fn`, and null or a Python function.
-    """
+    """The web servers that `key` of `options` names; None: `reward_fn` is null or code."""
     setting, reward_fn, may_be_code = f"{section}.{key}", options[key], key == "reward_fn"
     given = _as_list(reward_fn)
     texts = [value for value in given if isinstance(value, str) and value.strip()]
     urls = [value for value in texts if value.lower().startswith(("http://", "https://"))]
     if not urls and may_be_code and (reward_fn is None or len(texts) == len(given) == 1):
-        for key in ("reward_token_file", "reward_tls_ca_file"):
-            if options[key] is not None:
+        for name in ("reward_token_file", "reward_tls_ca_file"):
+            if options[name] is not None:
                 raise ConfigError(
-                    f"{section}.{key}={options[key]} is for an address in {setting}, which has "
-                    "none; leave it null."
+                    f"{section}.{name}={options[name]} is for an address in {setting}; unset it."
                 )
         return None
     if not urls or len(urls) < len(given) or len(set(urls)) < len(urls):
+        code = "path/to/file.py:function, " if may_be_code else ""
         raise ConfigError(
-            f"{setting}={shown_url(str(reward_fn))} must be "
-            f"{'path/to/file.py:function, ' if may_be_code else ''}an address http://... or "
+            f"{setting}={access.shown_url(str(reward_fn))} must be {code}an address http://... or "
             "https://..., or a list of different addresses."
         )
     for url in urls:
-        if not is_web_address(url):
+        if not access.is_web_address(url):
             raise ConfigError(
-                f"{setting}={shown_url(url)} must name a host, and a port from 1 to 65535 if any, "
-                "and hold no user or password; a token comes from "
-                f"{REWARD_TOKEN_VARIABLE} or reward_token_file."
+                f"{setting}={access.shown_url(url)} must name a host, and a port from 1 to 65535 "
+                f"if any, and hold no user or password; a token comes from {TOKEN} or "
+                "reward_token_file."
             )
-    key = "reward_token_file"
-    token = read_token(options[key], section, key, REWARD_TOKEN_VARIABLE)
-    key = "reward_tls_ca_file"
-    return RewardServersSpec(setting, urls, token, client_tls(options[key], section, key))
+    token = access.read_token(options["reward_token_file"], section, "reward_token_file", TOKEN)
+    tls = access.client_tls(options["reward_tls_ca_file"], section, "reward_tls_ca_file")
+    return RewardServersSpec(setting, urls, token, tls)
 
 
 def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSpec:
@@ -267,23 +238,18 @@ def read_teacher(cfg: Mapping, setting: str = "remote_teacher") -> RewardModelSp
 
 
 def read_teachers(cfg: Mapping, setting: str = "remote_teacher") -> list[RewardModelSpec]:
-    """The teachers of a policy that `cfg`, the section called `setting`, names: one, or several by
-    their names, which share what they do not give themselves.
-    """
+    """The teachers of `cfg`: one, or several by their names with what differs."""
     teachers, column = cfg.get("teachers"), cfg.get("column")
     if (teachers is None) != (column is None):
         raise ConfigError(
             f"{setting}.teachers={teachers} and {setting}.column={column} do not go together: "
-            "several teachers need a column of the data that names one for each prompt; set both "
-            "or neither."
+            "a column of the data names the one of several teachers; set both or neither."
         )
     if teachers is None:
         return [read_teacher(cfg, setting)]
     own = {key: cfg[key] for key in ("host", "port", "name")}
-    known = isinstance(teachers, Mapping) and teachers
-    if not known or not all(
-        isinstance(t, Mapping) and set(t) <= set(own) for t in teachers.values()
-    ):
+    sections = teachers.values() if isinstance(teachers, Mapping) else ()
+    if not sections or not all(isinstance(t, Mapping) and set(t) <= set(own) for t in sections):
         raise ConfigError(
             f"{setting}.teachers={teachers!r} must map names to sections with host, port or name, "
             "for example {mathematics: {port: 5557}, code: {port: 5558}}."
@@ -299,21 +265,18 @@ def _read_member(member: Mapping, setting: str, name: str) -> RewardModelSpec:
     if not name.isidentifier() or name == "with_kl":
         raise ConfigError(
             f"{setting} has the name {name!r}, which becomes part of a metric's name, "
-            "rewards_<name>: use letters, digits and underscores, and not with_kl, which is a "
-            "metric already."
+            "rewards_<name>: use letters, digits and underscores, but not with_kl."
         )
     spec = _read_one(member, f"{setting}.{name}", name)
     for key in member:
         if key not in _MEMBER_KEYS:
             raise ConfigError(
-                f"{setting}.{name} has the unknown key {key}; a member has "
-                f"{', '.join(_MEMBER_KEYS)}."
+                f"{setting}.{name} has the unknown key {key}; use {', '.join(_MEMBER_KEYS)}."
             )
     for key in ("ip", "port"):
         if member.get(key) is None:
             raise ConfigError(
-                f"{setting}.{name}.{key} is not set; every member of an ensemble needs ip and "
-                "port."
+                f"{setting}.{name}.{key} is not set; every member needs ip and port."
             )
     return spec
 
@@ -327,10 +290,7 @@ def _read_one(
 ) -> RewardModelSpec:
     """One reward model; `ip` and `port` win over those of its `section`."""
     if not isinstance(section, Mapping):
-        raise ConfigError(
-            f"{setting}={section!r} must be a section with ip, port and optionally name and "
-            "weight."
-        )
+        raise ConfigError(f"{setting}={section!r} must be a section with ip and port.")
     weight = section.get("weight", 1.0)  # a member that has none counts as it is
     if not is_number(weight):
         raise ConfigError(f"{setting}.weight={weight!r} must be a finite number.")
@@ -343,9 +303,7 @@ def _read_one(
 def _read_addresses(
     ip: str | Sequence[str], port: int | Sequence[int], setting: str
 ) -> tuple[tuple[str, int], ...]:
-    """((host, port), ...): lists of equal length are paired, a single value goes with each item of
-    the other list.
-    """
+    """((host, port), ...): paired lists; a single value goes with each of the other list."""
     ips, ports = _as_list(ip), _as_list(port)
     for value in ips:
         if not isinstance(value, str) or not value.strip():
@@ -353,33 +311,26 @@ def _read_addresses(
         # IPv6 addresses have more than one colon.
         if "/" in value or value.count(":") == 1 or any(map(str.isspace, value)):
             raise ConfigError(
-                f"{setting}.ip={ip!r}: give the host name or IP address alone; the port goes to "
-                f"{setting}.port."
+                f"{setting}.ip={ip!r}: give the host name or IP address alone, and {setting}.port."
             )
     for value in ports:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
             raise ConfigError(
-                f"{setting}.port={port!r}: {value!r} is not a TCP port; use numbers from 1 to "
-                "65535."
+                f"{setting}.port={port!r}: {value!r} is not a TCP port (1 to 65535)."
             )
     if not ips or not ports:
         raise ConfigError(f"{setting}.ip={ips} with {setting}.port={ports} names no server.")
-    if len(ips) == 1:
-        ips = ips * len(ports)
-    if len(ports) == 1:
-        ports = ports * len(ips)
+    ips = ips * len(ports) if len(ips) == 1 else ips
+    ports = ports * len(ips) if len(ports) == 1 else ports
     if len(ips) != len(ports):
         raise ConfigError(
             f"{setting}.ip={ips} names {len(ips)} servers, but {setting}.port={ports} has "
             f"{len(ports)} ports; give one port for all of them, or one for each."
         )
     addresses = tuple(zip(ips, ports))
-    for address in addresses:
-        if addresses.count(address) > 1:
-            raise ConfigError(
-                f"{setting} names {address[0]}:{address[1]} more than once; list each server of "
-                "the fleet once."
-            )
+    for host, number in addresses:
+        if addresses.count((host, number)) > 1:
+            raise ConfigError(f"{setting} names {host}:{number} more than once; list it once.")
     return addresses
 
 

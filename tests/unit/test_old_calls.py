@@ -25,7 +25,6 @@ from nemo_aligner.utils import (
     utils,
 )
 from tests import ppo_fakes, rs_fakes
-from tests.scripted_server import ScriptedServer
 from tests.tiny_models import PPO, tiny_config
 
 
@@ -143,20 +142,6 @@ def test_step_helpers_may_be_called_by_methods_of_their_name(reward_model):
 # ---------------------------------------------------------------------------------- actor, trainer
 
 
-def test_a_forgotten_reference_is_one_clear_error_each_time():
-    def check_reference_policy():
-        raise UserError("call model.set_reference_policy()")
-
-    trainer = ppo_fakes.make_trainer(initial_policy_kl_penalty=0.1)
-    policy = trainer.model
-    policy.check_reference_policy = check_reference_policy
-    for _ in range(2):
-        with pytest.raises(UserError, match="set_reference_policy"):
-            trainer.fit()
-    del policy.check_reference_policy
-    trainer.generate_rollouts()
-
-
 def test_actor_without_a_reference_says_what_to_call(tiny_tokenizer_dir):
     from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 
@@ -174,17 +159,6 @@ def test_actor_without_a_reference_says_what_to_call(tiny_tokenizer_dir):
     masks, loss_mask, positions = model.get_ltor_masks_and_position_ids(tokens)
     assert masks.shape == (2, 1, 4, 4) and masks[1, 0, 1].tolist() == [False, False, True, True]
     assert loss_mask.tolist() == [[1.0] * 4] * 2 and positions[1].tolist() == [0, 1, 2, 3]
-
-
-def test_an_error_in_a_rollout_leaves_the_timer_usable():
-    trainer = ppo_fakes.make_trainer()
-    policy = trainer.model
-    own, policy.get_inference_log_probs = policy.get_inference_log_probs, None
-    for _ in range(2):
-        with pytest.raises(TypeError, match="callable"):
-            trainer.run_step()
-    policy.get_inference_log_probs = own
-    trainer.run_step()
 
 
 def test_metrics_of_a_rollout_with_rewards():
@@ -464,20 +438,6 @@ def test_rejection_sampling_takes_the_old_calls():
         "global_prompt_lengths": 1.0,
         "global_rewards": 2.5,
     }
-
-
-def test_communicator_is_made_by_its_class():
-    from nemo_aligner.servers.http_communicator import HTTPCommunicator
-
-    with ScriptedServer() as server:
-        address = ("127.0.0.1", server.port)
-        made = HTTPCommunicator.create_http_communicator_from_dict({"a": address})
-        other = HTTPCommunicator.create_http_communicator_from_dict({})
-        with made, other:
-            assert list(made.connections) == ["a"]
-            assert other is not made and not other.connections
-            assert other.create_http_communicator_from_dict({"b": address}) is other
-            assert list(other.connections) == ["b"] and list(made.connections) == ["a"]
 
 
 def test_critic_learns_from_arrays_in_order_by_name_and_in_a_dict(

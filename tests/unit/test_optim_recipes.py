@@ -5,7 +5,6 @@ optimizers and NeMo's registry.
 """
 
 import contextlib
-import inspect
 import math
 
 import pytest
@@ -56,36 +55,11 @@ def rates(updates, **settings):
 # --- the tables ---
 
 
-def accepted(cls):
-    """Keyword arguments of a class and of those it hands the rest to."""
-    names = set()
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            parameters = inspect.signature(base.__init__).parameters
-            names |= {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-                break
-    return names - {"self", "optimizer", "max_steps", "last_epoch", "verbose"}
-
-
 def test_tables_cover_the_registries_of_nemo():
     assert set(AVAILABLE_SCHEDULERS) == (set(SCHEDULES) | set(OTHER_SCHEDULES)) - {"constant"}
     assert set(AVAILABLE_OPTIMIZERS) <= set(OPTIMIZERS) | set(OTHER_OPTIMIZERS)
     assert not set(OPTIMIZERS) & set(OTHER_OPTIMIZERS)
     assert not set(SCHEDULES) & set(OTHER_SCHEDULES)
-
-
-@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"constant"}))
-def test_each_schedule_reads_the_keys_of_nemos_class(name):
-    unused = {
-        "WarmupPolicy": {"min_lr"},  # only after the last update of the job
-        "WarmupHoldPolicy": {"min_lr"},
-        # Its class fails without the steps.
-        "T5InverseSquareRootAnnealing": {"constant_ratio"},
-    }
-    assert set(SCHEDULES[name].keys) == accepted(AVAILABLE_SCHEDULERS[name]) - unused.get(
-        name, set()
-    )
 
 
 # --- rates ---
@@ -296,7 +270,10 @@ def test_fields_of_megatron_core_that_cannot_be_given(tiny_tokenizer_dir, fields
         ({"name": "sdg"}, "'sdg' is not supported; use one of distributed_fused_adam, mcore"),
         ({"momentum": 1.5}, "momentum=1.5 must be at least 0 and at most 1"),
         ({"sched": {"name": "Cosine"}}, "'Cosine' is not supported; use one of constant, Cosine"),
-        ({"sched": {"name": "NoamAnnealing"}}, "d_model=None: NoamAnnealing needs it"),
+        (
+            {"sched": {"name": "NoamAnnealing"}},
+            "d_model=None must be above 0; NoamAnnealing needs it",
+        ),
         ({"sched": {"name": "constant", "warmup_steps": 1.5}}, "warmup_steps=1.5 must be a whole"),
         (
             {"sched": {"name": "constant", "warmup_ratio": 2}},
@@ -304,7 +281,7 @@ def test_fields_of_megatron_core_that_cannot_be_given(tiny_tokenizer_dir, fields
         ),
         (
             {"sched": {"name": "CosineAnnealing", "warmup_ratio": 0.1, "warmup_steps": 3}},
-            "warmup_ratio=0.1 and .*warmup_steps=3 say the same thing twice; set .*steps=null",
+            "warmup_ratio=0.1 and .*warmup_steps=3 say the same thing twice; set .* null",
         ),
         (
             {"lr": 0.1, "sched": {"name": "WarmupAnnealing", "min_lr": 0.2}},

@@ -3,41 +3,25 @@
 """The actors of PPO, rejection sampling and REINFORCE."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Configuration, inert, key, section
-from nemo_aligner.config.keys.common import DATALOADER, FROM_CHECKPOINT, NEW_DATA, PARAMS, wandb
+from nemo_aligner.config import rollout_rules
+from nemo_aligner.config.fields import (
+    ABSENT,
+    LARGEST_PORT,
+    Configuration,
+    Section,
+    inert,
+    key,
+    section,
+)
+from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import PolicyPeft, TrainedModel
-from nemo_aligner.config.keys.rollouts import (
-    BatchIterator,
-    Policy,
-    PolicyTrtLlm,
-    Remote,
-    RemoteRM,
-    RemoteTeacher,
-    RolloutAlarms,
-    RolloutLoop,
-    TrtLlm,
-)
 from nemo_aligner.config.ppo_rules import check_ppo
-from nemo_aligner.config.rollout_rules import (
-    check_compares_responses,
-    check_policy,
-    check_responses_differ,
-)
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import (
-    ADVANTAGE_ESTIMATORS,
-    CORRECTION_LEVELS,
-    COVARIANCE_RULES,
-    KL_ESTIMATORS,
-    POLICY_LOSSES,
-    PROCESS_REWARDS,
-    ROLLOUT_LOGPROBS,
-)
 
 
 def _actor(
@@ -50,14 +34,12 @@ def _actor(
     monitor: str = "val_rewards",
     more: dict[str, Any] | None = None,
 ) -> Configuration:
-    """The actor of an algorithm; `remotes`: sections of servers with their classes, `more`: other
-    defaults.
-    """
+    """The actor of an algorithm; `remotes`: its servers' sections, `more`: other defaults."""
     name = f"megatron_gpt-{{step}}-{{consumed_samples}}-{{{algo}_optimization_step}}-{{epoch}}"
     return Configuration(
         f"gpt_{algo}_actor",
         {
-            **FROM_CHECKPOINT,
+            **common.FROM_CHECKPOINT,
             f"trainer.{algo}": loop,
             **remotes,
             "model": TrainedModel,
@@ -66,13 +48,13 @@ def _actor(
             "model.data": data,
         },
         {
-            **NEW_DATA,
+            **common.NEW_DATA,
             "exp_manager.name": f"megatron_gpt_{algo}_actor",
-            **wandb(f"nemo_aligner_{algo}", f"gpt3_{algo}_2b"),
-            f"{PARAMS}.monitor": monitor,
-            f"{PARAMS}.mode": "max",
-            f"{PARAMS}.save_top_k": 1,
-            f"{PARAMS}.filename": f"{name}-{{{monitor}:.3f}}",
+            **common.wandb(f"nemo_aligner_{algo}", f"gpt3_{algo}_2b"),
+            f"{common.PARAMS}.monitor": monitor,
+            f"{common.PARAMS}.mode": "max",
+            f"{common.PARAMS}.save_top_k": 1,
+            f"{common.PARAMS}.filename": f"{name}-{{{monitor}:.3f}}",
             "model.optim.lr": 9e-7,
             "model.optim.sched.min_lr": 9e-8,
             "model.data.validation_drop_last": ABSENT,
@@ -83,13 +65,11 @@ def _actor(
     )
 
 
-@dataclass
-class AdaptiveKL:
+class AdaptiveKL(Section):
     """Moves the weight of the KL.
 
-    Attributes:
-        enable, target, horizon: **new**, ppo.md: move `initial_policy_kl_penalty` so that the KL
-            of a sample stays near the target
+    enable, target, horizon: **new**, ppo.md: move `initial_policy_kl_penalty` so that the KL of a
+        sample stays near the target
     """
 
     enable: bool = key(False)
@@ -97,45 +77,40 @@ class AdaptiveKL:
     horizon: float | None = key(10000, above=0)
 
 
-@dataclass
-class SamplerCorrectionKeys:
+class SamplerCorrectionKeys(Section):
     """Against a sampler that is not the trainer.
 
-    Attributes:
-        weights, cap: **new**, ppo.md: importance weights by the ratio of each `token`, of its
-            response (`sequence`) or its geometric mean (`geometric`), at most `cap`; null: none
-        reject, low, high: **new**, ppo.md: nothing is learned from what has a ratio out of this
-            range, by the same names; null: everything counts
+    weights, cap: **new**, ppo.md: importance weights by the ratio of each `token`, of its response
+        (`sequence`) or its geometric mean (`geometric`), at most `cap`; null: none
+    reject, low, high: **new**, ppo.md: nothing is learned from what has a ratio out of this range,
+        by the same names; null: everything counts
     """
 
-    weights: str | None = key(None, choices=CORRECTION_LEVELS)
+    weights: str | None = key(None, choices=estimators.CORRECTION_LEVELS)
     cap: float = key(2.0, above=0)
-    reject: str | None = key(None, choices=CORRECTION_LEVELS)
+    reject: str | None = key(None, choices=estimators.CORRECTION_LEVELS)
     low: float = key(0.5, at_least=0)
     high: float = key(2.0, above=0)
 
 
-@dataclass
-class Covariance:
+class Covariance(Section):
     """Against the fall of entropy.
 
-    Attributes:
-        rule: **new**, ppo.md: tokens with a large covariance of log-prob and advantage have no
-            gradient (`clip`) or a KL to the policy that generated (`kl`); null: off
-        fraction: **new**: of the response tokens of a rollout
-        low, high: **new**, with `clip`: range of the covariances among which they are drawn
-        kl_coef: **new**, with `kl`: weight of the KL
+    rule: **new**, ppo.md: tokens with a large covariance of log-prob and advantage have no
+        gradient (`clip`) or a KL to the policy that generated (`kl`); null: off
+    fraction: **new**: of the response tokens of a rollout
+    low, high: **new**, with `clip`: range of the covariances among which they are drawn
+    kl_coef: **new**, with `kl`: weight of the KL
     """
 
-    rule: str | None = key(None, choices=COVARIANCE_RULES)
+    rule: str | None = key(None, choices=estimators.COVARIANCE_RULES)
     fraction: float = key(0.0002, above=0, at_most=1)
     low: float = key(1.0)
     high: float = key(5.0)
     kl_coef: float = key(1.0, above=0)
 
 
-@dataclass
-class PPOAlarms(RolloutAlarms):
+class PPOAlarms(rollouts.RolloutAlarms):
     """Alarms of PPO."""
 
     sampling_mismatch: float | None = key(0.05, above=0)
@@ -144,50 +119,48 @@ class PPOAlarms(RolloutAlarms):
     explained_variance: float | None = key(-0.2, at_most=1)
 
 
-@dataclass
-class PPOLoop(RolloutLoop):
+class PPOLoop(rollouts.RolloutLoop):
     """PPO.
 
-    Attributes:
-        critic_warmup_steps: rollouts before step 0 that train only the critic
-        ppo_epochs: **new**: passes over one rollout
-        initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
-            reference policy
-        advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
-            `rloo`, `grpo`, `dr_grpo`, `gdpo`, or `teacher` alone; see [ppo.md](ppo.md) for this
-            and all that follows marked "ppo.md"
-        kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
-            `use_absolute_kl`
-        use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute
-            value of each token's log-ratio. It keeps its meaning, with a warning: it does not
-            hold the policy to the reference ([measured](ppo.md#which-kl-regularises))
-        discount_factor, gae_lambda: of generalised advantage estimation
-        critic_gae_lambda: **new**, ppo.md: lambda of the returns that the critic learns; null:
-            `gae_lambda`
-        normalize_advantages: to mean 0 and variance 1 over all response tokens
-        advantage_clip, reward_clip, whiten_rewards, normalize_rewards: **new**, ppo.md
-        process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their
-            sum is that of the response) or `steps` (each compared with the others',
-            [rewards](rewards.md#rewards-of-steps-and-tokens))
-        dynamic_sampling_rounds: **new**, ppo.md: rollouts drawn more, at most, to replace prompts
-            whose responses all have the same reward; 0: none
-        overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that
-            come close to `max_length`
-        teacher_kl_coef, teacher_kl_discount: **new**, ppo.md: weight of a
-            [served teacher](ppo.md#a-teacher-of-the-policy) in the advantages, 0: none; of what
-            it thinks of later tokens
-        target_kl: **new**, ppo.md: stop the updates of a rollout early
-        loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of
-            the clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
-        ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
-            `trainer.ppo.*` or `model.ppo.*`
+    critic_warmup_steps: rollouts before step 0 that train only the critic
+    ppo_epochs: **new**: passes over one rollout
+    initial_policy_kl_penalty: weight of the KL to the reference policy in the reward; 0: no
+        reference policy
+    advantage_estimator: **new**: `gae` (with a critic), or without one `reinforce_plus_plus`,
+        `rloo`, `grpo`, `dr_grpo`, `gdpo`, or `teacher` alone; see [ppo.md](ppo.md) for this and
+        all that follows marked "ppo.md"
+    kl_estimator: **new**, ppo.md: `k1`, `abs`, `k2` or `k3`; null: `k1`, or `abs` with
+        `use_absolute_kl`
+    use_absolute_kl: True, as in NeMo-Aligner's files: the KL in the reward is the absolute value
+        of each token's log-ratio. It keeps its meaning, with a warning: it does not hold the
+        policy to the reference ([measured](ppo.md#which-kl-regularises))
+    discount_factor, gae_lambda: of generalised advantage estimation
+    critic_gae_lambda: **new**, ppo.md: lambda of the returns that the critic learns; null:
+        `gae_lambda`
+    normalize_advantages: to mean 0 and variance 1 over all response tokens
+    advantage_clip, reward_clip, whiten_rewards, normalize_rewards: **new**, ppo.md
+    process_rewards: **new**: what `grpo` makes of rewards of steps or tokens: `sum` (their sum is
+        that of the response) or `steps` (each compared with the others',
+        [rewards](rewards.md#rewards-of-steps-and-tokens))
+    dynamic_sampling_rounds: **new**, ppo.md: rollouts drawn more, at most, to replace prompts
+        whose responses all have the same reward; 0: none
+    overlong_buffer_len, overlong_penalty_factor: **new**, ppo.md: penalty on responses that come
+        close to `max_length`
+    teacher_kl_coef, teacher_kl_discount: **new**, ppo.md: weight of a [served
+        teacher](ppo.md#a-teacher-of-the-policy) in the advantages, 0: none; of what it thinks of
+        later tokens
+    target_kl: **new**, ppo.md: stop the updates of a rollout early
+    loss, advantages: **new**: `path/to/file.py:function`, your own loss of a token in place of the
+        clipped one, your own advantages ([ppo.md](ppo.md#your-own-loss-and-advantages))
+    ratio_eps, entropy_bonus: clip range of the policy ratio, weight of the entropy;
+        `trainer.ppo.*` or `model.ppo.*`
     """
 
     critic_warmup_steps: int = key(0, at_least=0)
     ppo_epochs: int = key(1, at_least=1)
     initial_policy_kl_penalty: float = key(0.01, at_least=0)
-    advantage_estimator: str = key("gae", choices=tuple(ADVANTAGE_ESTIMATORS))
-    kl_estimator: str | None = key(None, choices=KL_ESTIMATORS)
+    advantage_estimator: str = key("gae", choices=tuple(estimators.ADVANTAGE_ESTIMATORS))
+    kl_estimator: str | None = key(None, choices=estimators.KL_ESTIMATORS)
     adaptive_kl: AdaptiveKL = section()
     use_absolute_kl: bool = key(False)
     discount_factor: float = key(1.0, at_least=0, at_most=1)
@@ -198,7 +171,7 @@ class PPOLoop(RolloutLoop):
     reward_clip: float | None = key(None, above=0)
     whiten_rewards: bool = key(False)
     normalize_rewards: bool = key(False)
-    process_rewards: str | None = key("sum", choices=PROCESS_REWARDS)
+    process_rewards: str | None = key("sum", choices=estimators.PROCESS_REWARDS)
     dynamic_sampling_rounds: int = key(0, at_least=0)
     overlong_buffer_len: int = key(0, at_least=0)
     overlong_penalty_factor: float = key(1.0, above=0)
@@ -212,51 +185,47 @@ class PPOLoop(RolloutLoop):
     ratio_eps: Any = key(0.2)
     entropy_bonus: Any = key(0.0)
     trt_model_dir: Any = inert("/tmp/trt_llm_model")
-    trt_llm: TrtLlm = section()
-    batch_iterator: BatchIterator = section()
+    trt_llm: rollouts.TrtLlm = section()
+    batch_iterator: rollouts.BatchIterator = section()
     alarms: PPOAlarms | None = section()
 
 
-@dataclass
-class PPOPolicy(Policy):
+class PPOPolicy(rollouts.Policy):
     """The actor.
 
-    Attributes:
-        num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
-            multiple of `global_batch_size`
-        kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the
-            loss; with `initial_policy_kl_penalty` above 0 both apply, which a warning says
-        policy_loss, ratio_eps_high, dual_clip: **new**, ppo.md: what takes the place of the
-            clipped loss; the clip range's upper side (null: `ratio_eps`); a bound on the loss of
-            unlikely tokens
-        train_on_truncated: **new**: truncated responses count in the policy's loss too
-        ratio_eps, entropy_bonus: as in `trainer.ppo`
-        rollout_logprobs: **new**: where the policy's log-probs of a rollout come from:
-            `recompute`, a forward pass like those of training, or `sampler`, generation itself,
-            which saves the pass. They differ by rounding: 1e-6 in fp32, in bf16 by 0.008 on
-            average, which every ratio of the loss then contains. The first rollout of a run is
-            recomputed in any case, to be compared with the reference
+    num_rollouts_per_prompt: **new**: responses to each prompt; times `num_rollout_samples` a
+        multiple of `global_batch_size`
+    kl_loss_coef, kl_loss_estimator: **new**, ppo.md: a KL to the reference policy in the loss;
+        with `initial_policy_kl_penalty` above 0 both apply, which a warning says
+    policy_loss, ratio_eps_high, dual_clip: **new**, ppo.md: what takes the place of the clipped
+        loss; the clip range's upper side (null: `ratio_eps`); a bound on the loss of unlikely
+        tokens
+    train_on_truncated: **new**: truncated responses count in the policy's loss too
+    ratio_eps, entropy_bonus: as in `trainer.ppo`
+    rollout_logprobs: **new**: where the policy's log-probs of a rollout come from: `recompute`, a
+        forward pass like those of training, or `sampler`, generation itself, which saves the pass.
+        They differ by rounding: 1e-6 in fp32, in bf16 by 0.008 on average, which every ratio of
+        the loss then contains. The first rollout of a run is recomputed in any case, to be
+        compared with the reference
     """
 
     num_rollouts_per_prompt: int = key(1, at_least=1)
     kl_loss_coef: float = key(0.0, at_least=0)
-    kl_loss_estimator: str = key("k3", choices=KL_ESTIMATORS)
-    policy_loss: str = key("clip", choices=POLICY_LOSSES)
+    kl_loss_estimator: str = key("k3", choices=estimators.KL_ESTIMATORS)
+    policy_loss: str = key("clip", choices=estimators.POLICY_LOSSES)
     ratio_eps_high: float | None = key(None, above=0)
     dual_clip: float | None = key(None, above=1)
     train_on_truncated: bool = key(False)
     ratio_eps: float = key("${trainer.ppo.ratio_eps}", above=0)
     entropy_bonus: float = key("${trainer.ppo.entropy_bonus}", at_least=0)
-    rollout_logprobs: str = key("recompute", choices=ROLLOUT_LOGPROBS)
-    trt_llm: PolicyTrtLlm = section()
+    rollout_logprobs: str = key("recompute", choices=estimators.ROLLOUT_LOGPROBS)
+    trt_llm: rollouts.PolicyTrtLlm = section()
 
 
-@dataclass
-class CriticNames:
+class CriticNames(Section):
     """Endpoints of the critic.
 
-    Attributes:
-        train, infer, save, status, resume: names of the endpoints
+    train, infer, save, status, resume: names of the endpoints
     """
 
     train: str | None = key("critic_train")
@@ -266,12 +235,10 @@ class CriticNames:
     resume: Any = key(ABSENT)
 
 
-@dataclass
-class CriticAddress:
+class CriticAddress(Section):
     """The critic's server.
 
-    Attributes:
-        ip, port: addresses of the servers
+    ip, port: addresses of the servers
     """
 
     ip: str | None = key("localhost")
@@ -279,14 +246,12 @@ class CriticAddress:
     name: CriticNames = section()
 
 
-@dataclass
-class RemoteCriticRM(Remote):
+class RemoteCriticRM(rollouts.Remote):
     """The critic's and the rewards' servers.
 
-    Attributes:
-        combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
-            server does. False too where it is not set and `reward_fn`, a judge, an environment or
-            `reward_models` is, or there is no critic
+    combine_rm_and_critic_server: the critic server scores rewards too; False: a reward model
+        server does. False too where it is not set and `reward_fn`, a judge, an environment or
+        `reward_models` is, or there is no critic
     """
 
     combine_rm_and_critic_server: bool = key(
@@ -297,25 +262,21 @@ class RemoteCriticRM(Remote):
     critic: CriticAddress = section()
 
 
-@dataclass
 class WeightedLines(Lines):
     """The prompts of PPO.
 
-    Attributes:
-        sample_weight: **new**: a column of the records with a number of at least 0, by which the
-            advantages of the responses to the prompt are multiplied; null: 1
+    sample_weight: **new**: a column of the records with a number of at least 0, by which the
+        advantages of the responses to the prompt are multiplied; null: 1
     """
 
     sample_weight: str | None = key(None)
 
 
-@dataclass
-class PolicyTeachers(RemoteTeacher):
+class PolicyTeachers(rollouts.RemoteTeacher):
     """The servers of a policy's teachers.
 
-    Attributes:
-        teachers, column: **new**: several teachers by their names, each a section with what
-            differs of `host`, `port` and `name`; column of the data that names the one of a prompt
+    teachers, column: **new**: several teachers by their names, each a section with what differs of
+        `host`, `port` and `name`; column of the data that names the one of a prompt
     """
 
     teachers: Any = key(None, free=True)
@@ -332,13 +293,11 @@ PPO_JOB = _actor(
 )
 
 
-@dataclass
-class RSPolicy(Policy):
+class RSPolicy(rollouts.Policy):
     """Rejection sampling.
 
-    Attributes:
-        num_rollouts_per_prompt: responses generated to each prompt
-        top_n_rollouts: how many of them, those with the highest rewards, are trained on
+    num_rollouts_per_prompt: responses generated to each prompt
+    top_n_rollouts: how many of them, those with the highest rewards, are trained on
     """
 
     num_rollouts_per_prompt: int = key(4, at_least=1)
@@ -348,78 +307,69 @@ class RSPolicy(Policy):
 def check_rs(v: Values, dp: dict[str, int], ranks: int) -> None:
     drawn = v.size("model.rs.num_rollouts_per_prompt")
     check_top_n(v.size("model.rs.top_n_rollouts"), drawn)
-    check_responses_differ(v, "model.rs.", drawn)
-    check_policy(v, "rs", "remote_rm", dp, "model.rs.top_n_rollouts")
+    rollout_rules.check_responses_differ(v, "model.rs.", drawn)
+    rollout_rules.check_policy(v, "rs", "remote_rm", dp, "model.rs.top_n_rollouts")
 
 
 def check_top_n(top_n_rollouts: int, num_rollouts_per_prompt: int) -> None:
-    """Raise `ConfigError` unless rejection sampling keeps at least one response to a prompt and no
-    more than it draws.
-    """
+    """Raise `ConfigError` unless rejection sampling keeps 1 to all drawn responses."""
     if not 1 <= top_n_rollouts <= num_rollouts_per_prompt:
         raise ConfigError(
             f"model.rs.top_n_rollouts={top_n_rollouts} must be from 1 to "
-            f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}: no more responses can "
-            "be kept than were drawn; lower the first or raise the second."
+            f"model.rs.num_rollouts_per_prompt={num_rollouts_per_prompt}, the responses drawn."
         )
 
 
 RS_JOB = _actor(
     "rs",
-    RolloutLoop,
+    rollouts.RolloutLoop,
     RSPolicy,
-    {"remote_rm": RemoteRM},
+    {"remote_rm": rollouts.RemoteRM},
     check_rs,
     monitor="val_global_rewards",
-    more=DATALOADER,
+    more=common.DATALOADER,
 )
 
 
-@dataclass
-class ReinforceAlarms(RolloutAlarms):
+class ReinforceAlarms(rollouts.RolloutAlarms):
     """Alarms of REINFORCE.
 
-    Attributes:
-        sampling_mismatch: **new**, as for the PPO actor; the first needs a KL penalty
+    sampling_mismatch: **new**, as for the PPO actor; the first needs a KL penalty
     """
 
     sampling_mismatch: float | None = key(0.05, above=0)
 
 
-@dataclass
-class ReinforceLoop(RolloutLoop):
+class ReinforceLoop(rollouts.RolloutLoop):
     """REINFORCE.
 
-    Attributes:
-        initial_policy_kl_penalty: weight of the KL to the reference in the reward; 0: no
-            reference
-        use_absolute_kl: True in NeMo-Aligner: the absolute log-ratio in place of the KL
-        num_rollouts_per_prompt: responses to each prompt, 2 or more
+    initial_policy_kl_penalty: weight of the KL to the reference in the reward; 0: no reference
+    use_absolute_kl: True in NeMo-Aligner: the absolute log-ratio in place of the KL
+    num_rollouts_per_prompt: responses to each prompt, 2 or more
     """
 
     initial_policy_kl_penalty: float = key(0.01, at_least=0)
     use_absolute_kl: bool = key(False)
     num_rollouts_per_prompt: int = key(4, at_least=1)
-    trt_llm: TrtLlm = section()
-    batch_iterator: BatchIterator = section()
+    trt_llm: rollouts.TrtLlm = section()
+    batch_iterator: rollouts.BatchIterator = section()
     alarms: ReinforceAlarms | None = section()
 
 
-@dataclass
-class ReinforcePolicy(Policy):
+class ReinforcePolicy(rollouts.Policy):
     """The actor of REINFORCE."""
 
-    trt_llm: PolicyTrtLlm = section()
+    trt_llm: rollouts.PolicyTrtLlm = section()
 
 
 def check_reinforce(v: Values, dp: dict[str, int], ranks: int) -> None:
     responses_key = "trainer.reinforce.num_rollouts_per_prompt"
     responses = v.size(responses_key)
-    check_compares_responses("REINFORCE", responses_key, responses)
-    check_responses_differ(v, "model.reinforce.", responses, responses_key)
-    check_policy(v, "reinforce", "remote_rm", dp, responses_key)
+    rollout_rules.check_compares_responses("REINFORCE", responses_key, responses)
+    rollout_rules.check_responses_differ(v, "model.reinforce.", responses, responses_key)
+    rollout_rules.check_policy(v, "reinforce", "remote_rm", dp, responses_key)
 
 
 REINFORCE_JOB = _actor(
-    "reinforce", ReinforceLoop, ReinforcePolicy, {"remote_rm": RemoteRM}, check_reinforce
+    "reinforce", ReinforceLoop, ReinforcePolicy, {"remote_rm": rollouts.RemoteRM}, check_reinforce
 )

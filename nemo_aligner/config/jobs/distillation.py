@@ -2,97 +2,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation: the student, the teacher's server and its files."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.data_rules import check_chat, holds_tokens, plain_columns
-from nemo_aligner.config.fields import ABSENT, Configuration, inert, key, section
+from nemo_aligner.config import data_rules
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, inert, key, section
 from nemo_aligner.config.jobs.preferences import check_not_both_0
 from nemo_aligner.config.jobs.servers import Inference, Server
-from nemo_aligner.config.keys.common import (
-    CHAT_TOKENS,
-    DATALOADER,
-    FROM_CHECKPOINT,
-    NEW_DATA,
-    NO_LAYERS,
-    NO_RECOMPUTATION,
-    OF_SFT,
-    PARALLEL,
-    Alarms,
-    Named,
-    Pretrained,
-    ServerMachines,
-    SupervisedLoop,
-    Trainer,
-    below,
-)
+from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import ExampleChat, ExampleSet, Lines
 from nemo_aligner.config.keys.model import Model, PolicyPeft, TrainedModel
-from nemo_aligner.config.keys.rollouts import LengthParams, RemoteTeacher, SamplingParams
 from nemo_aligner.config.parallel_rules import virtual_pipeline_group
 from nemo_aligner.config.rollout_rules import check_generation, check_remote
 from nemo_aligner.config.server_rules import check_serving, read_teacher
 from nemo_aligner.config.values import Values
+from nemo_aligner.core import estimators
 from nemo_aligner.core.errors import ConfigError
-from nemo_aligner.core.estimators import DISTILLATION_LOSSES, LOSS_REDUCTIONS, OUTSIDE_TOP_K
 
 
-@dataclass
-class KDAlarms(Alarms):
+class KDAlarms(common.Alarms):
     """Alarms of distillation."""
 
     teacher_mass: float | None = key(0.5, at_least=0, at_most=1)
     truncated_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
 
-@dataclass
-class OnPolicy:
+class OnPolicy(Section):
     """Responses of the student's own.
 
-    Attributes:
-        fraction: **new**: share of the updates that learn from the student's own responses; a
-            served teacher then gives the logits of all updates
-            ([distillation](algorithms.md#on-policy-distillation)). null: the data have them
-        rollout_micro_batch_size: **new**: responses that a rank generates together, which bounds
-            the memory of their cached keys; another takes the place of one that has ended. null:
-            its whole share of the global batch
+    fraction: **new**: share of the updates that learn from the student's own responses; a served
+        teacher then gives the logits of all updates
+        ([distillation](algorithms.md#on-policy-distillation)). null: the data have them
+    rollout_micro_batch_size: **new**: responses that a rank generates together, which bounds the
+        memory of their cached keys; another takes the place of one that has ended. null: its whole
+        share of the global batch
     """
 
     fraction: float | None = key(None, at_least=0, at_most=1)
     rollout_micro_batch_size: int | None = key(None, at_least=1)
-    sampling_params: SamplingParams = section()
-    length_params: LengthParams = section()
+    sampling_params: rollouts.SamplingParams = section()
+    length_params: rollouts.LengthParams = section()
 
 
-@dataclass
-class Student:
+class Student(Section):
     """The student.
 
-    Attributes:
-        loss_reduction: **new**, as for SFT
+    loss_reduction: **new**, as for SFT
     """
 
-    loss_reduction: str = key("token", choices=LOSS_REDUCTIONS)
+    loss_reduction: str = key("token", choices=estimators.LOSS_REDUCTIONS)
 
 
-@dataclass
-class Distillation:
+class Distillation(Section):
     """Distillation.
 
-    Attributes:
-        kd_loss: `fwd_kl`, `bwd_kl` or (**new**) `jsd`
-        jsd_beta: **new**: of `jsd`: share of the teacher in the mixture, above 0 and below 1
-        outside_top_k: **new**: `renormalize`: as if only top-k tokens could come; `bucket`: all
-            others are one outcome
-        logits_scale, target_logits_scale: factors of the logits of student and teacher
-        kd_loss_weight, sft_loss_weight: weights of the divergence and of the negative
-            log-likelihood of the responses
-        cross_tokenizer: True is refused
+    kd_loss: `fwd_kl`, `bwd_kl` or (**new**) `jsd`
+    jsd_beta: **new**: of `jsd`: share of the teacher in the mixture, above 0 and below 1
+    outside_top_k: **new**: `renormalize`: as if only top-k tokens could come; `bucket`: all others
+        are one outcome
+    logits_scale, target_logits_scale: factors of the logits of student and teacher
+    kd_loss_weight, sft_loss_weight: weights of the divergence and of the negative log-likelihood
+        of the responses
+    cross_tokenizer: True is refused
     """
 
-    kd_loss: str = key("fwd_kl", choices=DISTILLATION_LOSSES)
+    kd_loss: str = key("fwd_kl", choices=estimators.DISTILLATION_LOSSES)
     jsd_beta: float = key(0.5)
-    outside_top_k: str = key("renormalize", choices=OUTSIDE_TOP_K)
+    outside_top_k: str = key("renormalize", choices=estimators.OUTSIDE_TOP_K)
     logits_scale: float = key(1.0, above=0)
     target_logits_scale: float = key(1.0, above=0)
     kd_loss_weight: float = key(1.0, at_least=0)
@@ -101,14 +76,12 @@ class Distillation:
     on_policy: OnPolicy = section()
 
 
-@dataclass
 class TeacherLines(Lines):
     """Data with a teacher's logits.
 
-    Attributes:
-        top_k: logits of each token that count; null: all in the files
-        n_chunks: files that a name with CHUNK_ID stands for, a number or one for each part; the
-            second has no effect
+    top_k: logits of each token that count; null: all in the files
+    n_chunks: files that a name with CHUNK_ID stands for, a number or one for each part; the second
+        has no effect
     """
 
     top_k: int | None = key(None, at_least=1)
@@ -120,10 +93,8 @@ def check_candidates(top_k: int, outside_top_k: str, sft_loss_weight: float) -> 
     """Raise `ConfigError` if a student could learn nothing from `top_k` logits of each token."""
     if top_k == 1 and outside_top_k == "renormalize" and not sft_loss_weight:
         raise ConfigError(
-            "the teacher gives one logit of each token, and "
-            "model.knowledge_distillation.outside_top_k=renormalize makes its probability 1 for "
-            "teacher and student: nothing would be learned. Give more logits, or set "
-            "outside_top_k=bucket."
+            "model.knowledge_distillation.outside_top_k=renormalize makes the probability of the "
+            "one logit of each token 1: nothing would be learned. Give more, or set bucket."
         )
 
 
@@ -136,8 +107,7 @@ def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     )
     if not 0 < beta < 1:
         raise ConfigError(
-            f"{own}jsd_beta={beta} must be above 0 and below 1; its limits are kd_loss=fwd_kl and "
-            "bwd_kl."
+            f"{own}jsd_beta={beta} must be above 0 and below 1 (kd_loss=fwd_kl, bwd_kl)."
         )
     if outside == "bucket" and scale != 1:
         raise ConfigError(
@@ -148,17 +118,14 @@ def check_student(v: Values, dp: dict[str, int], ranks: int) -> None:
     if v.get("model.data.top_k") is not None:
         check_candidates(v.get("model.data.top_k"), outside, sft_weight)
     data_impl = str(v.get("model.data.data_impl"))
-    if holds_tokens(data_impl):
+    if data_rules.holds_tokens(data_impl):
         raise ConfigError(
-            f"model.data.data_impl={data_impl} holds tokens only; give the jsonl files that "
-            "compute_topk_logits.py wrote."
+            f"model.data.data_impl={data_impl} holds tokens only; give those with logits."
         )
 
 
 def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> None:
-    """Check how a student responds itself (`model.knowledge_distillation.on_policy`), if it does,
-    that it can unlearn what it does by itself, and its served teacher.
-    """
+    """Check how a student responds itself, if it does, and its served teacher."""
     section, remote = loss + "on_policy.", "remote_teacher"
     check_generation(v, section)
     fraction, top_k = v.get(section + "fraction"), v.get("model.data.top_k")
@@ -168,9 +135,8 @@ def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> N
     read_teacher(v.get(remote), remote)
     if top_k is not None:
         raise ConfigError(
-            f"model.data.top_k={top_k} chooses among the logits of data files, but with "
-            f"{section}fraction={fraction} a served teacher gives them; set inference.top_k of "
-            "its server, and leave it null."
+            f"model.data.top_k={top_k} is for logits of files; with {section}fraction={fraction} "
+            "a served teacher gives them; set inference.top_k of its server in place of it."
         )
     own = f"with {section}fraction={fraction} a student"
     if fraction > 0 and outside != "bucket":
@@ -188,49 +154,45 @@ def _check_on_policy(v: Values, loss: str, outside: str, sft_weight: float) -> N
 STUDENT_JOB = Configuration(
     "gpt_knowledge_distillation",
     {
-        "": Named,
-        **FROM_CHECKPOINT,
-        "trainer.knowledge_distillation": SupervisedLoop,
+        "": common.Named,
+        **common.FROM_CHECKPOINT,
+        "trainer.knowledge_distillation": common.SupervisedLoop,
         "trainer.knowledge_distillation.alarms": KDAlarms,
-        "remote_teacher": RemoteTeacher,
+        "remote_teacher": rollouts.RemoteTeacher,
         "model": (TrainedModel, Student),
         "model.knowledge_distillation": Distillation,
         "model.peft": PolicyPeft,
         "model.data": TeacherLines,
     },
     {
-        **NEW_DATA,
-        **OF_SFT,
+        **common.NEW_DATA,
+        **common.OF_SFT,
         "name": "megatron_gpt_knowledge_distillation",
         "model.data.data_impl": "chunked_jsonl",
         "model.data.append_eod": False,
-        **DATALOADER,
-        **below("model.data", CHAT_TOKENS),
+        **common.DATALOADER,
+        **common.below("model.data", common.CHAT_TOKENS),
     },
     check=check_student,
     records="logits",
 )
 
 
-@dataclass
 class TeacherInference(Inference):
     """A teacher's server.
 
-    Attributes:
-        top_k: logits of each token, at most the size of the vocabulary
+    top_k: logits of each token, at most the size of the vocabulary
     """
 
     top_k: int = key(100, at_least=1)
 
 
-@dataclass
 class TopKChat(ExampleChat):
     """Conversations of which a teacher gives the logits."""
 
     num_workers: Any = inert(0)
 
 
-@dataclass
 class TopKSet(ExampleSet):
     """Examples of which a teacher gives the logits, in their order."""
 
@@ -241,12 +203,10 @@ class TopKSet(ExampleSet):
     drop_last: Any = inert(True)
 
 
-@dataclass
 class TopKModel(Model):
     """A model that reads examples.
 
-    Attributes:
-        global_batch_size: examples that are computed and written together
+    global_batch_size: examples that are computed and written together
     """
 
     micro_batch_size: int = key(1, at_least=1, fallback=1)
@@ -255,15 +215,13 @@ class TopKModel(Model):
     mcore_gpt: Any = inert(True)
 
 
-@dataclass
-class TopKCommand:
+class TopKCommand(Section):
     """The command that writes the logits of a teacher.
 
-    Attributes:
-        top_k: logits of each token, at most the size of the vocabulary
-        output_path: the jsonl file to write
-        start_from_idx, end_at_idx: first and last example, which counts too; null: all. Several
-            jobs can share the data, each with a file of its own
+    top_k: logits of each token, at most the size of the vocabulary
+    output_path: the jsonl file to write
+    start_from_idx, end_at_idx: first and last example, which counts too; null: all. Several jobs
+        can share the data, each with a file of its own
     """
 
     top_k: int = key(100, at_least=1)
@@ -276,14 +234,14 @@ def _check_logits(v: Values, dp: dict[str, int], ranks: int) -> None:
     times = dp | virtual_pipeline_group(v)
     v.multiple("model.global_batch_size", "model.micro_batch_size", times=times)
     v.at_most("data.data.max_seq_length", "model.encoder_seq_length")
-    plain_columns(v.get("data.data.columns"), "data.data.columns")
-    check_chat(v.get("data", {}))
+    data_rules.plain_columns(v.get("data.data.columns"), "data.data.columns")
+    data_rules.check_chat(v.get("data", {}))
 
 
 _OF_TEACHER = {
-    **PARALLEL,
-    **NO_RECOMPUTATION,
-    **NO_LAYERS,
+    **common.PARALLEL,
+    **common.NO_RECOMPUTATION,
+    **common.NO_LAYERS,
     "model.virtual_pipeline_model_parallel_size": None,
 }
 
@@ -291,8 +249,8 @@ TOP_K_LOGITS = Configuration(
     "compute_topk_logits",
     {
         "": TopKCommand,
-        "trainer": Trainer,
-        "pretrained_checkpoint": Pretrained,
+        "trainer": common.Trainer,
+        "pretrained_checkpoint": common.Pretrained,
         "model": TopKModel,
         "data": TopKChat,
         "data.data": TopKSet,
@@ -302,7 +260,7 @@ TOP_K_LOGITS = Configuration(
         "trainer.max_epochs": 1,
         "trainer.max_steps": ABSENT,
         "model.encoder_seq_length": None,
-        **below("data", CHAT_TOKENS),
+        **common.below("data", common.CHAT_TOKENS),
         "data.data.columns": None,
     },
     check=_check_logits,
@@ -313,10 +271,10 @@ TOP_K_LOGITS = Configuration(
 TEACHER_SERVER = Configuration(
     "inference_teacher",
     {
-        "trainer": ServerMachines,
+        "trainer": common.ServerMachines,
         "server": Server,
         "inference": TeacherInference,
-        "pretrained_checkpoint": Pretrained,
+        "pretrained_checkpoint": common.Pretrained,
         "model": Model,
     },
     {

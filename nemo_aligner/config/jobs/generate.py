@@ -2,50 +2,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate` and `evaluate`."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_chat
-from nemo_aligner.config.fields import Configuration, key, section
-from nemo_aligner.config.keys.common import NO_RECOMPUTATION, PARALLEL, Machines, Pretrained
+from nemo_aligner.config.fields import Configuration, Section, key, section
+from nemo_aligner.config.keys import common, rollouts
 from nemo_aligner.config.keys.data import Chat
 from nemo_aligner.config.keys.model import Model
-from nemo_aligner.config.keys.rollouts import FunctionWorkers, LengthParams, SamplingParams
 from nemo_aligner.config.rollout_rules import check_generation, check_responses_differ
 from nemo_aligner.config.values import Values
 
 
-@dataclass
-class CommandSampling(SamplingParams):
+class CommandSampling(rollouts.SamplingParams):
     """How tokens are chosen.
 
-    Attributes:
-        add_BOS: plain prompts begin with the bos token; null: as the tokenizer itself does it, as
-            in the jobs
+    add_BOS: plain prompts begin with the bos token; null: as the tokenizer itself does it, as in
+        the jobs
     """
 
     add_BOS: bool | None = key(None)
 
 
-@dataclass
-class CommandLength(LengthParams):
+class CommandLength(rollouts.LengthParams):
     """How long responses are.
 
-    Attributes:
-        max_length: tokens of a response at most; null: half of `model.encoder_seq_length`, but
-            1024 at most
+    max_length: tokens of a response at most; null: half of `model.encoder_seq_length`, but 1024 at
+        most
     """
 
     max_length: int | None = key(None, at_least=1)  # type: ignore[assignment]
 
 
-@dataclass
-class GenerateCommand:
+class GenerateCommand(Section):
     """`nemo-aligner generate`.
 
-    Attributes:
-        responses_per_prompt: responses to each prompt of a file
-        micro_batch_size: samples that a data-parallel rank decodes together
+    responses_per_prompt: responses to each prompt of a file
+    micro_batch_size: samples that a data-parallel rank decodes together
     """
 
     responses_per_prompt: int = key(1, at_least=1)
@@ -54,24 +46,20 @@ class GenerateCommand:
     length_params: CommandLength = section()
 
 
-@dataclass
 class EvaluateCommand(GenerateCommand):
     """`nemo-aligner evaluate`.
 
-    Attributes:
-        reward_model: keys of `model` in `conf/inference_rm.yaml` for the reward model, such as
-            `reward_model.forward_micro_batch_size=8`
+    reward_model: keys of `model` in `conf/inference_rm.yaml` for the reward model, such as
+        `reward_model.forward_micro_batch_size=8`
     """
 
     reward_model: Any = key({}, free=True)
 
 
-@dataclass
-class Bootstrap:
+class Bootstrap(Section):
     """How intervals are made.
 
-    Attributes:
-        resamples, confidence, seed: number of draws, share of them inside an interval, seed
+    resamples, confidence, seed: number of draws, share of them inside an interval, seed
     """
 
     resamples: int = key(1000, at_least=1)
@@ -89,19 +77,28 @@ _NO_BATCHES = frozenset(("model.dynamic_micro_batch_tokens", "model.micro_batch_
 
 _GENERATE: dict[str, Any] = {
     "": GenerateCommand,
-    "trainer": Machines,
-    "pretrained_checkpoint": Pretrained,
+    "trainer": common.Machines,
+    "pretrained_checkpoint": common.Pretrained,
     "model": Model,
     "model.data": Chat,
 }
 
-_OF_GENERATE = {**PARALLEL, **NO_RECOMPUTATION, "model.virtual_pipeline_model_parallel_size": 1}
+_OF_GENERATE = {
+    **common.PARALLEL,
+    **common.NO_RECOMPUTATION,
+    "model.virtual_pipeline_model_parallel_size": 1,
+}
 
 GENERATE = Configuration("generate", _GENERATE, _OF_GENERATE, without=_NO_BATCHES, check=check)
 
 EVALUATE = Configuration(
     "evaluate",
-    {**_GENERATE, "": EvaluateCommand, "bootstrap": Bootstrap, "inference": FunctionWorkers},
+    {
+        **_GENERATE,
+        "": EvaluateCommand,
+        "bootstrap": Bootstrap,
+        "inference": rollouts.FunctionWorkers,
+    },
     _OF_GENERATE,
     without=_NO_BATCHES,
     check=check,

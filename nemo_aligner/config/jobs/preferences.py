@@ -2,26 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """DPO, IPO, RPO; KTO; SPIN."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_aligner.config.data_rules import check_prompts_can_be_read, check_sft_data
-from nemo_aligner.config.fields import Configuration, key, section
-from nemo_aligner.config.keys.common import (
-    CHAT_TOKENS,
-    DATALOADER,
-    FROM_CHECKPOINT,
-    NEW_DATA,
-    PARAMS,
-    SIZES,
-    VALIDATION_SET,
-    VALIDATION_SIZES,
-    Alarms,
-    SupervisedLoop,
-    below,
-    wandb,
-)
-from nemo_aligner.config.keys.data import Examples, Lines, ShuffledSet, SizedSet
+from nemo_aligner.config.fields import Configuration, Section, key, section
+from nemo_aligner.config.keys import common, data
 from nemo_aligner.config.keys.model import Peft, PolicyPeft, TrainedModel
 from nemo_aligner.config.keys.rollouts import Responses
 from nemo_aligner.config.rollout_rules import check_generation, check_reshard
@@ -30,8 +15,7 @@ from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import DIRECT_PREFERENCE_LOSSES
 
 
-@dataclass
-class PreferenceAlarms(Alarms):
+class PreferenceAlarms(common.Alarms):
     """Alarms of preference learning."""
 
     likelihood_fall: float | None = key(10.0, above=0)
@@ -39,23 +23,20 @@ class PreferenceAlarms(Alarms):
     margin: float | None = key(0.0)
 
 
-@dataclass
 class PairAlarms(PreferenceAlarms):
     """Alarms of learning from pairs."""
 
     accuracy: float | None = key(0.4, at_least=0, at_most=1)
 
 
-@dataclass
-class Preferences:
+class Preferences(Section):
     """What DPO, KTO and SPIN have in common.
 
-    Attributes:
-        ref_policy_kl_penalty: beta: how much a difference of log-probs counts, so how far the
-            policy goes from the reference before the loss is satisfied
-        preference_average_log_probs: in the preference loss the log-prob of a response is the
-            mean over its tokens, not the sum
-        log_prob_forward_micro_batch_size: pairs of one forward pass of the reference policy
+    ref_policy_kl_penalty: beta: how much a difference of log-probs counts, so how far the policy
+        goes from the reference before the loss is satisfied
+    preference_average_log_probs: in the preference loss the log-prob of a response is the mean
+        over its tokens, not the sum
+    log_prob_forward_micro_batch_size: pairs of one forward pass of the reference policy
     """
 
     ref_policy_kl_penalty: float = key(0.2, above=0)
@@ -63,17 +44,15 @@ class Preferences:
     log_prob_forward_micro_batch_size: int = key("${model.micro_batch_size}", at_least=1)
 
 
-@dataclass
 class WeighedPreferences(Preferences):
     """What DPO and KTO have in common.
 
-    Attributes:
-        sft_average_log_probs: likewise in the likelihood of the chosen responses
-        preference_loss_weight, sft_loss_weight: weights of the preference loss and of the
-            negative log-likelihood of the chosen responses
-        ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept
-            for all epochs and jobs, so that no copy of its weights is; null: they are computed
-            for each batch ([DPO](preferences.md#log-probs-that-are-kept))
+    sft_average_log_probs: likewise in the likelihood of the chosen responses
+    preference_loss_weight, sft_loss_weight: weights of the preference loss and of the negative
+        log-likelihood of the chosen responses
+    ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept for
+        all epochs and jobs, so that no copy of its weights is; null: they are computed for each
+        batch ([DPO](preferences.md#log-probs-that-are-kept))
     """
 
     sft_average_log_probs: bool = key("${.preference_average_log_probs}")
@@ -94,15 +73,13 @@ def check_not_both_0(values: Values, weights: list[str]) -> None:
         raise ConfigError(f"{' and '.join(weights)} are both 0: nothing would be learned.")
 
 
-@dataclass
 class DPO(WeighedPreferences):
     """DPO.
 
-    Attributes:
-        preference_loss: `dpo`, `ipo`, `rpo_sq`, `rpo_bwd_kl` or `rpo_fwd_kl`
-        label_smoothing: **new**: of `dpo`: the share of pairs that are assumed to be the wrong
-            way round, below 0.5
-        gt_reward_scale: of `rpo_*`: factor of the rewards in the data
+    preference_loss: `dpo`, `ipo`, `rpo_sq`, `rpo_bwd_kl` or `rpo_fwd_kl`
+    label_smoothing: **new**: of `dpo`: the share of pairs that are assumed to be the wrong way
+        round, below 0.5
+    gt_reward_scale: of `rpo_*`: factor of the rewards in the data
     """
 
     preference_loss: str = key("dpo", choices=DIRECT_PREFERENCE_LOSSES)
@@ -110,13 +87,11 @@ class DPO(WeighedPreferences):
     gt_reward_scale: float = key(1.0)
 
 
-@dataclass
-class Pairs(Lines):
+class Pairs(data.Lines):
     """Pairs with rewards.
 
-    Attributes:
-        default_chosen_reward, default_rejected_reward: of `rpo_*`: rewards of pairs without
-            `chosen_reward` and `rejected_reward`
+    default_chosen_reward, default_rejected_reward: of `rpo_*`: rewards of pairs without
+        `chosen_reward` and `rejected_reward`
     """
 
     default_chosen_reward: float | None = key(1.0)
@@ -129,36 +104,32 @@ def check_dpo(values: Values, dp: dict[str, int], ranks: int) -> None:
     loss, smoothing = values.get(f"{dpo}preference_loss"), values.get(f"{dpo}label_smoothing")
     if smoothing and loss != "dpo":
         raise ConfigError(
-            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}; "
-            "set it to 0."
+            f"{dpo}label_smoothing={smoothing} belongs to {dpo}preference_loss=dpo, not {loss}."
         )
 
 
 DPO_JOB = Configuration(
     "gpt_dpo",
     {
-        **FROM_CHECKPOINT,
-        "trainer.dpo": SupervisedLoop,
+        **common.FROM_CHECKPOINT,
+        "trainer.dpo": common.SupervisedLoop,
         "trainer.dpo.alarms": PairAlarms,
         "model": TrainedModel,
         "model.dpo": DPO,
         "model.peft": Peft,
         "model.data": Pairs,
     },
-    NEW_DATA | wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
+    common.NEW_DATA | common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
     check=check_dpo,
     pairs=True,
     records="pair",
 )
 
 
-@dataclass
 class KTO(WeighedPreferences):
     """KTO.
 
-    Attributes:
-        desirable_loss_weight, undesirable_loss_weight: weights of chosen and of rejected
-            responses
+    desirable_loss_weight, undesirable_loss_weight: weights of chosen and of rejected responses
     """
 
     desirable_loss_weight: float = key(1.0, at_least=0)
@@ -175,21 +146,20 @@ def check_kto(values: Values, dp: dict[str, int], ranks: int) -> None:
 KTO_JOB = Configuration(
     "gpt_kto",
     {
-        **FROM_CHECKPOINT,
-        "trainer.kto": SupervisedLoop,
+        **common.FROM_CHECKPOINT,
+        "trainer.kto": common.SupervisedLoop,
         "trainer.kto.alarms": PreferenceAlarms,
         "model": TrainedModel,
         "model.kto": KTO,
         "model.peft": Peft,
-        "model.data": Lines,
+        "model.data": data.Lines,
     },
-    NEW_DATA | DATALOADER | wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
+    common.NEW_DATA | common.DATALOADER | common.wandb("nemo_aligner_kto", "rlhf_gpt3_kto"),
     check=check_kto,
     records="labelled",
 )
 
 
-@dataclass
 class SPINAlarms(PairAlarms):
     """Alarms of SPIN."""
 
@@ -197,15 +167,12 @@ class SPINAlarms(PairAlarms):
     identical_fraction: float | None = key(0.9, at_least=0, at_most=1)
 
 
-@dataclass
 class SPIN(Preferences, Responses):
     """SPIN.
 
-    Attributes:
-        ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
-        rollout_micro_batch_size: responses that a data-parallel rank generates together (with
-            `generation.kv_cache_gb` as many as fit in), for as many steps ahead as they are enough
-            for
+    ref_policy_kl_penalty: beta, as for DPO; a number, or a list with one for each iteration
+    rollout_micro_batch_size: responses that a data-parallel rank generates together (with
+        `generation.kv_cache_gb` as many as fit in), for as many steps ahead as they are enough for
     """
 
     ref_policy_kl_penalty: Any = key(0.2, free=True, required=True)
@@ -213,13 +180,11 @@ class SPIN(Preferences, Responses):
     rollout_micro_batch_size: int = key(32, at_least=1)
 
 
-@dataclass
-class SPINLoop(SupervisedLoop):
+class SPINLoop(common.SupervisedLoop):
     """SPIN.
 
-    Attributes:
-        max_iterations: iterations, each of `max_epochs` passes against the policy with which it
-            begins; `max_steps` is over all of them
+    max_iterations: iterations, each of `max_epochs` passes against the policy with which it
+        begins; `max_steps` is over all of them
     """
 
     max_epochs: int = key(1, at_least=1)
@@ -242,8 +207,7 @@ def _check_penalties(given: Any, iterations: int) -> None:
     for penalty in penalties:
         if not is_number(penalty) or penalty <= 0:
             raise ConfigError(
-                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list of "
-                "such numbers."
+                f"model.spin.ref_policy_kl_penalty={given} must be a number above 0, or a list."
             )
     if isinstance(given, list) and len(given) < iterations:
         raise ConfigError(
@@ -255,34 +219,36 @@ def _check_penalties(given: Any, iterations: int) -> None:
 SPIN_JOB = Configuration(
     "gpt_spin",
     {
-        **FROM_CHECKPOINT,
+        **common.FROM_CHECKPOINT,
         "trainer.spin": SPINLoop,
         "model": TrainedModel,
         "model.spin": SPIN,
         "model.peft": PolicyPeft,
-        "model.data": Examples,
-        "model.data.train_ds": ShuffledSet,
-        "model.data.validation_ds": SizedSet,
+        "model.data": data.Examples,
+        "model.data.train_ds": data.ShuffledSet,
+        "model.data.validation_ds": data.SizedSet,
     },
     {
-        **wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
-        f"{PARAMS}.filename": "megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-"
+        **common.wandb("nemo_aligner_dpo", "rlhf_gpt3_dpo"),
+        f"{common.PARAMS}.filename": "megatron_gpt--{${.monitor}:.3f}-{step}-{consumed_samples}-"
         "{iteration}-{epoch}",
         "model.overwrite_base_config": {
             "data": {"train_ds": {"file_path": True}, "validation_ds": {"file_path": True}}
         },
         "model.data.chat": True,
-        **below("model.data", CHAT_TOKENS),
-        **below(
+        **common.below("model.data", common.CHAT_TOKENS),
+        **common.below(
             "model.data",
             dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False),
         ),
         "model.data.train_ds.hf_dataset": True,
         "model.data.validation_ds.hf_dataset": True,
-        **below("model.data.validation_ds", VALIDATION_SET),
-        **below("model.data.validation_ds", {name: f"${{model.{name}}}" for name in SIZES}),
+        **common.below("model.data.validation_ds", common.VALIDATION_SET),
+        **common.below(
+            "model.data.validation_ds", {name: f"${{model.{name}}}" for name in common.SIZES}
+        ),
     },
-    required=VALIDATION_SIZES,
+    required=common.VALIDATION_SIZES,
     check=check_spin,
     pairs=True,
     records="example",

@@ -2,45 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward models."""
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_aligner.config.fields import ABSENT, Configuration, key
-from nemo_aligner.config.keys.common import (
-    FROM_CHECKPOINT,
-    FROM_SCRATCH,
-    NEW_DATA,
-    SupervisedLoop,
-    below,
-    wandb,
-)
+from nemo_aligner.config.fields import ABSENT, Configuration, Section, key
+from nemo_aligner.config.keys import common
 from nemo_aligner.config.keys.data import Lines
 from nemo_aligner.config.keys.model import DEFAULT_MASK_VALUE, Peft, RewardHead, TrainedModel
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import PREFERENCE_LOSSES
 
 
-@dataclass
-class RMModel:
+class RMModel(Section):
     """Reward models.
 
-    Attributes:
-        loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this
-            one
+    loss_func: the same; NeMo-Aligner's documentation has the key above, its code read this one
     """
 
     loss_func: Any = key(None, fallback=None)
 
 
-@dataclass
-class RMLoop(SupervisedLoop):
+class RMLoop(common.SupervisedLoop):
     """Reward models.
 
-    Attributes:
-        train_random_sampler, val_random_sampler: shuffle
+    train_random_sampler, val_random_sampler: shuffle
     """
 
     train_random_sampler: bool = key(True)
@@ -84,8 +71,8 @@ def training_loss(cfg: DictConfig) -> str:
     name, documented = written.values()
     if name not in (None, documented) and documented != "regression":
         raise ConfigError(
-            f"model.loss_func={name} and model.regression.loss_func={documented} contradict each "
-            "other; set only model.regression.loss_func."
+            f"model.loss_func={name} and model.regression.loss_func={documented} contradict "
+            "each other; set only the latter."
         )
     return str(documented if name is None else name)
 
@@ -101,16 +88,16 @@ def learns_labelled_pairs(cfg: DictConfig) -> bool:
 JOB = Configuration(
     "training_rm",
     {
-        **FROM_CHECKPOINT,
+        **common.FROM_CHECKPOINT,
         "trainer.rm": RMLoop,
         "model": (TrainedModel, RewardHead, RMModel),
         "model.peft": Peft,
         "model.data": Lines,
     },
     {
-        **NEW_DATA,
-        **FROM_SCRATCH,
-        **wandb("nemo_aligner_rm", "rlhf_gpt3_rm_2b"),
+        **common.NEW_DATA,
+        **common.FROM_SCRATCH,
+        **common.wandb("nemo_aligner_rm", "rlhf_gpt3_rm_2b"),
         "model.micro_batch_size": 2,
         "model.sequence_parallel": ABSENT,
         "model.share_embeddings_and_output_weights": False,
@@ -124,7 +111,9 @@ JOB = Configuration(
         "model.regression.loss_mask_val": DEFAULT_MASK_VALUE,
         "model.regression.loss_func": "regression",
         "model.regression.load_rm_head_weights": False,
-        **below("model.reward_standardization", dict.fromkeys(("enable", "mean", "std"), ABSENT)),
+        **common.below(
+            "model.reward_standardization", dict.fromkeys(("enable", "mean", "std"), ABSENT)
+        ),
     },
     without=frozenset(["model.data.allow_empty_prompt"]),
     from_scratch=True,

@@ -2,43 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers: that of PPO's critic, and that of rewards."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from nemo_aligner.config.fields import ABSENT, LARGEST_PORT, Configuration, inert, key, section
-from nemo_aligner.config.keys.common import (
-    FROM_CHECKPOINT,
-    NO_RECOMPUTATION,
-    PARAMS,
-    TOKENIZER,
-    Alarms,
-    CheckpointParams,
-    ServerMachines,
-    below,
+from nemo_aligner.config import server_rules
+from nemo_aligner.config.fields import (
+    ABSENT,
+    LARGEST_PORT,
+    Configuration,
+    Section,
+    inert,
+    key,
+    section,
 )
-from nemo_aligner.config.keys.model import Model, Peft, RewardHead, TrainedModel
+from nemo_aligner.config.keys import common, model
 from nemo_aligner.config.keys.rollouts import RewardFunction
-from nemo_aligner.config.server_rules import (
-    check_kind_of_rewards,
-    check_reward_standardization,
-    check_serving,
-)
 from nemo_aligner.config.values import Values
 from nemo_aligner.core.errors import ConfigError
 from nemo_aligner.core.estimators import LOSS_REDUCTIONS
 
 
-@dataclass
-class Server:
+class Server(Section):
     """What takes requests.
 
-    Attributes:
-        frontend: **new**: what takes the requests. `triton`: Triton, behind a front of this
-            package. `asgi`: uvicorn, without PyTriton; needs `pip install
-            'nemo-aligner-mcore[asgi]'` ([jobs.md](jobs.md#servers-without-triton))
-        tls_certificate, tls_key: **new**: with `asgi`, PEM files of the certificate and the key
-            with which the server encrypts; the key may be readable by you alone, and has no
-            password. null: plain HTTP
+    frontend: **new**: what takes the requests. `triton`: Triton, behind a front of this package.
+        `asgi`: uvicorn, without PyTriton; needs `pip install 'nemo-aligner-mcore[asgi]'`
+        ([jobs.md](jobs.md#servers-without-triton))
+    tls_certificate, tls_key: **new**: with `asgi`, PEM files of the certificate and the key with
+        which the server encrypts; the key may be readable by you alone, and has no password. null:
+        plain HTTP
     """
 
     frontend: str | None = key("triton")
@@ -46,26 +37,21 @@ class Server:
     tls_key: str | None = key(None)
 
 
-@dataclass
-class Listening:
+class Listening(Section):
     """Where a server listens, and for whom.
 
-    Attributes:
-        host: **new**: address to listen on. `127.0.0.1` serves this machine alone; any other
-            address needs a token. NeMo-Aligner: all addresses
-        port: port to listen on
-        token_file: **new**: file with the token that every request must bring, readable by you
-            alone; null: the environment variable `NEMO_ALIGNER_TOKEN`, and without it no token
-            ([jobs.md](jobs.md))
-        max_request_mb: **new**: largest body of a request, in MiB, 64 to 2047. Our clients send
-            larger batches in several requests; NeMo-Aligner's do not
-        max_queue_delay_microseconds: how long Triton holds a request back for others that it
-            hands over with it; each is scored by itself, so waiting brings nothing (NeMo-Aligner:
-            2000)
-        inference_micro_batch_size: samples per data-parallel rank that end the wait, an int or a
-            list
-        strip_sequence_length_to_multiple: cut padding that no sample uses, down to a multiple of
-            this
+    host: **new**: address to listen on. `127.0.0.1` serves this machine alone; any other address
+        needs a token. NeMo-Aligner: all addresses
+    port: port to listen on
+    token_file: **new**: file with the token that every request must bring, readable by you alone;
+        null: the environment variable `NEMO_ALIGNER_TOKEN`, and without it no token
+        ([jobs.md](jobs.md))
+    max_request_mb: **new**: largest body of a request, in MiB, 64 to 2047. Our clients send larger
+        batches in several requests; NeMo-Aligner's do not
+    max_queue_delay_microseconds: how long Triton holds a request back for others that it hands
+        over with it; each is scored by itself, so waiting brings nothing (NeMo-Aligner: 2000)
+    inference_micro_batch_size: samples per data-parallel rank that end the wait, an int or a list
+    strip_sequence_length_to_multiple: cut padding that no sample uses, down to a multiple of this
     """
 
     host: str = key("127.0.0.1")
@@ -77,25 +63,21 @@ class Listening:
     strip_sequence_length_to_multiple: int | None = key(None, at_least=1)
 
 
-@dataclass
 class Inference(Listening):
     """A server of one endpoint.
 
-    Attributes:
-        model_name: name of the endpoint
+    model_name: name of the endpoint
     """
 
     model_name: str = key("reward_model")
 
 
-@dataclass
-class CriticModel:
+class CriticModel(Section):
     """The critic.
 
-    Attributes:
-        loss_clip_val: clip range of the values; 0: no clipping
-        loss_reduction: **new**, as for the actor
-        offload_adam_states: as for the actor
+    loss_clip_val: clip range of the values; 0: no clipping
+    loss_reduction: **new**, as for the actor
+    offload_adam_states: as for the actor
     """
 
     loss_clip_val: float | None = key(0.2, at_least=0)
@@ -103,59 +85,55 @@ class CriticModel:
     offload_adam_states: bool = key(False)
 
 
-@dataclass
 class CriticServer(Listening):
     """The critic's loop.
 
-    Attributes:
-        require_lease: **new**: only the actor that holds the lease may train and save. False: so
-            may a client that knows no lease, such as NeMo-Aligner's, while no actor holds it
-        combine_rm_and_critic_server: score rewards too, by swapping weights
-        max_steps: horizon of its learning rate, in updates; -1: no limit
-        gradient_clip_val: largest norm of the whole gradient; 0: no clipping
+    require_lease: **new**: only the actor that holds the lease may train and save. False: so may a
+        client that knows no lease, such as NeMo-Aligner's, while no actor holds it
+    combine_rm_and_critic_server: score rewards too, by swapping weights
+    max_steps: horizon of its learning rate, in updates; -1: no limit
+    gradient_clip_val: largest norm of the whole gradient; 0: no clipping
     """
 
     require_lease: bool = key(True)
     combine_rm_and_critic_server: bool = key(True)
     max_steps: int = key(10000, at_least=-1)
     gradient_clip_val: float | None = key(1.0, at_least=0)
-    alarms: Alarms | None = section()
+    alarms: common.Alarms | None = section()
 
 
-@dataclass
-class CriticCheckpoints(CheckpointParams):
+class CriticCheckpoints(common.CheckpointParams):
     """Which checkpoints are kept, and in what form."""
 
     save_nemo_on_train_end: Any = inert(False)
 
 
 def check_critic(values: Values, dp: dict[str, int], ranks: int) -> None:
-    check_serving(values, "trainer.ppo")
-    check_reward_standardization(values.get("model"))
+    server_rules.check_serving(values, "trainer.ppo")
+    server_rules.check_reward_standardization(values.get("model"))
     if values.get("model.save_hf") is True:
         raise ConfigError(
-            "model.save_hf=True writes at the end of training, which a server does not have; use "
-            "every_checkpoint."
+            "model.save_hf=True writes at the end, which a server has not; use every_checkpoint."
         )
 
 
 CRITIC_JOB = Configuration(
     "gpt_ppo_critic",
     {
-        **FROM_CHECKPOINT,
-        PARAMS: CriticCheckpoints,
+        **common.FROM_CHECKPOINT,
+        common.PARAMS: CriticCheckpoints,
         "trainer.ppo": CriticServer,
         "server": Server,
-        "model": (TrainedModel, RewardHead, CriticModel),
-        "model.peft": Peft,
+        "model": (model.TrainedModel, model.RewardHead, CriticModel),
+        "model.peft": model.Peft,
     },
     {
         "trainer.max_epochs": None,
         "exp_manager.name": "megatron_gpt_critic",
-        f"{PARAMS}.monitor": "step",
-        f"{PARAMS}.mode": "max",
-        f"{PARAMS}.save_top_k": 0,
-        f"{PARAMS}.filename": "megatron_gpt-{step}",
+        f"{common.PARAMS}.monitor": "step",
+        f"{common.PARAMS}.mode": "max",
+        f"{common.PARAMS}.save_top_k": 0,
+        f"{common.PARAMS}.filename": "megatron_gpt-{step}",
         "model.regression.merge_attributes": True,
     },
     # A critic serves until it is stopped: it has neither a time limit nor an end of training.
@@ -164,41 +142,36 @@ CRITIC_JOB = Configuration(
 )
 
 
-@dataclass
-class RewardModelFile:
+class RewardModelFile(Section):
     """The model that a reward server serves.
 
-    Attributes:
-        rm_model_file: the reward model's `.nemo`; with `reward_fn` the `.nemo` whose tokenizer
-            decodes (the policy's)
+    rm_model_file: the reward model's `.nemo`; with `reward_fn` the `.nemo` whose tokenizer decodes
+        (the policy's)
     """
 
     rm_model_file: str | None = key(None)
 
 
-@dataclass
-class RewardServerModel(Model):
+class RewardServerModel(model.Model):
     """A model that a reward server serves."""
 
     global_batch_size: Any = inert(0)
 
 
-@dataclass
 class RewardInference(Inference, RewardFunction):
     """A server of rewards.
 
-    Attributes:
-        micro_batch_size: as for the critic; `inference.micro_batch_size` is the former name of
-            the second
+    micro_batch_size: as for the critic; `inference.micro_batch_size` is the former name of the
+        second
     """
 
     micro_batch_size: Any = key("${model.forward_micro_batch_size}")
 
 
 def check_reward_server(v: Values, dp: dict[str, int], ranks: int) -> None:
-    check_serving(v, "inference")
-    check_reward_standardization(v.get("model"))
-    check_kind_of_rewards(v, "inference")
+    server_rules.check_serving(v, "inference")
+    server_rules.check_reward_standardization(v.get("model"))
+    server_rules.check_kind_of_rewards(v, "inference")
     function = v.get("inference.reward_fn")
     if function is None:
         return
@@ -218,19 +191,21 @@ REWARD_SERVER_JOB = Configuration(
     "inference_rm",
     {
         "": RewardModelFile,
-        "trainer": ServerMachines,
+        "trainer": common.ServerMachines,
         "server": Server,
         "inference": RewardInference,
-        "model": (RewardServerModel, RewardHead),
+        "model": (RewardServerModel, model.RewardHead),
     },
     {
         "inference.port": 5555,
         "inference.inference_micro_batch_size": "${.micro_batch_size}",
         "model.forward_micro_batch_size": 4,
-        **below("model", dict.fromkeys(("output_sequence", "use_avg_pool", "seed"), ABSENT)),
+        **common.below(
+            "model", dict.fromkeys(("output_sequence", "use_avg_pool", "seed"), ABSENT)
+        ),
         "model.force_head_dtype": ABSENT,
-        **TOKENIZER,
-        **NO_RECOMPUTATION,
+        **common.TOKENIZER,
+        **common.NO_RECOMPUTATION,
     },
     check=check_reward_server,
     restore_key="rm_model_file",

@@ -2,24 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of every job, and defaults that several jobs have in common."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from nemo_aligner.config.fields import ABSENT, inert, key, section
+from nemo_aligner.config.fields import ABSENT, Section, inert, key, section
 
 
-@dataclass
-class Machines:
+class Machines(Section):
     """Machines and precision.
 
-    Attributes:
-        num_nodes, devices: nodes, and processes on each; torchrun's own numbers override them.
-            NeMo-Aligner: 8 x 8 for the actor and the reward model
-        accelerator: `auto`: the GPUs if there are any; `cpu`: hides them from the job, but not
-            from reward functions and environments of its first process; `gpu`. NeMo-Aligner: gpu
-        precision: `bf16` or `32`; null: `bf16` on GPUs, `32` on CPUs. The log begins with it; a
-            job that resumes with another one says so
-        logger: Lightning's own switch; leave it as it is
+    num_nodes, devices: nodes, and processes on each; torchrun's own numbers override them.
+        NeMo-Aligner: 8 x 8 for the actor and the reward model
+    accelerator: `auto`: the GPUs if there are any; `cpu`: hides them from the job, but not from
+        reward functions and environments of its first process; `gpu`. NeMo-Aligner: gpu
+    precision: `bf16` or `32`; null: `bf16` on GPUs, `32` on CPUs. The log begins with it; a job
+        that resumes with another one says so
+    logger: Lightning's own switch; leave it as it is
     """
 
     num_nodes: int = key(1, at_least=1)
@@ -29,17 +26,15 @@ class Machines:
     logger: bool = key(False)
 
 
-@dataclass
 class ServerMachines(Machines):
     """What a job has that does not train.
 
-    Attributes:
-        hang_timeout_s: **new**: a job that makes no progress for so many seconds ends with exit
-            code 77; null: never. See [troubleshooting](troubleshooting.md#a-job-that-hangs)
-        max_time: wall-clock limit, `DD:HH:MM:SS`; the job saves and ends with exit code 75 (a
-            critic serves until it is stopped). See also `max_time_per_run`
-        enable_checkpointing, use_distributed_sampler, max_epochs, max_steps: Lightning's own
-            switches; leave them as they are
+    hang_timeout_s: **new**: a job that makes no progress for so many seconds ends with exit code
+        77; null: never. See [troubleshooting](troubleshooting.md#a-job-that-hangs)
+    max_time: wall-clock limit, `DD:HH:MM:SS`; the job saves and ends with exit code 75 (a critic
+        serves until it is stopped). See also `max_time_per_run`
+    enable_checkpointing, use_distributed_sampler, max_epochs, max_steps: Lightning's own switches;
+        leave them as they are
     """
 
     hang_timeout_s: float | None = key(600, above=0)
@@ -50,7 +45,6 @@ class ServerMachines(Machines):
     max_steps: Any = key(ABSENT)
 
 
-@dataclass
 class Trainer(ServerMachines):
     """What a job has that trains; `<algo>` is its own section below `trainer`."""
 
@@ -61,13 +55,11 @@ class Trainer(ServerMachines):
     max_steps: Any = key("${.<algo>.max_steps}")
 
 
-@dataclass
-class Alarms:
+class Alarms(Section):
     """Alarms of every job that trains.
 
-    Attributes:
-        replica_check_interval: **new**: steps between comparisons of the weights of data-parallel
-            replicas, which end the job if a bit differs; 0 or null: never
+    replica_check_interval: **new**: steps between comparisons of the weights of data-parallel
+        replicas, which end the job if a bit differs; 0 or null: never
     """
 
     OTHERS: ClassVar[str] = (  # what fields of subclasses mean
@@ -76,18 +68,16 @@ class Alarms:
     replica_check_interval: int | None = key(10, at_least=0)
 
 
-@dataclass
-class Loop:
+class Loop(Section):
     """How long a job trains, and what it does on the way.
 
-    Attributes:
-        max_epochs, max_steps: whichever comes first; -1: no limit
-        val_check_interval, save_interval: steps between validations and checkpoints; 0: never.
-            `save_interval` is that of validations by default; a save has a validation too.
-            Without validation data nothing is validated, and the newest checkpoints are kept
-            where the `monitor` is of a validation. For `rm`, `sft`, `dpo`, `kto`, `spin` and
-            `knowledge_distillation` a fraction means part of an epoch
-        gradient_clip_val: largest norm of the whole gradient; 0: no clipping
+    max_epochs, max_steps: whichever comes first; -1: no limit
+    val_check_interval, save_interval: steps between validations and checkpoints; 0: never.
+        `save_interval` is that of validations by default; a save has a validation too. Without
+        validation data nothing is validated, and the newest checkpoints are kept where the
+        `monitor` is of a validation. For `rm`, `sft`, `dpo`, `kto`, `spin` and
+        `knowledge_distillation` a fraction means part of an epoch
+    gradient_clip_val: largest norm of the whole gradient; 0: no clipping
     """
 
     max_epochs: int | None = key(1, at_least=1)
@@ -98,31 +88,26 @@ class Loop:
     alarms: Alarms | None = section()
 
 
-@dataclass
 class SupervisedLoop(Loop):
     """The loop of a job that learns from data.
 
-    Attributes:
-        limit_train_batches, limit_val_batches: of `rm`, `sft`, `dpo`, `kto`, `spin` and
-            `knowledge_distillation`: a fraction of the batches, or their number
+    limit_train_batches, limit_val_batches: of `rm`, `sft`, `dpo`, `kto`, `spin` and
+        `knowledge_distillation`: a fraction of the batches, or their number
     """
 
     limit_train_batches: float | None = key(1.0, at_least=0)
     limit_val_batches: float | None = key(1.0, at_least=0)
 
 
-@dataclass
-class CheckpointParams:
+class CheckpointParams(Section):
     """Which checkpoints are kept, and in what form.
 
-    Attributes:
-        monitor, mode, save_top_k: which value ranks checkpoints, `min` or `max`, how many of the
-            best are kept beside the last two (actor and critic may differ by one saved step)
-        filename: name of a checkpoint folder; nothing is read from it
-        save_nemo_on_train_end, always_save_nemo: write a `.nemo` at the end; with every
-            checkpoint
-        async_save: checkpoints are written in the background, from a copy in host memory
-            ([jobs.md](jobs.md#checkpoints))
+    monitor, mode, save_top_k: which value ranks checkpoints, `min` or `max`, how many of the best
+        are kept beside the last two (actor and critic may differ by one saved step)
+    filename: name of a checkpoint folder; nothing is read from it
+    save_nemo_on_train_end, always_save_nemo: write a `.nemo` at the end; with every checkpoint
+    async_save: checkpoints are written in the background, from a copy in host memory
+        ([jobs.md](jobs.md#checkpoints))
     """
 
     monitor: str | None = key("val_loss")
@@ -135,22 +120,20 @@ class CheckpointParams:
     model_parallel_size: Any = inert(None)
 
 
-@dataclass
-class ExpManager:
+class ExpManager(Section):
     """The experiment folder: the fields of NeMo's `ExpManagerConfig`.
 
-    Attributes:
-        explicit_log_dir: folder of logs, metrics and checkpoints; the same folder again resumes.
-            NeMo-Aligner: /results
-        exp_dir, name: as in NeMo; the final model is `checkpoints/<exp_manager.name>.nemo`
-        max_time_per_run: the same limit under NeMo's name
-        create_wandb_logger: Weights & Biases. Likewise `create_mlflow_logger` with
-            `mlflow_logger_kwargs` (null: into `mlruns` of the job's folder, for `mlflow ui
-            --backend-store-uri`), and NeMo's others, for which see there
-        resume_from_checkpoint, resume_if_exists, resume_ignore_no_checkpoint: resume from this
-            checkpoint; from the last one of the folder; start from the beginning if there is none
-        create_checkpoint_callback: False: no checkpoints
-        wandb_logger_kwargs: `project`, `name` and other arguments of that logger
+    explicit_log_dir: folder of logs, metrics and checkpoints; the same folder again resumes.
+        NeMo-Aligner: /results
+    exp_dir, name: as in NeMo; the final model is `checkpoints/<exp_manager.name>.nemo`
+    max_time_per_run: the same limit under NeMo's name
+    create_wandb_logger: Weights & Biases. Likewise `create_mlflow_logger` with
+        `mlflow_logger_kwargs` (null: into `mlruns` of the job's folder, for `mlflow ui
+        --backend-store-uri`), and NeMo's others, for which see there
+    resume_from_checkpoint, resume_if_exists, resume_ignore_no_checkpoint: resume from this
+        checkpoint; from the last one of the folder; start from the beginning if there is none
+    create_checkpoint_callback: False: no checkpoints
+    wandb_logger_kwargs: `project`, `name` and other arguments of that logger
     """
 
     explicit_log_dir: str | None = key("./results/<job>")
@@ -183,25 +166,21 @@ class ExpManager:
     seconds_to_sleep: Any = key(ABSENT)
 
 
-@dataclass
-class Named:
+class Named(Section):
     """The name of an experiment.
 
-    Attributes:
-        name: name of the experiment
+    name: name of the experiment
     """
 
     name: str | None = key("megatron_gpt_sft")
 
 
-@dataclass
-class Pretrained:
+class Pretrained(Section):
     """What a job starts from.
 
-    Attributes:
-        restore_from_path: `.nemo` file or folder to start from. Required by actors, critic, DPO,
-            KTO, SPIN and distillation; without it `training_rm` starts from random weights. The
-            reward-model server uses `rm_model_file`, SFT `model.restore_from_path`
+    restore_from_path: `.nemo` file or folder to start from. Required by actors, critic, DPO, KTO,
+        SPIN and distillation; without it `training_rm` starts from random weights. The
+        reward-model server uses `rm_model_file`, SFT `model.restore_from_path`
     """
 
     restore_from_path: str | None = key(None)

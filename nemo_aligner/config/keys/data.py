@@ -2,19 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of data sets."""
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_aligner.config.fields import ABSENT, inert, key, section
+from nemo_aligner.config.fields import ABSENT, Section, inert, key, section
 
 
-@dataclass
-class ChatPromptTokens:
+class ChatPromptTokens(Section):
     """Special tokens of NeMo's chat format.
 
-    Attributes:
-        system_turn_start, turn_start, label_start, end_of_turn, end_of_name: special tokens of
-            NeMo's chat format
+    system_turn_start, turn_start, label_start, end_of_turn, end_of_name: special tokens of NeMo's
+        chat format
     """
 
     system_turn_start: str | None = key("\u0000")
@@ -24,16 +21,14 @@ class ChatPromptTokens:
     end_of_name: str | None = key("\n")
 
 
-@dataclass
-class Chat:
+class Chat(Section):
     """How conversations become text.
 
-    Attributes:
-        chat_template, chat_template_kwargs, chat_date: **new**: conversations in the tokenizer's
-            chat template (`tokenizer`; null: if it has one) or in that of a file, what else the
-            template gets, and its date ([data](data.md))
-        chat: **new** here: conversations in NeMo's chat format, and its special tokens
-            (`system_turn_start`, `turn_start`, `label_start`, `end_of_turn`, `end_of_name`)
+    chat_template, chat_template_kwargs, chat_date: **new**: conversations in the tokenizer's chat
+        template (`tokenizer`; null: if it has one) or in that of a file, what else the template
+        gets, and its date ([data](data.md))
+    chat: **new** here: conversations in NeMo's chat format, and its special tokens
+        (`system_turn_start`, `turn_start`, `label_start`, `end_of_turn`, `end_of_name`)
     """
 
     chat_template: str | None = key(None)
@@ -43,35 +38,33 @@ class Chat:
     chat_prompt_tokens: ChatPromptTokens = section()
 
 
-@dataclass
 class Lines(Chat):
     """The data of a job that reads prompts or pairs.
 
-    Attributes:
-        data_prefix: `{train: [files], validation: [files], test: [files]}`, of which only `train`
-            must be there, or one list of files that `splits_string` divides. Files are jsonl,
-            parquet, folders and more ([data](data.md)). A list of weights and files in turn,
-            `[0.3, a.jsonl, 0.7, b.parquet]`, blends them: an epoch has as many samples as the
-            files together, and a file that is too small for its share is repeated
-        columns: **new**: which columns of a file hold the fields that the job reads, `{text:
-            prompt}` ([data](data.md))
-        prompt_end: **new**: what the prompts of whole texts end with, `"\\n\\nAssistant:"`
-            ([data](data.md#preference-pairs))
-        allow_empty_prompt: **new**, not of reward models: True: an empty prompt is not refused
-            ([data](data.md#checks-memory-and-the-second-start))
-        index_mapping_dir: folder for what is kept of large data files for the next start; null:
-            beside the data
-        data_impl: or files of tokens for prompts and pairs, used as they are: `mmap` (Megatron's
-            indexed datasets, a path without `.bin` and `.idx`), `packed_jsonl` (`.npy`, an array
-            of arrays of tokens; NeMo-Aligner: DPO's)
-        add_bos: **new**: plain texts begin with the bos token; null: as the tokenizer itself does
-            it ([data](data.md))
-        append_eod: **new**: of `on_policy`, whose data are tokenized: as for DPO
-        splits_string: weights of training, validation and test, "98,1,1"
-        seq_length: longer samples are refused or skipped
-        num_workers: processes that load data
-        validation_drop_last: reward model, DPO, KTO and distillation: False scores the last,
-            incomplete batch too
+    data_prefix: `{train: [files], validation: [files], test: [files]}`, of which only `train` must
+        be there, or one list of files that `splits_string` divides. Files are jsonl, parquet,
+        folders and more ([data](data.md)). A list of weights and files in turn, `[0.3, a.jsonl,
+        0.7, b.parquet]`, blends them: an epoch has as many samples as the files together, and a
+        file that is too small for its share is repeated
+    columns: **new**: which columns of a file hold the fields that the job reads, `{text: prompt}`
+        ([data](data.md))
+    prompt_end: **new**: what the prompts of whole texts end with, `"\\n\\nAssistant:"`
+        ([data](data.md#preference-pairs))
+    allow_empty_prompt: **new**, not of reward models: True: an empty prompt is not refused
+        ([data](data.md#checks-memory-and-the-second-start))
+    index_mapping_dir: folder for what is kept of large data files for the next start; null: beside
+        the data
+    data_impl: or files of tokens for prompts and pairs, used as they are: `mmap` (Megatron's
+        indexed datasets, a path without `.bin` and `.idx`), `packed_jsonl` (`.npy`, an array of
+        arrays of tokens; NeMo-Aligner: DPO's)
+    add_bos: **new**: plain texts begin with the bos token; null: as the tokenizer itself does it
+        ([data](data.md))
+    append_eod: **new**: of `on_policy`, whose data are tokenized: as for DPO
+    splits_string: weights of training, validation and test, "98,1,1"
+    seq_length: longer samples are refused or skipped
+    num_workers: processes that load data
+    validation_drop_last: reward model, DPO, KTO and distillation: False scores the last,
+        incomplete batch too
     """
 
     data_prefix: Any = key(None, free=True)
@@ -94,19 +87,16 @@ class Lines(Chat):
     eod_mask_loss: Any = inert(False)
 
 
-@dataclass
-class ExampleSet:
+class ExampleSet(Section):
     """Files of examples.
 
-    Attributes:
-        file_path: files of `{"input": ..., "output": ...}`, or of conversations: one, a list, or
-            a blend `[0.3, a.jsonl, 0.7, b.parquet]` ([data](data.md))
-        columns, index_mapping_dir: as for the actors; `{input: question, output: answer}`
-        max_seq_length: longer examples are truncated
-        label_key, prompt_template, truncation_field, truncation_method: column of the responses;
-            how the columns make the text; which column is cut, and on which side
-        add_bos, add_eos, add_sep, pad_to_max_length: as in NeMo; `add_bos` is null, as for the
-            actors
+    file_path: files of `{"input": ..., "output": ...}`, or of conversations: one, a list, or a
+        blend `[0.3, a.jsonl, 0.7, b.parquet]` ([data](data.md))
+    columns, index_mapping_dir: as for the actors; `{input: question, output: answer}`
+    max_seq_length: longer examples are truncated
+    label_key, prompt_template, truncation_field, truncation_method: column of the responses; how
+        the columns make the text; which column is cut, and on which side
+    add_bos, add_eos, add_sep, pad_to_max_length: as in NeMo; `add_bos` is null, as for the actors
     """
 
     file_path: Any = key("???")
@@ -126,12 +116,10 @@ class ExampleSet:
     min_seq_length: Any = inert(1)
 
 
-@dataclass
 class ShuffledSet(ExampleSet):
     """Files that a job trains on.
 
-    Attributes:
-        shuffle, drop_last: shuffle the examples; leave out the last, incomplete batch
+    shuffle, drop_last: shuffle the examples; leave out the last, incomplete batch
     """
 
     shuffle: bool = key(True)
@@ -139,38 +127,32 @@ class ShuffledSet(ExampleSet):
     output_original_text: Any = inert(ABSENT)
 
 
-@dataclass
 class SizedSet(ShuffledSet):
     """Files with batch sizes of their own.
 
-    Attributes:
-        global_batch_size, micro_batch_size: they are the model's batch sizes
+    global_batch_size, micro_batch_size: they are the model's batch sizes
     """
 
     global_batch_size: int | None = key(128, at_least=1)
     micro_batch_size: int | None = key(1, at_least=1)
 
 
-@dataclass
 class PackedSet(SizedSet):
     """Files of SFT.
 
-    Attributes:
-        packed_sequence: True: several examples in one sequence ([data](data.md)). NeMo-Aligner:
-            files that were packed beforehand
+    packed_sequence: True: several examples in one sequence ([data](data.md)). NeMo-Aligner: files
+        that were packed beforehand
     """
 
     packed_sequence: bool = key(False)
 
 
-@dataclass
 class ExampleChat(Chat):
     """Conversations that end with a response.
 
-    Attributes:
-        one_turn_per_sample: conversations: a chat template (**new**), also of SPIN with a sample
-            for each turn, or NeMo's chat format ([data](data.md))
-        allow_empty_prompt: as for the actors
+    one_turn_per_sample: conversations: a chat template (**new**), also of SPIN with a sample for
+        each turn, or NeMo's chat format ([data](data.md))
+    allow_empty_prompt: as for the actors
     """
 
     one_turn_per_sample: bool = key(False)
@@ -179,13 +161,11 @@ class ExampleChat(Chat):
     dataloader_type: Any = inert("single")
 
 
-@dataclass
 class Examples(ExampleChat):
     """What the data of SFT and SPIN have in common.
 
-    Attributes:
-        num_workers: processes that load data
-        columns: as for the actors; `{input: question, output: answer}`
+    num_workers: processes that load data
+    columns: as for the actors; `{input: question, output: answer}`
     """
 
     num_workers: Any = key(0, required=True)
