@@ -307,7 +307,7 @@ MUTANTS = [
     Mutant(
         "kept log-probs of another form of conversations are used",
         "algorithms/reference_log_probs.py",
-        "[tokenizer_fingerprint(model.tokenizer), dataset.encoder.settings()()]",
+        "[tokenizer_fingerprint(model.tokenizer), settings_of(model.tokenizer, *how)]",
         "[tokenizer_fingerprint(model.tokenizer)]",
         _unit(
             "test_reference_log_probs.py",
