@@ -157,8 +157,8 @@ class WorkerProcess:
 
 
 def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
-    """(absolute path, name) of "path/to/file.py:name", the value of `key`; `UserError`: there is no
-    such file, it is no Python, or does not hold the name at all.
+    """(absolute path, name) of "path/to/file.py:name", the value of `key`; `UserError`: there is
+    no such file, it is no Python, or does not hold the name at all.
     """
     path, _, name = str(spec).rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
