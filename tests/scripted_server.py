@@ -12,30 +12,14 @@ import time
 
 import numpy as np
 
-from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, reward_model_endpoint
+from nemo_aligner.servers.kserve import model_config
+from nemo_aligner.servers.schema import Endpoint, reward_model_endpoint
 
 
 def triton_config(endpoint: Endpoint, max_batch_size: int | None = None) -> dict:
-    """What Triton says of `endpoint` at /v2/models/NAME/config, as far as clients read it.
-
-    `max_batch_size` is that of our own servers if it is None.
-    """
-    types = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float64": "FP64"}
-    types |= {"bool": "BOOL", "float16": "FP16"}
-
-    def entry(spec):
-        is_text = spec.dtype is np.bytes_
-        name = "STRING" if is_text else types[np.dtype(spec.dtype).name]
-        return {"name": spec.name, "data_type": f"TYPE_{name}", "dims": list(spec.shape)}
-
-    if max_batch_size is None:
-        max_batch_size = MOST_ROWS if endpoint.batching else 0
-    return {
-        "name": endpoint.name,
-        "max_batch_size": max_batch_size,
-        "input": [{**entry(spec), "optional": spec.optional} for spec in endpoint.inputs],
-        "output": [entry(spec) for spec in endpoint.outputs],
-    }
+    """What Triton says of `endpoint` at /v2/models/NAME/config (test_kserve.py compares it)."""
+    config = model_config(endpoint)
+    return config if max_batch_size is None else {**config, "max_batch_size": max_batch_size}
 
 
 class ScriptedServer:

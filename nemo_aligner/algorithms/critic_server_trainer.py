@@ -4,10 +4,10 @@
 train and save.
 
 Path of a request: thread of its endpoint (decode, check) -> queue -> main thread of rank 0 -> all
-ranks compute -> reply. See `servers/server_loop.py` for the threads and the end of the job,
-`servers/scoring.py` for the path of an infer request, `servers/schema.py` for each endpoint's
-tensors. N is the number of samples of a request, n that of one data-parallel rank's share, S the
-padded token length; column t of a [N, S-1] tensor belongs to the prediction of token t+1.
+ranks compute -> reply. See servers/server_loop.py (threads, the end of the job), scoring.py (infer
+requests) and schema.py (tensors). N is the number of samples of a request, n that of one
+data-parallel rank's share, S the padded token length; column t of a [N, S-1] tensor belongs to the
+prediction of token t+1.
 """
 
 import collections
@@ -29,6 +29,7 @@ from nemo_aligner.algorithms.alarms import Alarms
 from nemo_aligner.algorithms.parts import complete_outputs
 from nemo_aligner.config.access import server_token
 from nemo_aligner.config.defaults import complete
+from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, SaveError, cause_of
 from nemo_aligner.core.interfaces import Logger
 from nemo_aligner.models.alignable_interface import CriticModelInterface
@@ -117,23 +118,22 @@ class CriticServerTrainer:
 
         self.combine_rm_and_critic_server = cfg.combine_rm_and_critic_server
         self.host, self.port = cfg.host, int(cfg.port)
-        self._access = Access(
-            server_token(cfg.host, cfg.token_file, "trainer.ppo"),
-            int(cfg.max_request_mb * 2**20),
-            cfg.require_lease,
-        )
+        token = server_token(cfg.host, cfg.token_file, "trainer.ppo")
         server = complete(server, "gpt_ppo_critic", "server")
-        self._frontend = Frontend.read(server.frontend, server.tls_certificate, server.tls_key)
-        self.gradient_clip_val = cfg.gradient_clip_val
-        self.batcher = batcher_options(
-            cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size
+        self._frontend = Frontend(
+            self.host,
+            self.port,
+            Access(token, int(cfg.max_request_mb * 2**20), cfg.require_lease),
+            batcher_options(cfg.max_queue_delay_microseconds, cfg.inference_micro_batch_size),
+            server.frontend,
+            read_frontend(server.frontend, server.tls_certificate, server.tls_key),
         )
+        self.gradient_clip_val = cfg.gradient_clip_val
         dp_size = parallel_state.get_data_parallel_world_size()
         if gbs % dp_size:
             raise ConfigError(
-                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} "
-                "data-parallel ranks. Change it, trainer.devices, or the tensor and pipeline "
-                "parallel sizes."
+                f"model.global_batch_size={gbs} does not divide over the critic's {dp_size} data-"
+                "parallel ranks. Change it, trainer.devices, or the other parallel sizes."
             )
         self.vocab_size, self.max_length = model_limits(model)
         self._scorer = Scorer(
@@ -154,7 +154,6 @@ class CriticServerTrainer:
         self.saved_step = 0  # optimizer steps of the last checkpoint written or loaded
         self.actor_step = 0  # actor step of that checkpoint
         self._written: tuple[int, int] | None = None  # both, of what is on the disk for certain
-        self._saving: _Save | None = None  # the newest save, while it is not complete
         self._last_save: _Save | None = None  # the newest save
         # Ends what the model was last prepared for, if that was interrupted.
         self._finish: Callable[[], None] | None = None
@@ -163,6 +162,12 @@ class CriticServerTrainer:
         self._loop: ServerLoop | None = None
 
     # ---- state ----
+
+    @property
+    def _saving(self) -> _Save | None:
+        """The newest save, while its outcome is not known."""
+        save = self._last_save
+        return None if save is None or save.outcome.done() else save
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters that a checkpoint stores."""
@@ -187,15 +192,11 @@ class CriticServerTrainer:
 
     def run_server(self) -> None:
         """Serve until SIGTERM or SIGINT reaches any rank; every rank calls it."""
+        combined = self.combine_rm_and_critic_server
         self._loop = ServerLoop(
             name="critic server",
-            host=self.host,
-            port=self.port,
             endpoints=[
-                (
-                    schema.critic_infer_endpoint(self.combine_rm_and_critic_server),
-                    self.server_infer,
-                ),
+                (schema.critic_infer_endpoint(combined), self.server_infer),
                 (schema.critic_train_endpoint(), self.server_train),
                 (schema.critic_save_endpoint(), self.server_save),
                 (schema.critic_resume_endpoint(), self.server_resume),
@@ -208,9 +209,7 @@ class CriticServerTrainer:
                 ServerSignal.RESUME: self._resume,
             },
             after_failure=self._recover,
-            batcher=self.batcher,
             control=self.control,
-            access=self._access,
             frontend=self._frontend,
             background=BackgroundWork(
                 lambda: self._saving is not None, self._check_save, self._finish_save
@@ -219,7 +218,7 @@ class CriticServerTrainer:
         self._loop.run()
 
     def run_subscriber_loop(self) -> None:
-        """Follow rank 0 until the job ends: `run_server`, as ranks above 0 may call it."""
+        """`run_server`, as ranks above 0 may call it."""
         self.run_server()
 
     def server_infer(self, **inputs: Array) -> Arrays:
@@ -234,9 +233,7 @@ class CriticServerTrainer:
         request_id = None if sent_id is None else read_request_id(sent_id)
         arrays = self._check_training(inputs)
         if request_id is not None and request_id in self._replies:
-            logging.warning(
-                f"critic_train: request {request_id} came again; replying without another update"
-            )
+            logging.warning(f"critic_train: request {request_id} came again: no second update")
             return self._reply_to(request_id)
         whole = self._put_together(request_id, piece, arrays)
         if whole is None:
@@ -304,14 +301,13 @@ class CriticServerTrainer:
 
     def server_status(self, **_inputs: Array) -> Arrays:
         """Handle `critic_status`; replies at once, also during a training request."""
-        values = {
-            "actor_step": self.actor_step,
-            "critic_step": self.step,
-            "saved_critic_step": self.saved_step,
-        }
         checkpoints = json.dumps(self.ckpt_callback.saved_at("actor_step"))
-        numbers = {name: np.array([value], dtype=np.int64) for name, value in values.items()}
-        return {**numbers, "checkpoints": np.array([checkpoints.encode()])}
+        return {
+            "actor_step": np.array([self.actor_step], dtype=np.int64),
+            "critic_step": np.array([self.step], dtype=np.int64),
+            "saved_critic_step": np.array([self.saved_step], dtype=np.int64),
+            "checkpoints": np.array([checkpoints.encode()]),
+        }
 
     def _submit(self, signal_: ServerSignal, arrays: Arrays) -> Arrays:
         """Have all ranks run an operation, while the server runs."""
@@ -319,7 +315,7 @@ class CriticServerTrainer:
         return self._loop.submit(signal_, arrays)
 
     def _recover(self, signal_: ServerSignal) -> None:
-        """Finish what the model was prepared for, after an operation failed on all ranks alike."""
+        """Finish what the model was prepared for, after all ranks failed alike."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -361,19 +357,15 @@ class CriticServerTrainer:
             rewards, values = self.model.infer_rm_critic((tokens, lengths))
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1), "values": values}
 
-    def _score_values(
-        self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Return the values [n, S] of this rank's samples."""
+    def _score_values(self, *samples: Tensor | None) -> dict[str, Tensor]:
+        """As `_score_rows`, the values alone."""
         with self._scoring():
-            return {"values": self.model.infer((tokens, lengths))}
+            return {"values": self.model.infer(samples[:2])}
 
-    def _score_rewards(
-        self, tokens: Tensor, lengths: Tensor, _prompt_lengths: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Return the rewards [n, 1] of this rank's samples."""
+    def _score_rewards(self, *samples: Tensor | None) -> dict[str, Tensor]:
+        """As `_score_rows`, the rewards alone."""
         with self._scoring():
-            rewards = self.model.infer_rewards((tokens, lengths))
+            rewards = self.model.infer_rewards(samples[:2])
             return {"rewards": torch.as_tensor(rewards).reshape(-1, 1)}
 
     @contextlib.contextmanager
@@ -403,14 +395,10 @@ class CriticServerTrainer:
         prev_values: Array | None = None,
         mask: Array | None = None,
     ) -> Arrays:
-        """Run one optimizer step per `gbs` samples, in order.
-
-        Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`, `prev_values`, `mask`
-        float32 [N, S-1], or with one dict of them. Rows that fill up the last global batch have
-        mask 0: they have no weight in the loss.
-
-        Returns:
-            {"loss_mean": float32 [1]}, the mean of the losses.
+        """Run one optimizer step per `gbs` samples, in order; {"loss_mean": float32 [1]} is the
+        mean of the losses. Every rank calls it, rank 0 with `tokens` int64 [N, S] and `returns`,
+        `prev_values`, `mask` float32 [N, S-1], or with one dict of them. Rows that fill up the
+        last global batch have mask 0, and no weight in the loss.
         """
         if isinstance(tokens, Mapping):
             return self.run_training(**tokens)
@@ -485,10 +473,7 @@ class CriticServerTrainer:
         actor_step: int = schema.UNKNOWN_STEP,
     ) -> None:
         """Write a checkpoint that belongs to `actor_step`, or begin to write it in the background;
-        every rank calls it.
-
-        `save_top_only` has no effect (the callback decides which checkpoints are kept); it is
-        there for old callers.
+        every rank calls it. `save_top_only` has no effect; it is there for old callers.
         """
         self._finish_save()
         self._last_save = None
@@ -500,7 +485,7 @@ class CriticServerTrainer:
             self.ckpt_callback.custom_save(
                 monitor_candidates=candidates, is_train_end=is_train_end, trainer_state=state
             )
-        self._saving = self._last_save = _Save(self.step, actor_step)
+        self._last_save = _Save(self.step, actor_step)
         self._check_save()
 
     def _check_save(self) -> None:
@@ -512,8 +497,8 @@ class CriticServerTrainer:
         self._end_save(self.ckpt_callback.finish_save)
 
     def _end_save(self, end: Callable[[], None]) -> None:
-        """Call `end`, and note the outcome of the save: for the request that waits for it, and,
-        if the checkpoint is complete, in the counters.
+        """Call `end`, and note the outcome of the save: for the request that waits for it, and
+        of a complete checkpoint in the counters.
         """
         save = self._saving
         if save is None:
@@ -521,12 +506,10 @@ class CriticServerTrainer:
         try:
             end()
         except SaveError as error:  # on all ranks
-            self._saving = None
             logging.error(f"critic server: no checkpoint of actor step {save.actor_step}: {error}")
             save.outcome.set_exception(OperationFailedError(cause_of(error)))
             return
         if not self.ckpt_callback.is_saving:
-            self._saving = None
             self.saved_step, self.actor_step = save.step, save.actor_step
             self._written = save.step, save.actor_step
             save.outcome.set_result(None)

@@ -6,14 +6,11 @@ What may pass is a GET to the general paths and to those of an endpoint that is 
 to an endpoint that is served, in one body of known and limited size, whose JSON can be read; with
 the token, if the server has one; and with the lease, if it changes the server (`LeaseBook`). A
 request for an earlier start of this server is refused: its client does not know that the weights
-went back to the last checkpoint. A tensor without elements is refused: no endpoint takes one, and
-in PyTriton it would fail every request that Triton hands over with it. Nothing here reads a
-socket: a front hands over method, path and headers, and keeps to the sizes and times below.
+went back to the last checkpoint. So is a tensor without elements: in PyTriton it would fail every
+request that Triton hands over with it.
 
 Threads of rank 0 work on what has entered (`DirectReplies`), behind uvicorn on all that comes,
-behind Triton on what it hands over. Each endpoint has a thread, and a second one for its large
-scoring requests: a small one never stands in a line behind a large one. Each error goes to its
-client in one line.
+behind Triton on what it hands over.
 """
 
 import concurrent.futures
@@ -108,27 +105,20 @@ class Admitted:
 
 
 class Admission:
-    """The rules of one server; any thread may call it.
-
-    Attributes:
-        endpoints: by name. replies: what works on the requests that have entered.
-        leases: who may change the server.
-        instance: names this start of the server, in every reply.
-    """
+    """The rules of one server; any thread may call it."""
 
     def __init__(self, endpoints: Sequence[tuple[Endpoint, Handler]], access: Access):
         self.endpoints = {endpoint.name: endpoint for endpoint, _function in endpoints}
-        self.replies = DirectReplies(endpoints)
-        self._largest_body = access.largest_body
+        self.replies = DirectReplies(endpoints)  # works on the requests that have entered
         self.leases = LeaseBook(access.lease_required)
-        self.instance = uuid.uuid4().hex
-        self._token = access.token
+        self.instance = uuid.uuid4().hex  # names this start of the server, in every reply
+        self._access = access
 
     def admit(self, method: str, path: str, header: GetHeader) -> Admitted | None:
         """Return what the request is, before any of its body is read. None: it was about the lease
         and is done; the reply is empty. `RefusedError`: it may not pass.
         """
-        check_token(header, self._token)
+        check_token(header, self._access.token)
         if header(INSTANCE_HEADER) not in (None, self.instance):
             raise RefusedError(503, "the server was started anew since this client connected")
         if method not in METHODS:
@@ -163,13 +153,11 @@ class Admission:
         if method != "POST" or what != "infer" or name is None:
             raise RefusedError(405, f"{path[:200]!r} does not take {method}")
         endpoint = self.endpoints[name]
-        largest = SMALL_BODY if endpoint.has_fixed_size else self._largest_body
+        largest = SMALL_BODY if endpoint.has_fixed_size else self._access.largest_body
         if length > largest:
-            raise RefusedError(
-                413,
-                f"a request to {name} has {length} bytes, but this server takes at most "
-                f"{largest}. Send fewer samples at once, or raise max_request_mb of the server.",
-            )
+            too_large = f"a request to {name} has {length} bytes, but this server takes at most"
+            remedy = "Send fewer samples at once, or raise max_request_mb of the server."
+            raise RefusedError(413, f"{too_large} {largest}. {remedy}")
         problem = self.leases.refusal(name, header(LEASE_HEADER))
         if endpoint.is_exclusive and problem:
             raise RefusedError(403, problem)
@@ -197,11 +185,8 @@ def body_length(header: GetHeader) -> int:
 def _head_size(header: GetHeader, length: int) -> int:
     size = header(HEAD_SIZE_HEADER) or str(length)
     if not _NUMBER.fullmatch(size) or int(size) > min(length, LARGEST_HEAD):
-        raise RefusedError(
-            413,
-            f"the JSON of a request has {size[:40]} bytes, but this server takes at most "
-            f"{LARGEST_HEAD}. Send tensors as binary data.",
-        )
+        most = f"this server takes at most {LARGEST_HEAD}. Send tensors as binary data."
+        raise RefusedError(413, f"the JSON of a request has {size[:40]} bytes, but {most}")
     return int(size)
 
 
@@ -221,10 +206,8 @@ def read_head(data: bytes | bytearray) -> dict[str, Any]:
         for tensor in head["inputs"]:
             shape = tensor.get("shape") if isinstance(tensor, dict) else None
             if isinstance(shape, list) and 0 in shape:
-                problem = (
-                    f"its input tensor {tensor.get('name')!r} has shape {shape}; send at least "
-                    "one row and one column"
-                )
+                name, needed = tensor.get("name"), "send at least one row and one column"
+                problem = f"its input tensor {name!r} has shape {shape}; {needed}"
     if problem is not None:
         raise RefusedError(400, f"the request is refused: {problem[:400]}")
     return head
@@ -253,11 +236,10 @@ class LeaseBook:
         with self._lock:
             silent = time.monotonic() - self._seen
             if self._holder not in (None, lease) and (self._working or silent < LEASE_S):
-                return (
-                    f"another actor holds the lease of this server and was heard of {silent:.0f} "
-                    f"s ago. It loses the lease {LEASE_S:.0f} s after its end; if it runs, give "
-                    "this actor a critic of its own."
-                )
+                other = "another actor holds the lease of this server and was heard of"
+                remedy = "if it runs, give this actor a critic of its own"
+                loses = f"It loses it {LEASE_S:.0f} s after its end"
+                return f"{other} {silent:.0f} s ago. {loses}; {remedy}."
             self._holder, self._seen = lease, time.monotonic()
         return None
 
@@ -273,12 +255,9 @@ class LeaseBook:
             held = self._holder is not None and (self._working > 0 or silent < LEASE_S)
             if lease == self._holder if lease is not None else not (self.required or held):
                 return None
-        remedy = (
-            "Restart this actor."
-            if lease is not None
-            else "Clients that know no lease, such as NeMo-Aligner's, need a critic with "
-            "trainer.ppo.require_lease=False, and that no actor holds its lease."
-        )
+        remedy = "Restart this actor."
+        if lease is None:  # as clients of NeMo-Aligner
+            remedy = "Without one it takes trainer.ppo.require_lease=False, and no holder."
         return f"{endpoint} is for the actor that holds the lease of this server. {remedy}"
 
     @contextlib.contextmanager

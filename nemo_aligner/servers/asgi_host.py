@@ -3,11 +3,8 @@
 """A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
 
 The wire is that of Triton (kserve.py); what may enter, and the threads that work on it, are the
-same (admission.py). It needs no process beside rank 0, no shared memory and no PyTriton, and it
-can encrypt.
-
-uvicorn reads and writes HTTP. ASGI has no message for a sign of life ("100 Continue" while a
-request is worked on), so the connections are of a subclass of uvicorn's.
+same (admission.py). It needs no other process and no shared memory, and it can encrypt. ASGI has
+no message for a sign of life, so the connections are of a subclass of uvicorn's.
 """
 
 import asyncio
@@ -52,9 +49,7 @@ STOP_S = 2.0  # for the last replies, when the server ends
 
 
 class AsgiHost:
-    """uvicorn in a thread of rank 0, and the ASGI application that it runs. `tls`: what a server
-    that encrypts has; None: it does not.
-    """
+    """uvicorn in a thread of rank 0, and the ASGI application that it runs."""
 
     name = "uvicorn"
 

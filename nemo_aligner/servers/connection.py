@@ -1,21 +1,18 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to a server that has a state, the critic: each goes to this server only.
+"""Requests to a server that has a state, the critic: each goes to one start of one server only.
 
 A critic that was restarted has the weights of its last checkpoint, and it is unknown how much of a
-train request it had applied. So every request names the start of the server that the client
-connected to, and a request that another one gets is an error; the remedy is to resume both jobs.
-(Scoring by a reward model changes nothing; fleet.py sends those requests again elsewhere.)
+train request it had applied: the remedy is to resume both jobs. (Scoring by a reward model changes
+nothing; fleet.py sends those requests again elsewhere.)
 
-* The connection is refused: the server has ended. This fails the request at once.
-* The connection breaks, or its server gives no more signs of life, or the reply is cut short: the
-  request is sent again over a new connection, after each of RETRY_PAUSES_S. The server does
-  nothing twice: scoring changes nothing, an update has its `request_id`, and a checkpoint that was
-  written is not written again. A server that is not of this package cannot promise that: there,
-  this too fails the request at once.
-* Triton says that it lost the process behind it: this fails the request.
-* The server falls silent: after MAX_MISSED_PROBES unanswered probes its requests fail.
-* The server answers probes but not the request: only `inference_timeout_s` ends that.
+* A request whose connection breaks or is silent, or whose reply is cut short, is sent again after
+  each of RETRY_PAUSES_S. The server does nothing twice: scoring changes nothing, an update has its
+  `request_id`, and a checkpoint that was written is not written again. A server that is not of
+  this package cannot promise that: there the request fails at once.
+* So it does if the connection is refused, or if Triton says that it lost the process behind it.
+* After MAX_MISSED_PROBES unanswered probes all requests in flight fail. Of a server that answers
+  probes but not the request, only `inference_timeout_s` ends it.
 """
 
 import concurrent.futures
@@ -49,7 +46,7 @@ from nemo_aligner.servers.exchange import (
 )
 from nemo_aligner.servers.schema import Arrays, Endpoint
 from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies
-from nemo_aligner.servers.threads import in_thread
+from nemo_aligner.servers.threads import in_thread, settle
 
 RENEWAL_S = 5.0
 
@@ -106,13 +103,6 @@ class ServerConnection:
         if self._lease is None:
             self._lease = Lease(self.peer)
 
-    def _exchange(self, instance: str | None) -> Exchange:
-        """An exchange with this start of the server; None: a server that does not name it."""
-        lease = None if self._lease is None else self._lease.id
-        headers = {LEASE_HEADER: lease, INSTANCE_HEADER: instance}
-        known = {name: value for name, value in headers.items() if value is not None}
-        return Exchange(self.peer, known, instance is not None)
-
     def submit(
         self,
         endpoint: str,
@@ -128,15 +118,18 @@ class ServerConnection:
             forms: the schema that `data` and the reply follow, and the server's own description
                 of the endpoint, which the request is made to fit; None sends `data` as it is.
         """
-        instance, repeatable = None, False
+        headers: dict[str, str] = {}
+        repeatable = False
         if forms is None:
             parts = [InferRequest(endpoint, data)]
         else:
-            served = forms[1]
-            parts = fit_requests(served, forms[0], dict(data))
-            instance = served.instance
-            known = "request_id" in data or not served.lists("request_id")
-            repeatable = instance is not None and known
+            schema, served = forms
+            parts = fit_requests(served, schema, dict(data))
+            if served.instance is not None:
+                headers[INSTANCE_HEADER] = served.instance
+                repeatable = "request_id" in data or not served.lists("request_id")
+        if self._lease is not None and self._lease.id is not None:
+            headers[LEASE_HEADER] = self._lease.id
 
         def finish(replies: list[Arrays]) -> Arrays:
             reply = replies[0] if forms is None else merge_replies(forms[0], replies)
@@ -144,7 +137,8 @@ class ServerConnection:
                 check(reply)
             return reply
 
-        request = _Request(parts, finish, alone, repeatable, self._exchange(instance))
+        exchange = Exchange(self.peer, headers, INSTANCE_HEADER in headers)
+        request = _Request(parts, finish, alone, repeatable, exchange)
         with self._lock:
             if self._closed:
                 raise ServerRequestError(f"{endpoint} at {self.peer}: this client is closed")
@@ -171,31 +165,24 @@ class ServerConnection:
 
     def _dispatch(self) -> None:
         while self._waiting and len(self._in_flight) < MAX_IN_FLIGHT:
-            request = self._waiting[0]
-            if self._in_flight and (
-                request.alone or any(other.alone for other in self._in_flight)
-            ):
+            alone = self._waiting[0].alone or any(other.alone for other in self._in_flight)
+            if self._in_flight and alone:
                 return
-            self._waiting.popleft()
+            request = self._waiting.popleft()
             try:
                 in_thread(f"request to {self.peer}", self._send, request)
             except RuntimeError as error:  # no thread to be had
-                self._fail(request, f"was not sent: {error}", error)
+                self._fail(request, f"was not sent: {error}")
                 continue
             self._in_flight.add(request)
             self._lock.notify_all()
 
     def _fail(
-        self,
-        request: _Request,
-        why: str,
-        cause: Exception | None = None,
-        kind: type[ServerRequestError] = ServerRequestError,
+        self, request: _Request, why: str, kind: type[ServerRequestError] = ServerRequestError
     ) -> None:
-        if not request.future.done():
-            error = kind(f"request to {request.parts[0].endpoint} at {self.peer} {why}")
-            error.__cause__ = cause
-            request.future.set_exception(error)
+        settle(
+            request.future, kind(f"request to {request.parts[0].endpoint} at {self.peer} {why}")
+        )
 
     # ---- threads ----
 
@@ -203,14 +190,13 @@ class ServerConnection:
         failure = None
         try:
             reply = request.finish([self._run(request, part) for part in request.parts])
-        except Exception as error:  # asks the server, so before the lock is taken
-            why, kind = self._explain(error)
-            failure = why, error, kind
+        except Exception as error:
+            failure = self._explain(error)  # asks the server, so before the lock is taken
         with self._lock:
-            if failure is not None:
+            if failure is None:
+                settle(request.future, reply)
+            else:
                 self._fail(request, *failure)
-            elif not request.future.done():
-                request.future.set_result(reply)
             self._in_flight.discard(request)
             self._dispatch()
             self._lock.notify_all()
@@ -232,10 +218,8 @@ class ServerConnection:
         """What went wrong, and the remedy where the server has ended; and the kind of error."""
         is_alive, key = self._is_alive(), f"{self.setting}.inference_timeout_s"
         if isinstance(error, NoReplyInTimeError) and is_alive:
-            return (
-                f"got {error} ({key}), although the server is up. Raise {key} if the server needs "
-                "longer, else look into the server's log: it hangs."
-            ), LostPeerError
+            why = f"got {error} ({key}), although the server is up. Raise {key} if the server"
+            return f"{why} needs longer, else look into its log: it hangs.", LostPeerError
         why = f"failed: {type_and_message(error)}"
         if not is_alive:
             return f"{why}. The server is gone. {RESTART_REMEDY}", LostPeerError
@@ -256,16 +240,14 @@ class ServerConnection:
                     missed = 0
                     continue
             missed = 0 if self._is_alive() else missed + 1
-            if missed >= MAX_MISSED_PROBES:
-                self._give_up(missed)
-                missed = 0
-
-    def _give_up(self, missed: int) -> None:
-        silent = f"failed: the server no longer replies ({missed} probes in a row)."
-        with self._lock:
-            for request in self._in_flight:
-                self._fail(request, f"{silent} {RESTART_REMEDY}", kind=LostPeerError)
-                request.exchange.abort()
+            if missed < MAX_MISSED_PROBES:
+                continue
+            why = f"failed: the server no longer replies ({missed} probes in a row)."
+            with self._lock:
+                for request in self._in_flight:
+                    self._fail(request, f"{why} {RESTART_REMEDY}", LostPeerError)
+                    request.exchange.abort()
+            missed = 0
 
     def _is_alive(self) -> bool:
         try:
@@ -279,13 +261,9 @@ class LeaseTakenError(UserError):
 
 
 class Lease:
-    """The lease of one actor, renewed by a thread of its own until `close`.
-
-    Attributes:
-        id: that requests name; None for a server that knows no lease.
-
-    Raises:
-        LeaseTakenError: another actor has kept it for longer than it could without renewing it.
+    """The lease of one actor, renewed by a thread of its own until `close`. Its `id` is what
+    requests name; None for a server that knows no lease. `LeaseTakenError`: another actor has kept
+    it for longer than it could without renewing it.
     """
 
     def __init__(self, peer: Peer):

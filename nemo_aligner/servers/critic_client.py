@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The remote critic as an object of the actor job.
 
-Every rank of the actor constructs a client and calls the same methods. Only the rank that owns the
-data talks to the server: the source rank of each model-parallel group for scoring, global rank 0
-for training and saving. Every call returns a future whose `result()` every rank calls: it brings
-the outcome to all ranks that need it, and a failure, with its cause, to all of them.
+Every rank of the actor constructs a client and calls the same methods. The source rank of each
+model-parallel group sends for scoring, global rank 0 for training and saving. Every call returns a
+future whose `result()` every rank calls: it brings the outcome, or the error, to all of them.
 """
 
 import dataclasses
 import functools
 import json
 import uuid
-from collections.abc import Callable
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -57,20 +55,13 @@ class CriticStatus(TypedDict):
 
 @dataclasses.dataclass(eq=False)
 class RMCriticFutureResult(FutureScores):
-    """Pending rewards and values of a rollout micro-batch.
+    """Pending rewards and values of a rollout micro-batch."""
 
-    Args:
-        critic_future: `PendingReply` of the critic, or the exception of an attempt to send, on
-            the source rank of the model-parallel group; ignored elsewhere.
-        rm_future: on every rank if the rewards come from other servers, else None.
-        combine_rm_and_critic_server: the critic's reply holds the rewards too.
-        og_seq_length: S of the micro-batch.
-    """
-
+    # of the critic, on the source rank of the model-parallel group; ignored elsewhere
     critic_future: PendingReply | Exception | None
-    rm_future: FutureScores | None
-    combine_rm_and_critic_server: bool
-    og_seq_length: int
+    rm_future: FutureScores | None  # on every rank if the rewards come from other servers
+    combine_rm_and_critic_server: bool  # the critic's reply holds the rewards too
+    og_seq_length: int  # S of the micro-batch
 
     def __post_init__(self) -> None:
         self.pending = () if self.critic_future is None else (self.critic_future,)
@@ -113,13 +104,11 @@ class StatusFuture(RankZeroFuture[CriticStatus | None]):
         reply = self.reply()
         if not reply:
             return None
-        checkpoints = json.loads(reply["checkpoints"][0])
-        return CriticStatus(
-            actor_step=int(reply["actor_step"][0]),
-            critic_step=int(reply["critic_step"][0]),
-            saved_critic_step=int(reply["saved_critic_step"][0]),
-            checkpoints={int(step): folder for step, folder in checkpoints.items()},
-        )
+        folders = json.loads(reply["checkpoints"][0])
+        names = "actor_step", "critic_step", "saved_critic_step"
+        status: dict[str, Any] = {name: int(reply[name][0]) for name in names}
+        status["checkpoints"] = {int(step): folder for step, folder in folders.items()}
+        return cast(CriticStatus, status)
 
 
 class RemoteGPTRMCriticClient(RemoteClient):
@@ -127,15 +116,12 @@ class RemoteGPTRMCriticClient(RemoteClient):
     Arguments and errors beside those of `RemoteClient`:
 
     Args:
-        cfg: `remote_critic_rm`: `pad_to_length`, `combine_rm_and_critic_server`,
-            `critic.{name.{train,infer,save,status},ip,port}`, `init_timeout_s`,
-            `inference_timeout_s`; with separate servers `reward_model.{name,ip,port}` or
-            `reward_models`.
+        cfg: `remote_critic_rm`.
         score_source: gives the rewards in place of reward models, which are not connected then;
             only with separate servers.
 
     Raises:
-        ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
+        ServerUnreachableError: no server within `init_timeout_s`.
         ServerMismatchError: there is no endpoint of a name, it is not one of a critic, or gives no
             rewards although `combine_rm_and_critic_server` is set.
     """
@@ -206,34 +192,33 @@ class RemoteGPTRMCriticClient(RemoteClient):
     def train(self, rollout_batch: PPOTrainBatch) -> TrainFuture:
         """Send the samples of all data-parallel ranks for a critic update; returns at once.
 
-        `rollout_batch` is this rank's share: `response_tokens` int64 [b, S]; `returns`,
-        `values`, `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place
-        among those of all ranks (else they go in rank order).
+        `rollout_batch` is this rank's share (see `training_payload`).
         """
         payload = training_payload(rollout_batch)
         if payload is not None:  # on rank 0
             payload["request_id"] = np.array([uuid.uuid4().hex.encode()])
-        check = functools.partial(validate_outcome, schema.critic_train_endpoint())
-        return TrainFuture(try_on_source(lambda: self._send(self.train_name, payload, check), 0))
+        endpoint = schema.critic_train_endpoint()
+        send = lambda: self._send(self.train_name, payload, endpoint)
+        return TrainFuture(try_on_source(send, 0))
 
     def save(self, actor_step: int | None = None) -> SaveFuture:
         """Have the critic write a checkpoint that belongs to `actor_step`; returns at once."""
         data = {"dummy_var": np.zeros(1, dtype=np.int64)}
         if actor_step is not None:
             data["actor_step"] = np.array([actor_step], dtype=np.int64)
-        check = functools.partial(validate_outcome, schema.critic_save_endpoint())
-        return SaveFuture(try_on_source(lambda: self._send(self.save_name, data, check), 0))
+        endpoint = schema.critic_save_endpoint()
+        return SaveFuture(try_on_source(lambda: self._send(self.save_name, data, endpoint), 0))
 
     def _send(
-        self, name: str, data: Arrays | None, check: Callable[[Arrays], None] | None = None
+        self, name: str, data: Arrays | None, changing: schema.Endpoint | None = None
     ) -> PendingReply:
         assert data is not None  # on rank 0
+        check = None if changing is None else functools.partial(validate_outcome, changing)
         return self.communicator.send_data_to_server(name, data, batching=False, check=check)
 
     def status(self) -> CriticStatus | None:
-        """Ask the server where it stands; every rank calls it and gets the reply.
-
-        None from a server whose checkpoints do not hold an actor step, such as NeMo-Aligner's.
+        """Ask the server where it stands; every rank calls it and gets the reply. None from a
+        server whose checkpoints do not hold an actor step, such as NeMo-Aligner's.
         """
 
         def ask() -> Awaitable:
@@ -273,27 +258,20 @@ class RemoteGPTRMCriticClient(RemoteClient):
         return True
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
-        """Raise unless the critic's weights are those saved at `expected_actor_step`. If it has
-        them in a checkpoint, it goes back to that.
+        """Raise unless the critic's weights are those saved at `expected_actor_step`, 0 for a new
+        run. If it has them in a checkpoint, it goes back to that.
 
         Every rank calls it once, before the first rollout. A server that cannot say where it
-        stands is not checked; a warning says so.
-
-        Args:
-            expected_actor_step: the actor's step, 0 for a new run.
-            checkpoints: folder of each of the actor's complete checkpoints, by its step.
-
-        Raises:
-            UserError: on every rank; the message says how to bring the two jobs together.
+        stands is not checked; a warning says so. `checkpoints`: folder of each of the actor's
+        complete checkpoints, by its step. `UserError`, on every rank: how to bring both together.
         """
         status = self.status()
         where = f"{self.cfg.critic.ip}:{self.cfg.critic.port}"
         if status is None:
             logging.warning(
                 f"the critic server at {where} has no endpoint '{self.status_name}': "
-                f"{_WITHOUT_STATUS}. Continuing from actor step {expected_actor_step}; when you "
-                "restart one job, see to it that the other one loads the checkpoint of the same "
-                "step."
+                f"{_WITHOUT_STATUS}. When you restart one job, see to it that the other one loads "
+                f"the checkpoint of the same step (now {expected_actor_step})."
             )
             return
         have, unsaved = status["actor_step"], status["critic_step"] - status["saved_critic_step"]

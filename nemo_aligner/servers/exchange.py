@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One infer request over one connection of its own, and its outcome: the transport of all clients.
 
-A connection carries a single request. So a reply cannot belong to another request, and a broken
-connection says something about the server now. The transport is plain `http.client`, whose socket
-another thread can shut down to give up a request, and which sends large arrays from where they
-lie: copies of a body of many megabytes take longer than sending it.
+A connection carries a single request: a reply cannot belong to another one, and a broken
+connection says something about the server now. The socket of `http.client` can be shut down by
+another thread, to give up a request, and sends large arrays from where they lie.
 
 A server of this package says every HEARTBEAT_S that it still works on a request ("100 Continue",
 which HTTP allows any number of times before the reply). So a connection that is dead although
-nobody has closed it, as behind a router that has forgotten it, is noticed in SILENCE_S, however
-long the request may take.
+nobody has closed it is noticed in SILENCE_S, however long the request may take.
 """
 
 import contextlib
@@ -63,10 +61,8 @@ _NOT_SERVING = re.compile(
 
 
 class ConnectionLostError(Exception):
-    """No connection, or it broke before the reply was complete.
-
-    Attributes:
-        sent: the server may have begun to work on the request.
+    """No connection, or it broke before the reply was complete. `sent`: the server may have begun
+    to work on the request.
     """
 
     def __init__(self, reason: str, sent: bool):
@@ -115,8 +111,8 @@ class Peer:
             return response, response.read()
 
     def get(self, path: str, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes] | None:
-        """The reply to a GET and its body, or None when nothing replies. `UntrustedServerError`:
-        what replies is not the server that the certificates stand for.
+        """The reply to a GET and its body, or None when nothing replies.
+        `UntrustedServerError`: what replies is not what the certificates stand for.
         """
         try:
             return self.ask("GET", path, timeout_s)
@@ -130,9 +126,8 @@ class Peer:
             reason = getattr(error, "reason", None)
             plain = reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
             if self.tls is not None and (plain or self._speaks_http(timeout_s)):
-                raise UntrustedServerError(
-                    "tls_ca_file is set, but it does not encrypt"
-                ) from error
+                why = "tls_ca_file is set, but it does not encrypt"
+                raise UntrustedServerError(why) from error
             if self.tls is None and self._encrypts(timeout_s):
                 raise UntrustedServerError("it encrypts, but tls_ca_file is not set") from error
             return None
@@ -143,7 +138,7 @@ class Peer:
         return None if reply is None else reply[0].status
 
     def _encrypts(self, timeout_s: float) -> bool:
-        """Whether a server at this address encrypts, whoever it is; nothing is sent to it."""
+        """Whether a server here encrypts, whoever it is; nothing is sent to it."""
         anyone = ssl.create_default_context()
         anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
         with contextlib.suppress(OSError):
@@ -153,7 +148,6 @@ class Peer:
         return False
 
     def _speaks_http(self, timeout_s: float) -> bool:
-        """Whether a server at this address replies without encryption."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             Peer(self.host, self.port).ask("GET", "/v2/health/live", timeout_s)
             return True
@@ -161,9 +155,8 @@ class Peer:
 
 
 class InferRequest:
-    """The bytes of an infer request (KServe v2, tensors as binary data); they can be sent any
-    number of times. `data`: arrays by wire name. They must not change until the last reply has
-    come: large ones are not copied.
+    """The bytes of an infer request (KServe v2, tensors as binary data), to be sent any number of
+    times. `data`: arrays by wire name, which must not change until the last reply has come.
     """
 
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
@@ -186,10 +179,8 @@ class InferRequest:
 
 class Exchange:
     """One sending of a request to one server. `run` blocks; any thread may call `abort`.
-
-    Args:
-        headers: beside those of the request and the token.
-        heartbeat: the server is one of this package, which gives signs of life.
+    `headers`: beside those of the request and the token. `heartbeat`: the server is one of this
+    package, which gives signs of life.
     """
 
     def __init__(
@@ -247,10 +238,9 @@ class Exchange:
         try:
             return decode_reply(body, None if size is None else int(size))
         except Exception as error:
-            raise ServerRequestError(
-                f"the reply cannot be read ({type_and_message(error)}): its {len(body)} bytes "
-                f"begin with {body[:100]!r}"
-            ) from error
+            begins = f"its {len(body)} bytes begin with {body[:100]!r}"
+            why = f"the reply cannot be read ({type_and_message(error)}): {begins}"
+            raise ServerRequestError(why) from error
 
     def abort(self) -> None:
         """Make `run` raise ConnectionLostError, now if it waits for the reply, and from now on."""
@@ -276,10 +266,8 @@ def token_header(token: str | None) -> dict[str, str]:
 def token_problem(token: str | None, setting: str) -> str:
     """Why a server replied with 401, and the remedy, in `token_file` of the section `setting`."""
     have = "and this job has none" if token is None else "and that of this job is another one"
-    return (
-        f"the server asks for a token, {have}. Set {TOKEN_VARIABLE}, or {setting}.token_file, to "
-        "the token that the server was started with."
-    )
+    keys = f"{TOKEN_VARIABLE}, or {setting}.token_file,"
+    return f"the server asks for a token, {have}. Set {keys} to the token of the server."
 
 
 def type_and_message(error: Exception) -> str:

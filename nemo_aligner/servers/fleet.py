@@ -7,33 +7,32 @@ Every request waits in one queue until a server has room for it; it goes to the 
 with the fewest requests in flight, and among equals to the one used longest ago. Each sending has
 a thread and a connection of its own (exchange.py). A monitor thread per server asks every few
 seconds whether the model is ready there: one "ready" takes the server (back) in. Scoring changes
-nothing on a server, so a request may be sent again at any time, and the reply to a sending that
-was given up is thrown away: every request ends with exactly one reply or one error.
+nothing, so a request may be sent again at any time, and the reply to a sending that was given up
+is thrown away: every request ends with exactly one reply or one error.
 
 What happens when a server dies, by moment:
 
 * Before the client connects: the client waits, but only START_GRACE_S once another one replies;
   then the job starts without it, with a warning, and takes it in when it comes.
 * While the connection is made, or during a request when it breaks or the reply is cut short: left
-  out; the request goes back to the head of the queue and to another server. One that has been lost
-  MAX_LOST times (twice per server in a large fleet) fails, for it may be what ends the servers.
-* During a request, silence: (a) The machine is gone, or Triton holds the connection although the
-  process behind it is dead: after MAX_MISSED_PROBES unanswered probes the requests in flight there
-  are taken back and sent elsewhere. (b) Triton answers probes, but the model behind it hangs: only
-  `inference_timeout_s` ends that. The request gets a second chance on another server; the one that
-  hung is asked for the score of one sample that another request had. It is taken back when it
-  gives one, or after it was down. A second time-out is an error.
+  out; the request goes back to the head of the queue. One that has been lost MAX_LOST times (twice
+  per server in a large fleet) fails, for it may be what ends the servers.
+* Silence during a request: after MAX_MISSED_PROBES unanswered probes (the machine is gone, or
+  Triton holds the connection of a dead process) what is in flight there is sent elsewhere. If
+  Triton answers probes, but the model hangs, only `inference_timeout_s` ends the request. It gets
+  a second chance on another server; a second time-out is an error. The one that hung is asked for
+  the score of one sample that another request had: when it gives one, or after it was down, it is
+  taken back.
 * During an orderly end (SIGTERM): what it still replies counts; "is shutting down" or "not ready"
   means: left out, and that request goes elsewhere.
-* On its return: it gets requests when the model is ready, in the form that it lists now
-  (served_model.py). If it dies again before its first reply, it is left out for twice as long as
-  the last time. One whose model cannot be used ends the job at the start, and is left out later.
+* On its return: it gets requests in the form that it lists now (served_model.py). If it dies again
+  before its first reply, it is left out for twice as long as the last time. One whose model cannot
+  be used ends the job at the start, and is left out later.
 * All are dead: requests wait, and fail after `init_timeout_s`.
 * An error of the model (it raised; the request does not fit), a wrong shape or NaN is raised at
   once and never sent again: another server of the same model would reply the same.
 
-Only one rank of each model-parallel group holds a fleet; scoring_clients.py brings scores and
-errors to the others.
+Only one rank of each model-parallel group holds a fleet (scoring_clients.py).
 """
 
 import concurrent.futures
@@ -68,7 +67,7 @@ from nemo_aligner.servers.served_model import (
     fit_requests,
     merge_replies,
 )
-from nemo_aligner.servers.threads import in_thread
+from nemo_aligner.servers.threads import in_thread, settle
 from nemo_aligner.servers.validation import validate_reply, validate_request
 
 MAX_LOST = 5
@@ -90,8 +89,7 @@ class _Request:
     data: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
     since: float = field(default_factory=time.monotonic)  # when it last joined the queue
-    # number of servers that ended while they had it, or refused it because they were about to end
-    lost: int = 0
+    lost: int = 0  # servers that ended, or were about to end, while they had it
     timed_out: bool = False
     exchange: Exchange | None = None  # while it is in flight; its other replies are ignored
 
@@ -103,9 +101,8 @@ class _Request:
 class _Server:
     """The state of one server; guarded by the fleet's lock."""
 
-    def __init__(self, peer: Peer, turn: int):
+    def __init__(self, peer: Peer):
         self.peer = peer
-        self.turn = turn  # when it was last used, in sendings
         self.available = False
         self.seen = False  # it was available at some time
         self.state = "no reply"
@@ -148,12 +145,9 @@ class Fleet:
         self.section = spec.setting.partition(".")[0]
         kind = "teacher" if spec.setting.startswith("remote_teacher") else "reward model"
         self.title = f"{kind} '{spec.name}'" if spec.name else spec.endpoint
-        count = len(spec.addresses)
-        self.servers = [
-            _Server(Peer(host, port, token, tls), turn=(index - first) % count)
-            for index, (host, port) in enumerate(spec.addresses)
-        ]
-        self._turn = count
+        self.servers = [_Server(Peer(*address, token, tls)) for address in spec.addresses]
+        self._turns = deque(self.servers)  # the one used longest ago comes first
+        self._turns.rotate(-first)
         self._waiting: deque[_Request] = deque()
         self._warned: set[str] = set()
         self._sample: Arrays | None = None  # one row of a request that has its reply
@@ -173,10 +167,8 @@ class Fleet:
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """True once all servers have replied, or one did START_GRACE_S ago; else False.
-
-        Raises:
-            ServerUnreachableError: none has within `init_timeout_s` after the fleet was made.
-            ServerMismatchError: a server's model cannot be used.
+        `ServerUnreachableError`: none has within `init_timeout_s` after the fleet was made.
+        `ServerMismatchError`: a server's model cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -198,8 +190,8 @@ class Fleet:
                         )
                 elif late:
                     states = {str(server): server.state for server in self.servers}
-                    name, setting = self.spec.endpoint, self.spec.setting
-                    raise unreachable(name, states, now - self._born, setting)
+                    waited = now - self._born
+                    raise unreachable(self.spec.endpoint, states, waited, self.spec.setting)
                 else:
                     if now >= self._next_line:
                         self._next_line = now + PROGRESS_INTERVAL_S
@@ -208,6 +200,12 @@ class Fleet:
                         return False
                     self._lock.wait(min(deadline - now, 0.1))
         return True
+
+    # as something that `wait_for_all` waits for
+    done = wait_until_ready
+
+    def result(self) -> None:
+        """None: it has been ready."""
 
     def submit(self, data: Arrays) -> "concurrent.futures.Future[Arrays]":
         """Queue a request; returns its future at once. `RequestError`: it does not fit."""
@@ -232,17 +230,14 @@ class Fleet:
         """End all threads; requests without a reply fail."""
         with self._lock:
             self._closed = True
-            error = ServerRequestError(
-                f"{self.title}: this client was closed before the reply came"
-            )
             for server in self.servers:
-                for request in self._take_back(server):
-                    request.future.set_exception(error)
+                self._waiting.extend(self._take_back(server))
                 if server.trial is not None:
                     server.trial.abort()
                 server.wake.set()
+            why = f"{self.title}: this client was closed before the reply came"
             while self._waiting:
-                self._waiting.popleft().future.set_exception(error)
+                settle(self._waiting.popleft().future, ServerRequestError(why))
             self._lock.notify_all()
         deadline = time.monotonic() + PROBE_TIMEOUT_S + 1.0
         for thread in self._monitors:
@@ -252,26 +247,25 @@ class Fleet:
 
     def _dispatch(self) -> None:
         while self._waiting and not self._closed:
-            free = [s for s in self.servers if s.available and len(s.in_flight) < MAX_IN_FLIGHT]
+            free = [s for s in self._turns if s.available and len(s.in_flight) < MAX_IN_FLIGHT]
             if not free:
                 return
-            server = min(free, key=lambda s: (len(s.in_flight), s.turn))
+            server = min(free, key=lambda s: len(s.in_flight))
             assert server.served is not None  # it is available
             request = self._waiting[0]
             exchange = request.exchange = _exchange(server.peer, server.served)
             in_thread(f"request to {server}", self._send, request, exchange, server, server.served)
             self._waiting.popleft()
             server.in_flight.add(request)
-            server.turn = self._turn
-            self._turn += 1
+            self._turns.remove(server)
+            self._turns.append(server)
 
     def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
         """Return the reply, or why there is none."""
         try:
             parts = fit_requests(served, self.endpoint, data)
-            reply = merge_replies(
-                self.endpoint, [exchange.run(part, self.inference_timeout_s) for part in parts]
-            )
+            replies = [exchange.run(part, self.inference_timeout_s) for part in parts]
+            reply = merge_replies(self.endpoint, replies)
             validate_reply(self.endpoint, reply, len(next(iter(data.values()))))
             return reply
         except Exception as error:
@@ -292,18 +286,15 @@ class Fleet:
             server.pause = FIRST_PAUSE_S
             if self._sample is None:
                 self._sample = {name: array[:1] for name, array in request.data.items()}
-            request.future.set_result(outcome)
+            settle(request.future, outcome)
         elif isinstance(outcome, ConnectionLostError | NotServingError):
             self._leave_out(server, str(outcome))
             self._send_again(request, lost=getattr(outcome, "sent", True))
         elif isinstance(outcome, NoReplyInTimeError):
             self._settle_timed_out(request, server, outcome)
         else:
-            failure = ServerRequestError(
-                f"request to {self._name(server)} failed: {type_and_message(outcome)}"
-            )
-            failure.__cause__ = outcome
-            request.future.set_exception(failure)
+            why = f"request to {self._name(server)} failed: {type_and_message(outcome)}"
+            settle(request.future, ServerRequestError(why))
 
     def _settle_timed_out(self, request: _Request, server: _Server, error: Exception) -> None:
         if len(self.servers) > 1:
@@ -314,27 +305,23 @@ class Fleet:
                 request.timed_out = True
                 self._send_again(request)
                 return
-        request.future.set_exception(
-            LostPeerError(
-                f"{self._name(server)} gave {error} ({self.section}.inference_timeout_s) to a "
-                f"request of {request.samples} sample(s), although it replies to probes. Raise "
-                f"{self.section}.inference_timeout_s if the model needs longer, else look into "
-                "the server's log: it hangs, restart it."
-            )
-        )
+        key = f"{self.section}.inference_timeout_s"
+        what = f"a request of {request.samples} sample(s)"
+        why = f"{self._name(server)} gave {error} ({key}) to {what}"
+        remedy = f"Raise {key} if the model needs longer, else it hangs (see its log): restart it."
+        settle(request.future, LostPeerError(f"{why}, although it replies to probes. {remedy}"))
 
     def _send_again(self, request: _Request, lost: bool = False) -> None:
         request.lost += lost
         if request.lost >= max(MAX_LOST, 2 * len(self.servers)):
             size = sum(array.nbytes for array in request.data.values())
-            request.future.set_exception(
-                ServerRequestError(
-                    f"{self.title}: {request.lost} times a server ended while it had the same "
-                    f"request of {request.samples} sample(s) ({size} bytes) or was about to end: "
-                    f"{_list(self.servers)}. The request itself may end them (memory?): look into "
-                    "the servers' logs, and send smaller micro-batches or shorter samples."
-                )
+            why = (
+                f"{self.title}: {request.lost} times a server ended (or was about to) while it "
+                f"had the same request of {request.samples} sample(s) ({size} bytes): "
+                f"{_list(self.servers)}. It may be what ends them (memory?): see their logs, and "
+                "send smaller micro-batches or shorter samples."
             )
+            settle(request.future, ServerRequestError(why))
             return
         request.since = time.monotonic()
         self._waiting.appendleft(request)  # it is older than what waits there
@@ -357,10 +344,8 @@ class Fleet:
         server.out_until = time.monotonic() + server.pause
         server.pause = min(2 * server.pause, LONGEST_PAUSE_S)
         left = sum(s.available for s in self.servers)
-        logging.warning(
-            f"{self._name(server)} is left out ({why}); {left} of {len(self.servers)} server(s) "
-            "continue. It is used again once it replies."
-        )
+        others = f"{left} of {len(self.servers)} server(s) continue"
+        logging.warning(f"{self._name(server)} is left out ({why}) until it replies; {others}.")
         if not left:
             self._none_since = time.monotonic()
         server.wake.set()
@@ -463,12 +448,9 @@ class Fleet:
         for request, seconds in waited.items():
             if seconds >= self.init_timeout_s:
                 self._waiting.remove(request)
-                request.future.set_exception(
-                    LostPeerError(
-                        f"{self.title}: no server has replied for {seconds:.0f} s "
-                        f"({self.section}.init_timeout_s): {_list(self.servers)}. {RESTART_REMEDY}"
-                    )
-                )
+                why = f"no server has replied for {seconds:.0f} s ({self.section}.init_timeout_s)"
+                text = f"{self.title}: {why}: {_list(self.servers)}. {RESTART_REMEDY}"
+                settle(request.future, LostPeerError(text))
         if self._waiting and now >= self._next_line:
             self._next_line = now + PROGRESS_INTERVAL_S
             self._log_waiting(self.servers, max(waited.values()))

@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door of a server behind which is Triton: passes what may enter (admission.py) on to it.
 
-Triton itself listens on a Unix socket that only this user can open (socket_triton.py). What
-admission.py does not let in does not exist here: repositories of models, shared memory, logging,
-tracing, chunked bodies (one of many chunks ends this Triton).
+Triton itself listens on a Unix socket that only this user can open (socket_triton.py). Nothing
+else of it can be reached: repositories of models, shared memory, logging, tracing, chunked bodies.
 
-The front and the functions that reply to requests run in the same process. So a request's tensors
-stay here: Triton gets the request under a name (REQUEST_PARAMETER), with zeros in place of the
-tensors, puts it in its queue, and hands it over when its turn has come (`Front.hand_over`); then a
-thread of its endpoint works on it (admission.py). Sent through Triton, the bytes of a request
-would be copied five times, twice into shared memory, and a small scoring request would wait for
-the large one before it.
+A request's tensors stay in this process, where the functions run that reply: Triton gets the
+request under a name (REQUEST_PARAMETER), with zeros in place of the tensors, puts it in its queue
+and hands it over when its turn has come (`Front.hand_over`); then a thread of its endpoint works
+on it. Through Triton its bytes would be copied five times, and a small scoring request would wait
+for the large one before it.
 """
 
 import concurrent.futures
@@ -165,8 +163,8 @@ class Front(HttpServer):
 
     @contextlib.contextmanager
     def passing(self, name: str, request: Passing) -> Iterator[None]:
-        """Keep a request, which Triton gets under this name. If its client is gone at the end and
-        nobody has begun to work on it, nobody will.
+        """Keep a request, which Triton gets under this name; nobody begins to work on it after
+        the end.
         """
         with self._idle:
             self._passing[name] = request
@@ -214,8 +212,8 @@ class HttpHandler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def refuse(self, status: int, line: str) -> None:
-        """Reply with an error and close the connection, whose body was not read. A client that
-        still sends would get a reset instead of it, so what it sends is read.
+        """Reply with an error and close the connection. A client that still sends its body would
+        get a reset instead, so that is read.
         """
         self.close_connection = True
         self.send_refusal(status, line)

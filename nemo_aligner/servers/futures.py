@@ -62,8 +62,7 @@ class PendingReply:
 
     def result(self, heartbeat_s: float = 30.0) -> Any:
         """Wait for the reply and return its arrays by name, or the replies by the names of their
-        requests; a line is logged every `heartbeat_s`. `ServerRequestError`: with the cause, or
-        saying why the reply cannot be used.
+        requests; logs every `heartbeat_s`. `ServerRequestError`: with the cause.
         """
         while not self.done(heartbeat_s):
             pass
@@ -76,11 +75,8 @@ class PendingReply:
 
 class FutureResult(ABC, Generic[T]):
     """The outcome of a request, on every rank. All ranks that hold one call `result()` together.
-
-    Attributes:
-        pending: what this rank itself waits for: objects with `done(timeout_s)` and `result()`, or
-            the exception of an attempt to send. Empty on a rank that gets the outcome from
-            another.
+    `pending`: what this rank itself waits for (`Awaitable`), or the exception of an attempt to
+    send; empty on a rank that gets the outcome from another.
     """
 
     pending: tuple[Any, ...] = ()
@@ -95,8 +91,8 @@ class FutureScores(FutureResult[Any]):
 
     @abstractmethod
     def scores(self) -> Scores:
-        """Wait for the scores and return them on every rank of the model-parallel group, on its
-        device; a failure is raised on every rank.
+        """Wait for the scores; every rank of the model-parallel group gets them on its device, or
+        the error.
         """
 
     def result(self) -> Any:
@@ -117,14 +113,8 @@ class Awaitable(Protocol):
 def await_on_source(
     pending: Awaitable | Exception | None, src: int, group: dist.ProcessGroup | None
 ) -> Any:
-    """Return the result that rank `src` waits for, on every rank of `group`.
-
-    Args:
-        pending: on `src` what it waits for, or an exception of the attempt to send; ignored
-            elsewhere.
-
-    Raises:
-        ServerRequestError: on every rank, with the cause.
+    """Return the result that rank `src` waits for, `pending` there, on every rank of `group`;
+    `ServerRequestError`, on every rank: the cause, or the exception of the attempt to send.
     """
     alone = group is None or dist.get_world_size(group) == 1
     is_source = alone or dist.get_rank() == src
@@ -151,23 +141,17 @@ def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str,
             raise pending
         return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
     except Exception as error:  # of any kind: the other ranks must not wait forever
-        # One that can be sent to them, of the same kind as far as a job's end depends on it.
+        # One that can be sent to them, of the same kind as far as a job's end depends on it; it
+        # names the type if the message alone says little.
+        text = str(error) if isinstance(error, (ServerRequestError, UserError)) else repr(error)
         kind = LostPeerError if isinstance(error, LostPeerError) else ServerRequestError
-        return "failed", kind(str(readable_error(error)))
+        return "failed", kind(text)
 
 
 def wait_for_all(pending: Iterable[Awaitable | Exception]) -> None:
-    """Return once every rank has its replies; every rank of the job calls it.
-
-    Ranks may wait for different numbers of replies, and for different times: no rank goes on to a
-    collective of the job, which has a time limit, before all can. When one rank's request fails,
-    all ranks raise here.
-
-    Args:
-        pending: what this rank waits for, the `pending` of its futures; may be empty.
-
-    Raises:
-        ServerRequestError: the same on all ranks, that of the lowest rank whose request failed.
+    """Return once every rank has its replies, the `pending` of its futures, if any; every rank of
+    the job calls it. `ServerRequestError`: on all ranks that of the lowest rank whose request
+    failed. So no rank goes on to a collective, which has a time limit, before all can.
     """
     left = list(pending)
     while True:
@@ -203,9 +187,8 @@ def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[
 
 
 def try_on_source(send: Callable[[], T], source: int | None = None) -> T | Exception | None:
-    """`send()`, or the exception it raises as one that users can read, of which the others learn
-    when all ask for the result, on rank `source`, by default the model-parallel one; None
-    elsewhere.
+    """`send()`, or the exception it raises, on rank `source`, by default the model-parallel one;
+    None elsewhere. The others learn of the exception when all ask for the result.
     """
     if source is None:
         source = parallel_state.get_model_parallel_src_rank()
@@ -214,13 +197,7 @@ def try_on_source(send: Callable[[], T], source: int | None = None) -> T | Excep
     try:
         return send()
     except Exception as error:
-        return readable_error(error)
-
-
-def readable_error(error: Exception) -> Exception:
-    """`error`, or one that names its type if its message alone says little."""
-    is_readable = isinstance(error, (ServerRequestError, UserError))
-    return error if is_readable else ServerRequestError(repr(error))
+        return error
 
 
 class RankZeroFuture(FutureResult[T]):
@@ -247,8 +224,8 @@ def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:
 
 
 class OtherFuture(FutureResult[Any]):
-    """What a future of a user or of another library gives, as something that `await_on_source`
-    and `wait_for_all` wait for; `read` makes the result of it, or of None without a future.
+    """What a future of a user or of another library gives, as an `Awaitable`; `read` makes the
+    result of it, or of None without a future.
     """
 
     def __init__(self, future: Any, read: Callable[[Any], Any] = lambda got: got) -> None:

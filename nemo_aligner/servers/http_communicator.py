@@ -36,11 +36,11 @@ def unreachable(
 ) -> ServerUnreachableError:
     """The error when `setting` names servers, here with their states, none of which replies."""
     where = "; ".join(f"{address}: {state}" for address, state in states.items())
+    key = f"{setting.partition('.')[0]}.init_timeout_s"
     return ServerUnreachableError(
         f"server '{name}' is not reachable at {', '.join(states)} after {waited_s:.0f} s "
-        f"({where}). Start the server job first and check that host, port and endpoint name are "
-        f"those in {setting} (name={name}); raise {setting.partition('.')[0]}.init_timeout_s if "
-        "it only needs longer to load."
+        f"({where}). Start the server job first and check host, port and name in {setting} "
+        f"(name={name}); raise {key} if it only needs longer to load."
     )
 
 
@@ -58,26 +58,18 @@ class _of_class_or_instance:
 
 @dataclass(eq=False)
 class HTTPCommunicator:
-    """Clients of named servers (Triton endpoints).
-
-    Args:
-        inference_timeout_s: how long one request may take on the server; the longest is a whole
-            critic update.
-        setting: section of the configuration named in error messages.
-
-    Attributes:
-        connections: the connection to each named server; names at one address share it.
-        served: each server that was added with a schema, as it describes itself.
-    """
+    """Clients of named servers (Triton endpoints)."""
 
     init_timeout_s: float = 600
-    inference_timeout_s: float = 3600
-    setting: str = "remote_critic_rm"
+    inference_timeout_s: float = 3600  # of one request; the longest is a whole critic update
+    setting: str = "remote_critic_rm"  # section of the configuration, for messages
     token: str | None = field(default=None, repr=False)
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
+        # by name; names at one address share a connection
         self.connections: dict[str, ServerConnection] = {}
+        # each server that was added with a schema, as it describes itself
         self.served: dict[str, ServedModel] = {}
         self._endpoints: dict[str, Endpoint | None] = {}
 
@@ -93,9 +85,8 @@ class HTTPCommunicator:
         servers: Mapping[str, tuple[str, int]],
         endpoints: Mapping[str, Endpoint] | None = None,
     ) -> "HTTPCommunicator":
-        """Connect to all of `servers`, {name: (ip, port)}; returns the communicator, a new one if
-        called on the class, as in NeMo-Aligner. `endpoints` gives their schemas (see
-        `add_server_by_name`).
+        """Connect to all of `servers`, {name: (ip, port)}, with the schemas `endpoints`; returns
+        the communicator, a new one if called on the class, as in NeMo-Aligner.
         """
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
@@ -110,10 +101,8 @@ class HTTPCommunicator:
     ) -> None:
         """Wait until `server_name` is served at `ip:port`, then connect to it.
 
-        Args:
-            endpoint: the schema of what is sent. The server's own description is read, and it
-                gets what it lists of the schema, in the form that it lists. None sends requests
-                as they are.
+        `endpoint`: the schema of what is sent. The server gets what it lists of it, in the form
+        that it lists; None sends requests as they are.
 
         Raises:
             ServerUnreachableError: nothing serves it within `init_timeout_s`.
@@ -162,8 +151,7 @@ class HTTPCommunicator:
                 )
             time.sleep(max(0.0, min(pause, self.init_timeout_s - (time.monotonic() - start))))
             pause = min(pause * 1.5, 0.5)
-        states = {str(peer): probe.state}
-        raise unreachable(server_name, states, self.init_timeout_s, self.setting)
+        raise unreachable(server_name, {str(peer): probe.state}, self.init_timeout_s, self.setting)
 
     def print_server_dict(self) -> None:
         for name, connection in self.connections.items():
@@ -179,15 +167,10 @@ class HTTPCommunicator:
         """Send numpy arrays by wire name; returns at once. The arrays must not change before the
         reply has come.
 
-        Args:
-            batching: False for an endpoint that takes one request at a time: the request keeps
-                its place among all requests to that server (see `ServerConnection`). True lets it
-                overtake and be overtaken by others of its kind.
-            check: called with the reply; may raise `ReplyError`.
-
-        Raises:
-            RequestError: the request does not fit the endpoint's schema, or cannot be given the
-                form that the server lists (nothing is sent).
+        `batching`: False keeps the request's place among all those to that server (see
+        `ServerConnection`). `check`: called with the reply; may raise `ReplyError`.
+        `RequestError`: the request does not fit the endpoint's schema, or cannot be given the form
+        that the server lists (nothing is sent).
         """
         endpoint = self._endpoints[server_name]
         if endpoint is not None:

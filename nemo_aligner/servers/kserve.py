@@ -35,6 +35,8 @@ _TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
 
 # A tensor, as its bytes.
 Buffer = bytes | bytearray | memoryview
+# What is raised of a head that lists no tensors.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 def type_name(dtype: np.dtype) -> str:
@@ -114,8 +116,8 @@ def _describe(arrays: Mapping[str, Array]) -> tuple[list[dict[str, Any]], list[B
 
 
 def _read_tensors(entries: list[dict[str, Any]], data: memoryview) -> Arrays:
-    """The tensors that the head lists, of which `data` holds what is binary. `ValueError`,
-    `KeyError`, `TypeError`, `AttributeError`, `OverflowError`: they are no tensors.
+    """The tensors that the head lists, of which `data` holds what is binary; an error of
+    UNREADABLE: they are none.
     """
     arrays: Arrays = {}
     at = 0
@@ -159,17 +161,15 @@ def decode_request(endpoint: Endpoint, head: dict[str, Any], tensors: Buffer) ->
     """The arrays of a request, with the dtypes and shapes of `endpoint`; else `RequestError`."""
     try:
         arrays = _read_tensors(head["inputs"], memoryview(tensors))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except UNREADABLE as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise RequestError(f"the tensors of the request cannot be read: {why[:500]}") from error
     validate_request(endpoint, arrays)
     if endpoint.batching:
         rows = max((len(array) for array in arrays.values()), default=0)
         if not 1 <= rows <= MOST_ROWS:
-            raise RequestError(
-                f"a request to '{endpoint.name}' has {rows} samples, but their number must be "
-                f"<= {MOST_ROWS} and at least 1. Send them in several requests."
-            )
+            has = f"a request to '{endpoint.name}' has {rows} samples, but their number"
+            raise RequestError(f"{has} must be <= {MOST_ROWS} and at least 1. Send several.")
     return arrays
 
 
@@ -177,7 +177,7 @@ def rows_of(head: dict[str, Any]) -> int:
     """How many samples a request says that it has; 0 if `head` says nothing that can be read."""
     try:
         return max(int(tensor["shape"][0]) for tensor in head["inputs"])
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+    except (*UNREADABLE, IndexError):
         return 0
 
 
@@ -193,13 +193,10 @@ def wanted_outputs(endpoint: Endpoint, head: dict[str, Any]) -> dict[str, bool]:
             entry["name"]: bool((entry.get("parameters") or {}).get("binary_data", binary))
             for entry in head.get("outputs") or [{"name": name} for name in names]
         }
-    except (KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise RequestError("'outputs' of the request cannot be read") from error
-    for name in wanted:
-        if name not in names:
-            raise RequestError(
-                f"'{endpoint.name}' has no output '{name}'; it has {', '.join(names)}."
-            )
+    for name in wanted.keys() - names:
+        raise RequestError(f"'{endpoint.name}' has no output '{name}'; it has {', '.join(names)}.")
     return wanted
 
 
@@ -224,9 +221,7 @@ def encode_reply(
 
 
 def decode_reply(body: bytes, head_size: int | None) -> Arrays:
-    """Return the arrays of a reply by wire name. `ValueError`, `KeyError`, `TypeError`,
-    `AttributeError`, `OverflowError`: it is no reply.
-    """
+    """Return the arrays of a reply by wire name; an error of UNREADABLE: it is none."""
     size = len(body) if head_size is None else head_size
     return _read_tensors(json.loads(body[:size])["outputs"], memoryview(body)[size:])
 
@@ -252,11 +247,10 @@ def model_config(endpoint: Endpoint) -> dict[str, Any]:
 
 def model_metadata(endpoint: Endpoint) -> dict[str, Any]:
     """What is said of an endpoint at /v2/models/NAME."""
-    batch = [-1] if endpoint.batching else []
 
     def entry(spec: TensorSpec) -> dict[str, Any]:
-        kind = type_name(np.dtype(spec.dtype))
-        return {"name": spec.name, "datatype": kind, "shape": [*batch, *spec.shape]}
+        shape = [*[-1] * endpoint.batching, *spec.shape]
+        return {"name": spec.name, "datatype": type_name(np.dtype(spec.dtype)), "shape": shape}
 
     return {
         "name": endpoint.name,

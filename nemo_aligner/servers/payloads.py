@@ -35,29 +35,20 @@ def scoring_payload(
     fingerprint: str | None = None,
     max_length: int | None = None,
 ) -> Arrays:
-    """Return the arrays of an infer request; they share no memory with `rollout_batch`.
-
-    Args:
-        rollout_batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
-        pad_to_length, max_length: see `request_width`; further columns hold 0.
-        fingerprint: of the policy's tokenizer, for the server to compare; None leaves it out.
-
-    Raises:
-        RequestError: there is no sample, or none has a token.
+    """Return the arrays of an infer request; they share no memory with `rollout_batch`, of which
+    it takes `response_tokens` int64 [b, S] and `response_lengths` [b] (prompt + response). See
+    `request_width`; further columns hold 0. `fingerprint`: of the policy's tokenizer, for the
+    server to compare; None leaves it out. `RequestError`: no sample, or none has a token.
     """
     tokens = rollout_batch["response_tokens"].cpu()
     lengths = rollout_batch["response_lengths"].cpu().long()
     if not tokens.numel():
-        raise RequestError(
-            f"the samples to score have shape {list(tokens.shape)}: there are none."
-        )
+        raise RequestError(f"there is nothing to score in samples of shape {list(tokens.shape)}.")
     columns = request_width(int(lengths.max()), pad_to_length, max_length)
     # Cuts off columns where it is negative.
     tokens = torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1]))
-    payload = {
-        "tokens": tokens.long().numpy(),
-        "sequence_lengths": lengths[:, None].clone().numpy(),
-    }
+    sizes = lengths[:, None].clone().numpy()
+    payload = {"tokens": tokens.long().numpy(), "sequence_lengths": sizes}
     if fingerprint is not None:
         payload["tokenizer"] = np.full((len(lengths), 1), fingerprint.encode())
     return payload
@@ -72,13 +63,13 @@ def used_values(rollout_batch: Rollout, columns: int) -> np.ndarray:
 
 
 def training_payload(batch: PPOTrainBatch) -> Arrays | None:
-    """Return the arrays of a train request for all data-parallel ranks on global rank 0; they
-    share no memory with `batch`.
+    """Return the arrays of a train request for all data-parallel ranks on global rank 0, which
+    share no memory with `batch`. Every rank calls it; ranks above 0 get None. Columns after the
+    last response token of all samples are not sent.
 
-    Every rank calls it; ranks above 0 get None. Columns after the last response token of all
-    samples are not sent. `batch`: `response_tokens` [b, S]; `returns`, `values` (of the rollout)
-    and `mask` [b, S-1]; optionally `sample_order` [b], each sample's place among those of all
-    ranks.
+    `batch`: this rank's `response_tokens` int64 [b, S]; `returns`, `values` (of the rollout) and
+    `mask` [b, S-1]; optionally `sample_order` int64 [b], each sample's place among those of all
+    ranks (else they go in rank order).
     """
     if parallel_state.get_data_parallel_src_rank() != 0:
         return None  # a model-parallel peer of a rank that sends the same samples

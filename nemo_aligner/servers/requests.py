@@ -5,10 +5,8 @@ slices, or put together from pieces.
 
 A *slice* is a part of the samples of a scoring request that is scored in one operation of all
 ranks; between two of them the server works on other requests. How a request is cut depends on that
-request alone, never on who else waits, and a slice has whole micro-batches of it, with the same
-samples in each: so a score has the same bits as if the request had been scored in one go. (With
-context, sequence or virtual pipeline parallelism, or with `dynamic_micro_batch_tokens`,
-micro-batches may be others; see docs/operations.md.)
+request alone, and a slice has whole micro-batches of it, with the same samples in each: so a score
+has the same bits as if the request had been scored in one go. (Exceptions: docs/jobs.md.)
 
 A *piece* is a part of the rows of a train request that is too large for one body: a request of its
 own with the same `request_id` and with `piece` = [its first row, rows of the whole]. The server
@@ -80,18 +78,16 @@ def calculate_inference_batch_padding_multiple(
 def _decode_sentences(sentences: np.ndarray) -> list[str]:
     """Decode `sentences`, bytes [N] or [N, 1]; an error names the row that is not UTF-8."""
     if sentences.ndim > 1 and sentences.shape[1:] != (1,):
-        raise UserError(
-            f"'sentences' has shape {list(sentences.shape)}: send one text per row, [N, 1]."
-        )
+        shape = list(sentences.shape)
+        raise UserError(f"'sentences' has shape {shape}: send one text per row, [N, 1].")
     texts = []
     # One by one: an array of texts drops the zeros at their ends.
     for row, text in enumerate(sentences.reshape(-1)):
         try:
             texts.append(bytes(text).decode())
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"'sentences' holds bytes in sample {row} that are not UTF-8 ({error.reason})."
-            ) from error
+            why = f"'sentences' holds bytes in sample {row} that are not UTF-8 ({error.reason})."
+            raise UserError(why) from error
     return texts
 
 
@@ -107,11 +103,9 @@ def process_inputs(
     else:
         tokens, lengths = inputs.get("tokens"), inputs.get("sequence_lengths")
         if tokens is None or lengths is None:
-            missing = "'tokens'" if tokens is None else "'sequence_lengths'"
-            raise UserError(
-                f"{missing} is missing: send 'sentences', or 'tokens' together with "
-                "'sequence_lengths'."
-            )
+            missing = "tokens" if tokens is None else "sequence_lengths"
+            both = "'tokens' together with 'sequence_lengths'"
+            raise UserError(f"'{missing}' is missing: send 'sentences', or {both}.")
     return {
         "inputs": np.asarray(tokens).astype(np.int64, copy=False),
         "sequence_length": np.asarray(lengths).astype(np.int64, copy=False).reshape(-1),
@@ -124,17 +118,9 @@ def pad_batch_and_strip_sequence(
     pad_to_multiple: int,
     strip_sequence_length_to_multiple: int | None = None,
 ) -> tuple[dict[str, np.ndarray], int, int]:
-    """Pad a batch with empty rows (tokens 0, length 0), and cut columns that no sample uses.
-
-    Args:
-        tokens: int64 [N, S].
-        sequence_lengths: int64 [N].
-        pad_to_multiple: the number of rows becomes a multiple of this.
-        strip_sequence_length_to_multiple: cut S to the longest sample, rounded up to this; None
-            keeps S.
-
-    Returns:
-        ({"inputs": [N', S'], "sequence_length": [N']}, number of rows added, S).
+    """Pad a batch, tokens int64 [N, S] and lengths int64 [N], with empty rows (0) to a multiple,
+    and cut columns that no sample uses, down to another multiple; None keeps them. Returns
+    ({"inputs": [N', S'], "sequence_length": [N']}, number of rows added, S).
     """
     rows, width = tokens.shape
     if strip_sequence_length_to_multiple is not None:
@@ -158,12 +144,10 @@ def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
 
 
 def cut_rows(lengths: np.ndarray, shares: int, size: int, by_length: bool) -> list[np.ndarray]:
-    """The places of the samples of each slice, int64 [n], which has as many of each rank's share.
+    """The places of the samples of each slice, int64 [n], with `size` of each rank's share.
 
     Args:
-        lengths: int64 [N], a multiple of `shares`.
-        shares: the samples are shared out evenly to so many ranks, in their order.
-        size: samples of each share that make a slice.
+        lengths: int64 [N], which is shared out evenly to `shares` ranks, in order.
         by_length: the longest samples of each share come first, as in the micro-batches of a
             model (training/micro_batches.py); else they stay in their order.
     """
@@ -190,17 +174,10 @@ class PieceStore:
         self._timer: threading.Timer | None = None
 
     def add(self, request_id: str, first: int, rows: int, arrays: Arrays) -> Arrays | None:
-        """Keep a piece; returns the arrays of the whole request with the last one, else None.
-
-        Pieces come in order; the first one starts the request anew. The last one that came may
-        come again, if its sender did not get the reply.
-
-        Args:
-            arrays: of the piece, [n, ...] each, with content that has been checked.
-
-        Raises:
-            RequestError: the piece does not continue the request, or the memory of this machine
-                cannot hold the whole. What had come is dropped.
+        """Keep a piece, arrays [n, ...]; returns those of the whole request with the last one,
+        else None. Pieces come in order; the first one starts the request anew. The last one that
+        came may come again, if its sender did not get the reply. `RequestError`: it does not
+        continue the request, or the memory cannot hold the whole; what had come is dropped.
         """
         count = len(next(iter(arrays.values())))
         with self._lock:
@@ -241,8 +218,8 @@ class PieceStore:
         free = psutil.virtual_memory().available
         if needed > free:
             raise RequestError(
-                f"the request has {rows} rows, {needed / 2**30:.1f} GiB, but the memory of the "
-                f"server's machine has {free / 2**30:.1f} GiB left. Use smaller rollouts "
+                f"the request has {rows} rows, {needed / 2**30:.1f} GiB, but the server's machine "
+                f"has {free / 2**30:.1f} GiB left. Use smaller rollouts "
                 "(model.ppo.num_rollout_samples), or a machine with more memory."
             )
         self._request_id = request_id
@@ -255,17 +232,14 @@ class PieceStore:
             came = "its first rows have not come, or were dropped since"
             if request_id == self._request_id:
                 came = f"{self._rows} rows of it have come"
-            raise RequestError(
-                f"a piece of request {request_id} begins with row {first}, but {came}. Send all "
-                "pieces in order, one after the other."
-            )
+            begins = f"a piece of request {request_id} begins with row {first}, but {came}"
+            raise RequestError(f"{begins}. Send all pieces in order, one after the other.")
         piece = f"a piece of request {request_id} has"
         for name, whole in self._arrays.items():
             if arrays[name].shape[1:] != whole.shape[1:] or len(whole) != rows:
-                raise RequestError(
-                    f"{piece} '{name}' {list(arrays[name].shape)} of {rows} rows, but the first "
-                    f"piece promised {list(whole.shape)} in all."
-                )
+                has = f"{piece} '{name}' {list(arrays[name].shape)} of {rows} rows"
+                promised = f"the first piece promised {list(whole.shape)} in all"
+                raise RequestError(f"{has}, but {promised}.")
         if count == 0 or first + count > rows:
             raise RequestError(f"{piece} the rows {first} to {first + count} of {rows}.")
 

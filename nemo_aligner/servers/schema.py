@@ -1,13 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format between an actor job and the critic and reward servers, defined once for both
-sides.
+"""The wire format between an actor job and the critic and reward servers, for both sides.
 
-An `Endpoint` lists its tensors by name, dtype and shape. The client checks a request against it
-before sending it, the server binds it to Triton (`triton_tensors`) and then checks what Triton
-cannot know, and the client checks the reply (all in validation.py). N is the number of samples, S
-the padded token length; per-transition tensors have width S-1, and column t belongs to the
-prediction of token t+1.
+An `Endpoint` lists its tensors by name, dtype and shape; client and server check requests and
+replies against it (validation.py). N is the number of samples, S the padded token length;
+per-transition tensors have width S-1, and column t belongs to the prediction of token t+1.
 """
 
 import dataclasses
@@ -151,12 +148,9 @@ def critic_infer_endpoint(combined: bool) -> Endpoint:
 
 
 def critic_train_endpoint() -> Endpoint:
-    """One pass of critic updates over the samples sent.
-
-    `request_id` (up to 64 characters) makes a repeated request harmless: the same id is applied
-    once. A request that is too large for one body comes in pieces of its rows, in order, with one
-    `request_id` (requests.py). The reply to the last one is that of the whole; before, `loss_mean`
-    is NaN.
+    """One pass of critic updates over the samples sent; the same `request_id` (up to 64
+    characters) is applied once. A request that is too large for one body comes in pieces of its
+    rows (requests.py). The reply to the last is that of the whole; before, `loss_mean` is NaN.
     """
     piece = "first row of this piece, and the rows of all pieces together"
     loss = "mean loss over the optimizer steps of this request"
@@ -197,9 +191,7 @@ def critic_status_endpoint() -> Endpoint:
 
 def reward_model_endpoint(per_token: bool = False, attributes: int = 1) -> Endpoint:
     """The reward [N, 1] of each sample, and with `per_token` those of its tokens [N, S]; of a
-    model that does not merge its A `attributes` these, [N, A].
-
-    Clients take the first two kinds: what a server lists says which it is.
+    model that does not merge its A `attributes` these, [N, A]. Clients take the first two kinds.
     """
     rewards = TensorSpec("rewards", np.float32, (1,), "reward of each sample [N, 1]")
     if attributes > 1:

@@ -69,17 +69,12 @@ def gather_outputs(tensor: Tensor) -> np.ndarray | None:
 def batcher_options(
     max_queue_delay_microseconds: float, inference_micro_batch_size: int | Sequence[int]
 ) -> dict[str, Any]:
-    """Return the arguments of PyTriton's DynamicBatcher.
-
-    Args:
-        max_queue_delay_microseconds: how long Triton holds a request back for others that it hands
-            over with it; each is computed by itself.
-        inference_micro_batch_size: samples per data-parallel rank at which it does not wait any
-            more, a number or several.
+    """The arguments of PyTriton's DynamicBatcher: how long Triton holds a request back for others
+    that it hands over with it, and the samples per data-parallel rank, a number or several, at
+    which it does not wait any more. Each request is computed by itself.
     """
     sizes = inference_micro_batch_size
-    if isinstance(sizes, int):
-        sizes = [sizes]
+    sizes = [sizes] if isinstance(sizes, int) else sizes
     dp_size = parallel_state.get_data_parallel_world_size()
     return {
         "max_queue_delay_microseconds": int(max_queue_delay_microseconds),
@@ -95,39 +90,30 @@ def model_limits(model: Any) -> tuple[int | None, int | None]:
 
 @dataclass(eq=False)
 class Scorer:
-    """Scores requests; every rank of the job holds one.
-
-    Args:
-        score_rows: (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on
-            this rank's device, -> {"rewards": [n, 1], "values": [n, S]} or one of them, or others
-            with a column for each token, [n, S, ...]. Every rank calls it with its share. A row
-            that only fills up the batch has length 1 and prompt length 0.
-        tokenize_func: list of str -> (tokens int64 [N, S], lengths int64 [N]).
-        strip_sequence_length_to_multiple: columns that no sample uses are cut, down to this
-            multiple; None keeps them.
-        vocab_size, max_length: bounds of the served model for token ids and S; None for no bound.
-        needs_prompt_lengths: refuse a request that does not say where its responses start.
-        tokenizer: of the served model or function; a request that names another one is refused.
-            None refuses none.
-        passes: functions like `score_rows`, which together give what it gives. A request of
-            several slices is scored by the first of them in all its slices, then by the next, so
-            that weights which take turns in one module are not swapped for each slice.
-        slice_rows: samples per data-parallel rank that make a slice, in their order. None: whole
-            micro-batches, with the longest samples first, as many as requests.py says.
-
-    Attributes:
-        turns: what changes the model takes its turn there.
+    """Scores requests; every rank of the job holds one. `turns`: what changes the model takes its
+    turn there.
     """
 
+    # (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on this rank's
+    # device, -> {"rewards": [n, 1], "values": [n, S]} or one of them, or others with a column for
+    # each token, [n, S, ...]. Every rank calls it with its share. A row that only fills up the
+    # batch has length 1 and prompt length 0.
     score_rows: ScoreRows
+    # list of str -> (tokens int64 [N, S], lengths int64 [N])
     tokenize_func: Callable[[list[str]], tuple]
     micro_batch_size: int
+    # columns that no sample uses are cut, down to this multiple; None keeps them
     strip_sequence_length_to_multiple: int | None = None
-    vocab_size: int | None = None
-    max_length: int | None = None
-    needs_prompt_lengths: bool = False
-    tokenizer: Any = None
+    vocab_size: int | None = None  # bound of the served model for token ids; None: no bound
+    max_length: int | None = None  # the same for S
+    needs_prompt_lengths: bool = False  # refuse a request that does not say where responses start
+    tokenizer: Any = None  # a request that names another one is refused; None refuses none
+    # functions like `score_rows`, which together give what it gives. A request of several slices
+    # is scored by the first in all its slices, then by the next, so that weights which take turns
+    # in one module are not swapped for each slice.
     passes: Sequence[ScoreRows] = ()
+    # samples per data-parallel rank that make a slice, in their order. None: whole micro-batches,
+    # with the longest samples first, as many as requests.py says
     slice_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -178,8 +164,8 @@ class Scorer:
         return self._score(self.control.from_rank_zero(lambda: arrays))
 
     def _prepare(self, inputs: Inputs) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
-        """Return the checked, stripped and padded arrays of a request, and the function that
-        undoes stripping and padding on the outputs.
+        """The checked, stripped and padded arrays of a request, and what undoes stripping and
+        padding on the outputs.
         """
         validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
@@ -188,9 +174,8 @@ class Scorer:
             processed = process_inputs(inputs, self.tokenize_func)
         if self.needs_prompt_lengths and prompt_lengths is None:
             raise RequestError(
-                "'prompt_lengths' is missing: this reward scores the response alone and must know "
-                "where it starts. Send 'tokens', 'sequence_lengths' and 'prompt_lengths' (number "
-                "of prompt tokens of each row, [N, 1])."
+                "'prompt_lengths' is missing: this reward scores the response alone. Send the "
+                "number of prompt tokens of each row, [N, 1], with 'tokens', 'sequence_lengths'."
             )
         tokens, lengths = processed["inputs"], processed["sequence_length"]
         validate_scoring_inputs(tokens, lengths, self.vocab_size, self.max_length, prompt_lengths)
@@ -224,7 +209,7 @@ class Scorer:
         self, arrays: Arrays, score: Callable[[np.ndarray, Arrays], Arrays]
     ) -> Arrays:
         """Score a padded batch by `score`, which gets the places of a slice's samples and its
-        arrays, and may return {}; so does this function then.
+        arrays; where that returns {}, so does this function.
         """
         outputs: Arrays = {}
         stages = parallel_state.get_pipeline_model_parallel_world_size()

@@ -4,13 +4,11 @@
 
 A model may be served by several servers (fleet.py), and several reward models may be combined:
 reward = sum of weight * reward of each. Every rank of the job constructs a client and calls the
-same methods; only the source rank of each model-parallel group talks to the servers.
-
-b is the number of samples of a data-parallel rank, S their padded length.
+same methods; only the source rank of each model-parallel group talks to the servers. b is the
+number of samples of a data-parallel rank, S their padded length.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,28 +56,18 @@ _JOB_OF_SECTION = {
 
 @dataclass(eq=False)
 class RMFutureResult(FutureScores):
-    """Pending rewards of a rollout micro-batch.
+    """Pending rewards of a rollout micro-batch."""
 
-    Args:
-        rm_future: `PendingReply` with the replies by name of the reward model, or the exception
-            of an attempt to send, on the source rank of the model-parallel group; ignored
-            elsewhere.
-        rollout: the micro-batch. Without it, as in NeMo-Aligner's call, a reply with rewards of
-            tokens is an error.
-        weights: of each reward model of an ensemble, by name; None for a single reward model.
-    """
-
+    # replies by name of the reward model, on the source rank of the model-parallel group
     rm_future: PendingReply | Exception | None
+    # without it, as in NeMo-Aligner's call, a reply with rewards of tokens is an error
     rollout: Rollout | None = None
-    weights: Mapping[str, float] | None = None
+    weights: Mapping[str, float] | None = None  # of an ensemble's reward models, by name
 
     def __post_init__(self) -> None:
         self.pending = () if self.rm_future is None else (self.rm_future,)
 
     def scores(self) -> Scores:
-        """Wait for the scores, without values; every rank of the model-parallel group calls it.
-        `ServerRequestError`: on every rank: of the model, of its reply, or no server is left.
-        """
         reply = await_on_model_source(self.rm_future)
         parts = {name: _on_device(arrays["rewards"]).flatten() for name, arrays in reply.items()}
         of_tokens = {n: a["token_rewards"] for n, a in reply.items() if "token_rewards" in a}
@@ -113,31 +101,10 @@ def _on_device(array: Array) -> Tensor:
     return torch.from_numpy(np.array(array)).to(get_device())
 
 
-class _Connecting:
-    """The start of fleets as something to wait for on a source rank (see `wait_for_all`)."""
-
-    def __init__(self, fleets: list[Fleet]):
-        self._fleets = fleets
-
-    def done(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        # A list, not a generator: each fleet logs what it waits for, and notices its time limit.
-        while not all([fleet.wait_until_ready(0.1) for fleet in self._fleets]):
-            if time.monotonic() > deadline:
-                return False
-        return True
-
-    def result(self) -> None:
-        return None
-
-
 class RewardModels:
     """The reward models that the section `setting` of `client` names (config/server_rules.py).
-    Every rank constructs one, together; source ranks hold the connections.
-
-    Raises:
-        ConfigError: the section cannot work.
-        ServerUnreachableError: on every rank of the job: no server of a reward model replies.
+    Every rank constructs one, together; source ranks hold the connections. `ConfigError`: the
+    section cannot work. `ServerUnreachableError`: see `RemoteClient.connect`.
     """
 
     def __init__(self, client: "RemoteClient", setting: str):
@@ -179,13 +146,10 @@ class ScoreSource(Protocol):
 class RewardsInJob:
     """A `ScoreSource` for a reward of texts in the job that trains: each source rank has its
     samples scored, and its model-parallel group gets the scores.
-
-    Args:
-        function: what scores, on source ranks; None elsewhere.
-        columns: from the numbers of records, int64 [b], to their columns; None: they have none.
     """
 
-    function: "RewardFunction | None"
+    function: "RewardFunction | None"  # what scores, on source ranks; None elsewhere
+    # from the numbers of records, int64 [b], to their columns; None: they have none
     columns: Callable[[Tensor], Sequence[Mapping[str, Any]]] | None
 
     def score(
@@ -261,21 +225,17 @@ class RemoteClient:
         self, specs: Sequence[RewardModelSpec], endpoint: schema.Endpoint
     ) -> dict[str, Fleet]:
         """The fleets of served models, by name, on the source rank of each model-parallel group;
-        {} elsewhere. Every rank calls it, together. `ServerUnreachableError`: on every rank of the
-        job: no server of a model replies.
+        {} elsewhere. Every rank calls it, together. `ServerUnreachableError`, on every rank: no
+        server of a model replies.
         """
         if parallel_state.get_rank() == parallel_state.get_model_parallel_src_rank():
             limits = self.cfg.init_timeout_s, self.cfg.inference_timeout_s
             first, talk = parallel_state.get_data_parallel_rank(), self.communicator
-            self._fleets = {
-                spec.name or spec.endpoint: Fleet(
-                    spec, endpoint, *limits, first, talk.token, talk.tls
-                )
-                for spec in specs
-            }
-        fleets = list(self._fleets.values())
+            for spec in specs:
+                fleet = Fleet(spec, endpoint, *limits, first, talk.token, talk.tls)
+                self._fleets[spec.name or spec.endpoint] = fleet
         try:
-            wait_for_all([_Connecting(fleets)] if fleets else [])
+            wait_for_all(self._fleets.values())
         except ServerRequestError as error:
             self.close()
             raise ServerUnreachableError(str(error)) from None
@@ -295,16 +255,9 @@ class RemoteClient:
 
 class RemoteGPTRMClient(RemoteClient):
     """Remote reward models alone: one or several, each on one or several servers (a
-    `RewardSource`). Arguments and errors beside those of `RemoteClient`:
-
-    Args:
-        cfg: `remote_rm`: `pad_to_length`, `reward_model.{name,ip,port}` or `reward_models`,
-            `init_timeout_s`, `inference_timeout_s`; `host` and `port` win over those of
-            `reward_model`.
-        score_source: gives the rewards in place of reward models; nothing is connected then.
-
-    Raises:
-        ServerUnreachableError: no server within `init_timeout_s`; progress is logged meanwhile.
+    `RewardSource`). Arguments and errors as of `RemoteClient`, with the section `remote_rm`;
+    `score_source` gives the rewards in place of reward models: nothing is connected then.
+    `ServerUnreachableError`: no server within `init_timeout_s`.
     """
 
     def __init__(
@@ -319,10 +272,8 @@ class RemoteGPTRMClient(RemoteClient):
         self.reward_models: ScoreSource = score_source or RewardModels(self, setting)
 
     def infer_rm(self, rollout_batch: Rollout) -> FutureScores:
-        """Send a micro-batch to be scored; returns at once.
-
-        The future's `result()` gives the rewards float32 [b, 1], `scores()` all of the reply; both
-        raise its error.
+        """Send a micro-batch to be scored; returns at once. The future's `result()` gives the
+        rewards float32 [b, 1], `scores()` all of the reply; both raise its error.
 
         `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
         `prompt_lengths` [b].
@@ -338,10 +289,8 @@ class NoCriticFuture(FutureResult[None]):
 
 
 class RewardsInPlaceOfCritic(RemoteGPTRMClient):
-    """A `Critic` for advantage estimators without a critic.
-
-    Remote reward models give the rewards; nothing is trained or saved. `critic` of the section is
-    not read.
+    """A `Critic` for advantage estimators without a critic: remote reward models give the rewards;
+    nothing is trained or saved. `critic` of the section is not read.
     """
 
     def __init__(

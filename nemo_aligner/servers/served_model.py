@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server says of a model that it serves, and requests in the form that it takes.
 
-Servers of this package take every tensor of schema.py, and are sent exactly those. A critic or
-reward server of NeMo-Aligner, or one that a user wrote with PyTriton, takes fewer: Triton refuses
-a request with an input that it does not know. So a client reads the server's own description
-(GET /v2/models/NAME/config) before its first request, and sends what is listed there, in the
-dtypes and shapes that are listed there. N is the number of samples, S the padded token length.
+Servers of this package take every tensor of schema.py. A critic or reward server of NeMo-Aligner,
+or one that a user wrote with PyTriton, takes fewer: Triton refuses a request with an input that it
+does not know. So a client reads the server's own description (GET /v2/models/NAME/config) first,
+and sends what is listed there, in those dtypes and shapes. N is the number of samples, S the
+padded token length.
 """
 
 import http.client
@@ -121,47 +121,39 @@ def read_served_model(peer: Peer, name: str, timeout_s: float) -> ServedModel:
 
 
 class ModelProbe:
-    """Asks a server again and again whether it serves a model, until it does.
-
-    Args:
-        setting: section of the configuration, for messages; `name_key`: where it has the name.
-
-    Attributes:
-        state: what the last probe found, unless the model is served.
-        unusable: why this server will never serve a model of this name; None as long as it may.
+    """Asks a server again and again whether it serves a model, until it does. `setting`: section
+    of the configuration, for messages; `name_key`: where it has the name.
     """
 
     def __init__(self, peer: Peer, name: str, setting: str, name_key: str):
         self.peer, self.name, self._setting, self._key = peer, name, setting, name_key
-        self.state = "no reply"
+        self.state = "no reply"  # what the last probe found, unless the model is served
+        # why this server will never serve a model of this name; None as long as it may
         self.unusable: str | None = None
         self._up_since: float | None = None  # since when the server is ready without the model
 
     def status(self, timeout_s: float) -> int | None:
         """HTTP status for the model, 200 once it is served; None: no reply."""
-        self.state, self.unusable, unknown = "no reply", None, None
+        self.state, self.unusable = "no reply", None
+        cannot = f"'{self.name}' at {self.peer} cannot be used"
         try:
             reply = self.peer.get(f"/v2/models/{self.name}/ready", timeout_s)
-            status = None if reply is None else reply[0].status
-            if reply is not None:
-                unknown = self._unknown(*reply, timeout_s)
-            else:  # it may be starting anew
-                self._up_since = None
+            if reply is None:
+                self._up_since = None  # it may be starting anew
+                return None
+            unknown = self._unknown(*reply, timeout_s)
         except UntrustedServerError as error:
-            status, self.state = None, str(error)
-            self.unusable = (
-                f"'{self.name}' at {self.peer} cannot be used: {error} ({self._setting})."
-            )
+            self.state, self.unusable = str(error), f"{cannot}: {error} ({self._setting})."
+            return None
+        status = reply[0].status
         if status == 401:
             self.state = token_problem(self.peer.token, self._setting)
-            self.unusable = f"'{self.name}' at {self.peer} cannot be used: {self.state}"
-        elif status not in (None, 200):
+            self.unusable = f"{cannot}: {self.state}"
+        elif status != 200:
             self.state = f"a server replies, but '{self.name}' is not ready"
         if unknown is not None:
-            self.unusable = (
-                f"the server at {self.peer} serves no model '{self.name}'; {unknown}. "
-                f"Correct {self._key}, or the server's own setting."
-            )
+            serves = f"the server at {self.peer} serves no model '{self.name}'; {unknown}"
+            self.unusable = f"{serves}. Correct {self._key}, or the server's own setting."
         return status
 
     def _unknown(
@@ -185,11 +177,8 @@ class ModelProbe:
         self, endpoint: Endpoint | None, timeout_s: float
     ) -> tuple[ServedModel | None, list[str]]:
         """The description of the model, which is served, and warnings; no description without an
-        `endpoint`, the schema of what will be sent.
-
-        Raises:
-            DescriptionError: it cannot be read now.
-            ServerMismatchError: it cannot be used with the schema.
+        `endpoint`, the schema of what will be sent. `DescriptionError`: it cannot be read now.
+        `ServerMismatchError`: it cannot be used with the schema.
         """
         served, warnings = None, []
         if endpoint is not None:
@@ -201,8 +190,7 @@ class ModelProbe:
         if self.peer.token is not None and without.status(path, timeout_s) == 200:
             warnings.append(
                 f"the server at {self.peer} takes requests without the token of this job: whoever "
-                "reaches it can use it. Start it with the token too, unless it is a server that "
-                "knows none."
+                "reaches it can use it. Start it with the token too, if it can take one."
             )
         return served, warnings
 
@@ -229,9 +217,8 @@ def _parse(config: dict) -> ServedModel:
 
 
 def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:
-    """Check that requests and replies of `endpoint` can be exchanged with `served`.
-    `ServerMismatchError`: it lacks an input or output that is needed, or needs an input that the
-    clients do not have.
+    """`ServerMismatchError`: `served` lacks an input or output of `endpoint` that is needed, or
+    needs an input that the clients do not have.
     """
     sent = {spec.name for spec in endpoint.inputs} - _NEVER_SENT
     problem = None
@@ -247,10 +234,8 @@ def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> N
             if spec.name == "rewards" and "values" in served.outputs:
                 problem += f": {NOT_COMBINED}"
     if served.attributes > 1 and endpoint.outputs != (ATTRIBUTES,):
-        problem = (
-            f"it gives {served.attributes} attributes of each sample, but a reward is one number; "
-            "serve it with model.regression.merge_attributes=True"
-        )
+        gives = f"it gives {served.attributes} attributes of each sample, not one reward"
+        problem = f"{gives}; serve it with model.regression.merge_attributes=True"
     if problem:
         needed = ", ".join(sorted(sent - _MAY_BE_LEFT_OUT))
         outputs = ", ".join(spec.name for spec in endpoint.outputs)
@@ -284,10 +269,8 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
     specs = {spec.name: spec for spec in served.inputs}
     for spec in served.inputs:
         if not spec.optional and spec.name not in data:
-            raise RequestError(
-                f"'{served.name}' requires the input '{spec.name}', which this job does not have "
-                f"here. The server has {served.describe()}."
-            )
+            requires = f"'{served.name}' requires the input '{spec.name}', which is not sent"
+            raise RequestError(f"{requires}. The server has {served.describe()}.")
     fitted = {
         name: _fit(served, endpoint, specs[name], array)
         for name, array in data.items()
@@ -320,8 +303,8 @@ def _pieces_of_update(served: ServedModel, data: Arrays) -> list[InferRequest]:
     if size > LARGEST_BODY:
         raise RequestError(
             f"a request to '{served.name}' has {size / 2**30:.1f} GiB, but Triton takes at most "
-            "2 GiB, and this server cannot put pieces together. Use smaller rollouts "
-            "(model.ppo.num_rollout_samples), or a critic server of this package."
+            "2 GiB. Use smaller rollouts (model.ppo.num_rollout_samples), or a critic server of "
+            "this package."
         )
     return [InferRequest(served.name, data)]
 
@@ -353,11 +336,9 @@ def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array
 
 
 def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
-    """Return the replies to the requests of `fit_requests` as one, in the form of `endpoint`. That
-    to the last piece of an update is the reply to the whole.
-
-    Numbers of another dtype become those of the endpoint, and one number per sample, [N], becomes
-    [N, 1]. `ReplyError`: the replies do not go together.
+    """Return the replies to the requests of `fit_requests` as one, in dtypes and shapes of
+    `endpoint`, where [N] becomes [N, 1]. That to the last piece of an update is the reply to the
+    whole. `ReplyError`: the replies do not go together.
     """
     names = replies[0].keys()
     if any(reply.keys() != names for reply in replies):

@@ -15,7 +15,7 @@
 An operation that raises the same type of error on every rank fails its request alone, and the
 server goes on. If only some ranks fail, the process groups cannot be trusted any more, and the job
 ends with an error. Either way the client gets the cause in one line; each rank logs its traceback.
-What a stop request does: docs/operations.md.
+What a stop request does: docs/jobs.md.
 """
 
 import concurrent.futures
@@ -37,7 +37,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from nemo.utils import logging
 
-from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.endings import ExitCode, note_ending, progress
 from nemo_aligner.core.errors import (
     LostPeerError,
@@ -51,7 +50,7 @@ from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.constants import ServerSignal
 from nemo_aligner.servers.control_group import ControlGroup, JobStore, StoreLostError
 from nemo_aligner.servers.schema import Arrays, Endpoint, Handler
-from nemo_aligner.servers.threads import in_thread
+from nemo_aligner.servers.threads import in_thread, settle
 from nemo_aligner.training.stop_requests import REPEATED_S
 
 CHECK_INTERVAL_S = 5.0  # between two looks at the host
@@ -59,6 +58,7 @@ HEARTBEAT_S = 1.0  # between two announcements when idle
 STOP_GRACE_S = 5.0  # how long an operation that is no save may run on after a stop request
 FAILURE_GRACE_S = 30.0  # how long a failed rank waits for the others to fail too
 SAVE_GRACE_S = 600.0  # how long a save may run on after a stop request
+SAME_COMMAND = "The same command resumes from the last checkpoint."
 
 
 class Host(Protocol):
@@ -83,31 +83,24 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Frontend:
-    """How a server job hosts its endpoints: the section `server` of its configuration."""
+    """How a server job hosts its endpoints."""
 
-    kind: str = "triton"  # "triton" or "asgi"
-    tls: ssl.SSLContext | None = None  # of a server that encrypts; None: it does not
+    host: str  # address to listen on (rank 0)
+    port: int
+    access: Access
+    batcher: Mapping[str, Any]  # see `TritonHost`
+    kind: str  # "triton" or "asgi", as section `server` of the configuration has it
+    tls: ssl.SSLContext | None  # of a server that encrypts; None: it does not
 
-    @classmethod
-    def read(cls, kind: str, certificate: str | None, key: str | None) -> "Frontend":
-        """Return it for these values of the configuration; `ConfigError` if they cannot work."""
-        return cls(kind, read_frontend(kind, certificate, key))
-
-    def make_host(
-        self,
-        host: str,
-        port: int,
-        endpoints: Sequence[tuple[Endpoint, Handler]],
-        access: Access,
-        batcher: Mapping[str, Any],
-    ) -> Host:
+    def make_host(self, endpoints: Sequence[tuple[Endpoint, Handler]]) -> Host:
+        where = self.host, self.port, endpoints, self.access
         if self.kind == "asgi":
             from nemo_aligner.servers.asgi_host import AsgiHost
 
-            return AsgiHost(host, port, endpoints, access, self.tls)
+            return AsgiHost(*where, self.tls)
         from nemo_aligner.servers.triton_host import TritonHost
 
-        return TritonHost(host, port, endpoints, access, batcher)
+        return TritonHost(*where, self.batcher)
 
 
 class OperationFailedError(ServerRequestError):
@@ -125,12 +118,7 @@ class _Job:
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
 
     def end(self, outcome: Arrays | Exception) -> None:
-        """Give its caller the result or an error, unless it has one."""
-        with contextlib.suppress(concurrent.futures.InvalidStateError):
-            if isinstance(outcome, Exception):
-                self.future.set_exception(outcome)
-            else:
-                self.future.set_result(outcome)
+        settle(self.future, outcome)
 
 
 @dataclass(frozen=True)
@@ -146,28 +134,22 @@ class ServerLoop:
     """Every rank constructs one and calls `run`.
 
     Args:
-        host, port: address to listen on (rank 0).
         endpoints: each with the function that handles its requests, on the host's threads of
             rank 0.
         operations: by signal, function(**inputs) -> result; every rank calls it, ranks above 0
             without inputs.
         after_failure: called on every rank with the signal when an operation failed on all ranks
             alike.
-        batcher: see `TritonHost`.
         control: the group over which operations get their inputs.
     """
 
     def __init__(
         self,
         name: str,
-        host: str,
-        port: int,
         endpoints: Sequence[tuple[Endpoint, Handler]],
         operations: Mapping[ServerSignal, Handler],
         after_failure: Callable[[ServerSignal], None],
-        batcher: Mapping[str, Any],
         control: ControlGroup,
-        access: Access,
         frontend: Frontend,
         background: BackgroundWork = BackgroundWork(),
     ):
@@ -175,8 +157,8 @@ class ServerLoop:
         self.operations, self.after_failure = operations, after_failure
         self.control, self.background = control, background
         self.rank = control.rank
-        self._host = frontend.make_host(host, port, endpoints, access, batcher)
-        self._store = JobStore(control.size, f"nemo_aligner/{name}/{port}")
+        self._host = frontend.make_host(endpoints)
+        self._store = JobStore(control.size, f"nemo_aligner/{name}/{frontend.port}")
         self._queue: queue.Queue[_Job] = queue.Queue()
         self._admission = threading.Lock()
         self.is_closed = False  # no more jobs are taken
@@ -252,11 +234,8 @@ class ServerLoop:
 
     def _failure(self, error: BaseException) -> BaseException:
         if isinstance(error, dist.DistBackendError) or "closed by peer" in str(error):
-            return LostPeerError(
-                f"{self.name}, rank {self.rank}: another rank of this job has ended; look for the "
-                "first error in its log (killed for memory?). The same command resumes from the "
-                "last checkpoint."
-            )
+            lost = f"{self.name}, rank {self.rank}: another rank of this job has ended"
+            return LostPeerError(f"{lost} (killed for memory?); look into its log. {SAME_COMMAND}")
         return error
 
     def _start(self) -> None:
@@ -291,10 +270,8 @@ class ServerLoop:
                     next_check = time.monotonic() + CHECK_INTERVAL_S
                     failure = self._host.failure()
                     if failure is not None and self._stop_reason is None:
-                        raise LostPeerError(
-                            f"{failure}; its host may be short of memory, shared memory or "
-                            "processors. The same command resumes from the last checkpoint."
-                        )
+                        short = "its host may be short of memory, shared memory or processors"
+                        raise LostPeerError(f"{failure}; {short}. {SAME_COMMAND}")
             announced = (job.signal if job else ServerSignal.HEARTBEAT) if self.rank == 0 else None
             signal_ = self.control.exchange(announced, stop=self._stop_reason is not None)
             if signal_ == ServerSignal.STOP:
@@ -335,18 +312,18 @@ class ServerLoop:
         self, signal_: ServerSignal, job: _Job | None, outcomes: list[tuple[str, str]]
     ) -> None:
         """Answer a failed operation; end the job unless all ranks failed alike."""
-        causes = "; ".join(
-            f"on rank {', '.join(str(rank) for rank, (_, c) in enumerate(outcomes) if c == cause)}"
-            f": {cause}"
-            for cause in dict.fromkeys(cause for _kind, cause in outcomes if cause)
-        )
+        ranks: dict[str, list[str]] = {}  # by their cause
+        for rank, (_kind, cause) in enumerate(outcomes):
+            if cause:
+                ranks.setdefault(cause, []).append(str(rank))
+        causes = "; ".join(f"on rank {', '.join(at)}: {cause}" for cause, at in ranks.items())
         error = OperationFailedError(causes if len(outcomes) > 1 else outcomes[0][1])
         if len({kind for kind, _cause in outcomes}) > 1:
             if job:
                 job.end(error)
+            some = f"{signal_.name} failed on some ranks only"
             raise ServerJobError(
-                f"{signal_.name} failed on some ranks only; the process groups cannot be trusted "
-                f"any more: {causes}"
+                f"{some}; the process groups cannot be trusted any more: {causes}"
             )
         if self.rank == 0:
             with contextlib.suppress(Exception):  # the store may be gone
@@ -467,12 +444,10 @@ class ServerLoop:
         self.stop(f"received {number.name}")
 
     def _check_stop_deadline(self, now: float) -> None:
-        if self._stopped_at is None:
-            return
         code, what, grace = ExitCode.FINISHED, "operation", STOP_GRACE_S
         if self._is_saving:
             code, what, grace = ExitCode.PRE_EMPTED, "save", SAVE_GRACE_S
-        if now > self._stopped_at + grace:
+        if self._stopped_at is not None and now > self._stopped_at + grace:
             why = f"the running {what} did not end in {grace:.0f} s"
             self._abandon(code, f"{self._stop_reason}; {why}")
 

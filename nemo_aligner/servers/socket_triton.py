@@ -25,11 +25,8 @@ shared_memory._make_filename = lambda: "/{prefix}-" + os.urandom(4).hex()
 
 class SocketTriton(Triton):
     """Triton without a port. The models that are bound before it runs are all it ever loads.
-
-    Args:
-        directory: of mode 0700, with a path of at most 60 characters; holds the workspace, the
-            socket and the log.
-        memory_prefix: of the names of all shared memory.
+    `directory`, of mode 0700 and with a path of at most 60 characters, holds the workspace, the
+    socket and the log. `memory_prefix`: of the names of all shared memory.
     """
 
     def __init__(self, directory: str, memory_prefix: str):

@@ -41,16 +41,9 @@ class TeacherLogits(NamedTuple):
 
 
 class RemoteTeacherClient(RemoteClient):
-    """A served teacher, on one server or several. Arguments and errors beside those of
-    `RemoteClient`, of which the student is the policy:
-
-    Args:
-        cfg: `remote_teacher`: `host`, `port`, `name`, `init_timeout_s`, `inference_timeout_s`,
-            `token_file`, `tls_ca_file`.
-
-    Raises:
-        ServerUnreachableError: no server within `init_timeout_s`.
-        ServerRequestError: the teacher has another tokenizer, or gives no logits.
+    """A served teacher, on one server or several. Arguments and errors as of `RemoteClient`, with
+    the section `remote_teacher` and the student as the policy. `ServerUnreachableError`: no server
+    within `init_timeout_s`. `ServerRequestError`: it has another tokenizer, or gives no logits.
     """
 
     WANTED: tuple[str, ...] = TeacherLogits._fields  # outputs of the server
@@ -73,14 +66,9 @@ class RemoteTeacherClient(RemoteClient):
             raise
 
     def logits(self, tokens: Tensor, lengths: Tensor) -> TeacherLogits:
-        """The teacher's logits behind each token; every rank of the job calls it.
-
-        Args:
-            tokens: int64 [b, S], this data-parallel rank's samples, padded on the right.
-            lengths: int64 [b], at least 1; some sample has S tokens.
-
-        Raises:
-            ServerRequestError: on every rank, with the cause.
+        """The teacher's logits behind each token of this data-parallel rank's samples, int64
+        [b, S], padded on the right; some sample has S tokens. Every rank of the job calls it.
+        `ServerRequestError`: on every rank, with the cause.
         """
         asked = _Asked(self, tokens, lengths, self.names * len(tokens))
         wait_for_all(asked.pending)
@@ -127,12 +115,8 @@ class _Asked:
 
 class PolicyTeachers(RemoteTeacherClient):
     """A served teacher of a policy, or several, each for its share of the prompts; it gives
-    log-probs of the policy's tokens. Arguments beside those of the base class:
-
-    Args:
-        cfg: also `teachers`.
-        named: from the numbers of records, int64 [b], to the names of their teachers; None: there
-            is one teacher.
+    log-probs of the policy's tokens. `named`: from the numbers of records, int64 [b], to the names
+    of their teachers; None: there is one teacher.
     """
 
     WANTED = ("log_probs",)

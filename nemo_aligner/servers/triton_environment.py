@@ -20,10 +20,8 @@ def find_libpython() -> str | None:
 
 
 def prepare_triton_environment() -> None:
-    """Prepare this process to start Triton with a Python backend.
-
-    Triton runs Python models in a stub that loads libpython. Without the library path it dies, or
-    hangs for a minute, with an error that does not name it. `UserError`: no shared libpython.
+    """Prepare this process to start Triton, which runs Python models in a stub that loads
+    libpython. `UserError`: there is no shared one.
     """
     directory = check_libpython()
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
@@ -38,10 +36,9 @@ def check_libpython() -> str:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise UserError(
             f"Triton needs the shared library libpython{version}.so.1.0, but {sys.executable} has "
-            f"none (its installation is under {sys.base_prefix}). Use a Python built with "
-            f"--enable-shared: with pyenv PYTHON_CONFIGURE_OPTS=--enable-shared pyenv install "
-            f"{version}; on Debian or Ubuntu apt install libpython{version}; the official python "
-            "Docker images, uv and conda have it."
+            f"none under {sys.base_prefix}. Use a Python built with --enable-shared (pyenv: "
+            f"PYTHON_CONFIGURE_OPTS=--enable-shared; Debian: apt install libpython{version}; "
+            "Docker's python images, uv and conda have it)."
         )
     return directory
 

@@ -86,14 +86,10 @@ class TritonHost:
         self._unanswered = 0  # probes since Triton last replied to one
 
     def start(self, should_stop: Callable[[], bool]) -> None:
-        """See `Host.start`.
-
-        Triton sometimes ends while it starts on a busy machine, and waits without end for a
-        process of its own that was killed then: it is started again, with more patience.
-
-        Raises:
-            UserError: the port is taken, or this Python cannot run Triton.
-            TritonStartError: Triton did not start, each time.
+        """See `Host.start`. Triton sometimes ends while it starts on a busy machine, and waits
+        without end for a process of its own that was killed: it is started again, with more
+        patience. `UserError`: the port is taken, or this Python cannot run Triton.
+        `TritonStartError`: Triton did not start, each time.
         """
         prepare_triton_environment()
         for number, patience_s in enumerate(START_S, 1):
@@ -122,9 +118,8 @@ class TritonHost:
             self._run(should_stop, patience_s)
         except Exception:
             with contextlib.suppress(OSError), open(triton.log_path, errors="replace") as log:
-                logging.error(
-                    "Triton did not start. The end of its log:\n" + "".join(log.readlines()[-15:])
-                )
+                end = "".join(log.readlines()[-15:])
+                logging.error(f"Triton did not start. The end of its log:\n{end}")
             raise
 
     def _bind(self, endpoint: Endpoint, front: Front) -> None:
@@ -215,9 +210,8 @@ class TritonHost:
         return found
 
     def failure(self) -> str | None:
-        """See `Host.failure`. A Triton that does not reply to several calls in a row is killed.
-
-        Triton stays up, and says that it is ready, when one of its own processes has been killed.
+        """See `Host.failure`. Triton says that it is ready also when one of its own processes has
+        been killed. One that does not reply to several calls in a row is killed.
         """
         if self._triton is None or not self._triton.is_alive():
             return "Triton ended by itself"

@@ -35,8 +35,7 @@ _NOT_MERGED = (
     "(model.regression.merge_attributes=True with model.regression.attribute_weights)."
 )
 _NAN = (
-    "Training on it would destroy the model: look for NaN or infinity in the weights of the "
-    "served one (a diverged training, a damaged checkpoint), or in what the function returns."
+    "Look for NaN or infinity in the weights of the served one, or in what the function returns."
 )
 
 
@@ -65,50 +64,39 @@ def validate_request(endpoint: Endpoint, data: Mapping[str, np.ndarray]) -> None
 
 
 def _validate_tensor(spec: TensorSpec, array: object, batching: bool, remedy: str) -> None:
+    named, problem = f"input tensor '{spec.name}'", None
     if not isinstance(array, np.ndarray):
-        raise RequestError(
-            f"input tensor '{spec.name}' is a {type(array).__name__}, not a numpy array. {remedy}"
-        )
+        raise RequestError(f"{named} is a {type(array).__name__}, not a numpy array. {remedy}")
     is_text = spec.dtype is np.bytes_
     if not (array.dtype.kind in "OS" if is_text else array.dtype == spec.dtype):
-        problem = f"dtype {array.dtype}; send {spec.describe(batching)}. {remedy}"
-        raise RequestError(f"input tensor '{spec.name}' has {problem}")
-    shape = array.shape[1:] if batching else array.shape
-    if not spec.fits(shape):
-        problem = f"shape {list(array.shape)}; send {spec.describe(batching)}. {remedy}"
-        raise RequestError(f"input tensor '{spec.name}' has {problem}")
+        problem = f"dtype {array.dtype}"
+    elif not spec.fits(array.shape[1:] if batching else array.shape):
+        problem = f"shape {list(array.shape)}"
+    if problem is not None:
+        raise RequestError(f"{named} has {problem}; send {spec.describe(batching)}. {remedy}")
     if array.size == 0:
-        problem = f"shape {list(array.shape)}: send at least one row and one column."
-        raise RequestError(f"input tensor '{spec.name}' has {problem}")
+        shape = list(array.shape)
+        raise RequestError(f"{named} has shape {shape}: send at least one row and one column.")
 
 
 def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int | None) -> None:
     if tokens.size == 0:
-        raise RequestError(
-            f"'tokens' has shape {list(tokens.shape)}: send at least one row of at least one "
-            "token."
-        )
+        raise RequestError(f"'tokens' has shape {list(tokens.shape)}: send at least one token.")
     if max_length is not None and tokens.shape[1] > max_length:
         raise RequestError(
             f"'tokens' has {tokens.shape[1]} columns, but the served model takes at most "
-            f"{max_length} (model.encoder_seq_length). Send shorter rows, or serve a model with a "
-            "longer context."
+            f"{max_length} (model.encoder_seq_length). Send shorter rows, or serve another model."
         )
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
-        bad = low if low < 0 else high
-        raise RequestError(
-            f"'tokens' holds the id {bad}, outside the served model's vocabulary [0, "
-            f"{vocab_size}). Actor and server must use the same tokenizer; pad with 0."
-        )
+        bad = f"the id {low if low < 0 else high}, outside the served model's vocabulary"
+        same = "Actor and server must use the same tokenizer; pad with 0"
+        raise RequestError(f"'tokens' holds {bad} [0, {vocab_size}). {same}.")
 
 
 def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
-    """Refuse an infer request with a row of a policy whose tokenizer is not the server's.
-
-    Args:
-        sent: the request's `tokenizer`, bytes [N, 1]; None if the client sent none.
-        own: `tokenizer_fingerprint` of the server's tokenizer; None if it has none.
+    """Refuse an infer request with a row of a policy whose tokenizer, in `sent`, bytes [N, 1], is
+    not the server's `own`, a `tokenizer_fingerprint`; None where there is none.
     """
     if sent is None or own is None:
         return
@@ -116,11 +104,10 @@ def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
     if others:
         theirs = "; ".join(sorted(other[:80].decode(errors="replace") for other in others)[:3])
         raise RequestError(
-            f"the policy's tokenizer ({theirs}) is not this server's ({own}): token ids do not "
-            "mean the same to both, and training on such scores would be nonsense. Serve a reward "
-            "model or critic that was trained with the policy's tokenizer; for a reward that is a "
-            "function, name in rm_model_file a .nemo with the policy's tokenizer (the policy's "
-            "own), or give that tokenizer in model.tokenizer."
+            f"the policy's tokenizer ({theirs}) is not this server's ({own}): the same ids mean "
+            "other tokens. Serve a reward model or critic that was trained with the policy's "
+            "tokenizer; for a function, give that in model.tokenizer, or the policy's .nemo in "
+            "rm_model_file."
         )
 
 
@@ -136,29 +123,25 @@ def validate_scoring_inputs(
     lengths = _one_per_row("sequence_lengths", sequence_lengths, tokens)
     if lengths.min() < 1 or lengths.max() > tokens.shape[1]:
         bad = int(lengths.min()) if lengths.min() < 1 else int(lengths.max())
+        within = f"[1, {tokens.shape[1]}], the columns of 'tokens'"
         raise RequestError(
-            f"'sequence_lengths' holds {bad}, but every length must be in [1, {tokens.shape[1]}], "
-            "the columns of 'tokens'."
+            f"'sequence_lengths' holds {bad}, but every length must be in {within}."
         )
     if prompt_lengths is None:
         return
     prompts = _one_per_row("prompt_lengths", prompt_lengths, tokens)
-    wrong = np.flatnonzero((prompts < 0) | (prompts > lengths))
-    if wrong.size:
+    for row in np.flatnonzero((prompts < 0) | (prompts > lengths))[:1]:
         raise RequestError(
-            f"'prompt_lengths' holds {prompts[wrong[0]]} in sample {wrong[0]}, whose "
-            f"'sequence_lengths' (prompt + response) is {lengths[wrong[0]]}: the prompt must lie "
-            f"in [0, {lengths[wrong[0]]}]."
+            f"'prompt_lengths' holds {prompts[row]} in sample {row}, whose 'sequence_lengths' "
+            f"(prompt + response) is {lengths[row]}: it must lie in [0, {lengths[row]}]."
         )
 
 
 def _one_per_row(name: str, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     flat = lengths.reshape(-1)
     if flat.shape[0] != tokens.shape[0]:
-        raise RequestError(
-            f"'{name}' has shape {list(lengths.shape)}, but 'tokens' has {tokens.shape[0]} rows: "
-            "send one length per row, [N, 1]."
-        )
+        rows = f"'tokens' has {tokens.shape[0]} rows: send one length per row, [N, 1]"
+        raise RequestError(f"'{name}' has shape {list(lengths.shape)}, but {rows}.")
     return flat
 
 
@@ -175,15 +158,12 @@ def validate_training_inputs(
     transitions = (tokens.shape[0], tokens.shape[1] - 1)
     for name, array in (("returns", returns), ("prev_values", prev_values), ("mask", mask)):
         if array.shape != transitions:
-            raise RequestError(
-                f"'{name}' has shape {list(array.shape)}, but 'tokens' has shape "
-                f"{list(tokens.shape)}: send [N, S-1] = {list(transitions)}, column t for the "
-                "prediction of token t+1."
-            )
+            shapes = f"{list(array.shape)}, but 'tokens' has shape {list(tokens.shape)}"
+            needed = f"[N, S-1] = {list(transitions)}, column t for the prediction of token t+1"
+            raise RequestError(f"'{name}' has shape {shapes}: send {needed}.")
     if not np.isin(mask, (0.0, 1.0)).all():
         raise RequestError(
-            "'mask' holds values other than 0 and 1: send 1 on transitions into response tokens, "
-            "else 0."
+            "'mask' holds values other than 0 and 1: send 1 on transitions into responses, else 0."
         )
     for name, array in (("returns", returns), ("prev_values", prev_values)):
         with np.errstate(invalid="ignore"):  # a comparison with NaN is False
@@ -192,8 +172,7 @@ def validate_training_inputs(
             row, column = (int(i[0]) for i in np.nonzero(bad))
             raise RequestError(
                 f"'{name}' is {array[row, column]} in sample {row}, column {column}, where 'mask' "
-                f"is 1: send finite numbers there, at most {LARGEST_NUMBER:.0e} (an update with "
-                "this batch would destroy the critic). Scale rewards that are larger."
+                f"is 1: send finite numbers, at most {LARGEST_NUMBER:.0e}; scale larger rewards."
             )
 
 
@@ -201,10 +180,8 @@ def read_request_id(sent: np.ndarray) -> str:
     """The id of a train request, bytes [1]; `RequestError`: too long, or no ASCII text."""
     request_id = bytes(np.asarray(sent).reshape(-1)[0])
     if not 0 < len(request_id) <= LONGEST_ID or not request_id.isascii():
-        raise RequestError(
-            f"'request_id' has {len(request_id)} bytes and begins with {request_id[:16]!r}: send "
-            f"1 to {LONGEST_ID} ASCII characters."
-        )
+        has = f"'request_id' has {len(request_id)} bytes and begins with {request_id[:16]!r}"
+        raise RequestError(f"{has}: send 1 to {LONGEST_ID} ASCII characters.")
     return request_id.decode()
 
 
@@ -214,33 +191,21 @@ def read_request_id(sent: np.ndarray) -> str:
 def validate_reply(
     endpoint: Endpoint, reply: Arrays, samples: int, used: np.ndarray | None = None
 ) -> None:
-    """Check the reply to an infer request before its numbers are trained on.
-
-    Args:
-        endpoint: a scoring endpoint (`critic_infer_endpoint`, `reward_model_endpoint`).
-        used: bool [samples, columns], True where a value is used; it may be NaN or missing
-            elsewhere. None checks only the number of rows of `values`.
-
-    Raises:
-        ReplyError: naming the tensor, the row, what came, and the remedy.
+    """Check the reply to an infer request before its numbers are trained on; else `ReplyError`.
+    `used`: bool [samples, columns], True where a value is used; others may be NaN or missing.
+    None checks only the number of rows of `values`.
     """
-    other = (
-        "Is another kind of server running at this address? The client expects "
-        f"'{endpoint.name}' there."
-    )
+    other = f"Is another kind of server running at this address, not '{endpoint.name}'?"
     for spec in endpoint.outputs:
         array = reply.get(spec.name)
         if array is None:
             if endpoint.name == CRITIC_INFER:
                 other = f"The critic server gives no rewards: {NOT_COMBINED}."
-            raise ReplyError(
-                f"the reply has no tensor '{spec.name}' ({spec.meaning}), only {sorted(reply)}. "
-                f"{other}"
-            )
+            lacks = f"the reply has no tensor '{spec.name}' ({spec.meaning})"
+            raise ReplyError(f"{lacks}, only {sorted(reply)}. {other}")
         if array.dtype.kind != np.dtype(spec.dtype).kind:
-            raise ReplyError(
-                f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}. {other}"
-            )
+            wrong = f"'{spec.name}' came as {array.dtype}, not {spec.describe(True)}"
+            raise ReplyError(f"{wrong}. {other}")
         if spec.name == "values":
             _validate_values(array, samples, used, other)
             continue
@@ -290,10 +255,7 @@ def _validate_values(
         raise _wrong_shape("values", values, samples, needed, other)
     if used is not None:
         bad = used[:, :columns] & ~np.isfinite(values[:, :columns])
-        remedy = (
-            "Look for NaN in the critic's weights (a diverged training: lower model.optim.lr) and "
-            "restart it from a good checkpoint."
-        )
+        remedy = "Restart the critic from a good checkpoint, with a lower model.optim.lr."
         _check_numbers("values", values, bad, remedy)
 
 
@@ -306,17 +268,13 @@ def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
         if array is None or array.size == 0 or array.dtype.kind not in "fiub":
             raise ReplyError(
                 f"the reply has no number '{spec.name}' ({spec.meaning}), only {sorted(reply)}: "
-                f"whether '{endpoint.name}' was carried out is unknown. Is another kind of server "
-                "running at this address?"
+                f"whether '{endpoint.name}' was carried out is unknown. Is that another server?"
             )
         if not np.isfinite(array).all():
             raise ReplyError(
                 f"'{spec.name}' is {array.reshape(-1)[0]}: the critic's weights are of no use any "
-                "more. Look into the server job's log, lower model.optim.lr, and restart both "
-                "jobs from their checkpoints."
+                "more. Lower model.optim.lr, and restart both jobs from their checkpoints."
             )
         if spec.name == "status" and array.any():
-            raise ReplyError(
-                f"'{endpoint.name}' replied with status {array.reshape(-1).tolist()}, not 0: the "
-                "checkpoint was not written. Look into the server job's log."
-            )
+            status = f"'{endpoint.name}' replied with status {array.reshape(-1).tolist()}, not 0"
+            raise ReplyError(f"{status}: the checkpoint was not written. See the server's log.")

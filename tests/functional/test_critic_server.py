@@ -8,13 +8,13 @@ unpadded rows.
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +24,13 @@ from omegaconf import OmegaConf
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError, UserError
-from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers import exchange
+from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.served_model import ServerMismatchError
 from tests.cases import some_of
 from tests.distributed.launcher import run_ranks
-from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, TinyTokenizer, build_model
+from tests.functional.critic_job import NAP, RAISE, SLEEP, CriticJob, build_model
 from tests.patience import patience, wait_until
 
 pytestmark = [
@@ -237,31 +237,19 @@ TRAIN = {name: tensor.nan_to_num().numpy() for name, tensor in make_training_dat
 INFER = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
 
 
-TOKENS, SIXES, WIDE = INFER["tokens"], np.full((2, 1), 6), np.ones((2, 5), np.float32)
-FLOAT = {"dummy_var": np.zeros(1, np.float32)}
-# By endpoint: what is sent in place of a tensor, or None, and words of the error.
+# By endpoint: what is sent in place of a tensor, or None, and words of the error; others are in
+# tests/unit/test_server_schema.py.
 WRONG = {
     "critic_infer": [
-        ({"tokns": TOKENS}, ["tokns"]),
-        ({"tokens": TOKENS.astype(np.int32)}, ["tokens", "int64", "int32"]),
-        ({"tokens": np.ones((2, 5, 1), np.int64)}, ["tokens", "[2,5,1]"]),
-        ({"sequence_lengths": None}, ["'sequence_lengths'ismissing"]),
-        ({"sequence_lengths": SIXES}, ["'sequence_lengths'holds6", "[1,5]"]),
-        ({"tokens": np.full((2, 5), 99)}, ["theid99", "[0,32)"]),
+        ({"tokns": INFER["tokens"]}, ["tokns"]),
+        ({"tokens": INFER["tokens"].astype(np.int32)}, ["tokens", "int64", "int32"]),
+        ({"sequence_lengths": np.full((2, 1), 6)}, ["'sequence_lengths'holds6", "[1,5]"]),
     ],
     "critic_train": [
-        ({"rewards": TRAIN["mask"]}, ["rewards"]),
         ({"mask": None}, ["mask"]),
-        ({"returns": TRAIN["returns"].astype(float)}, ["returns", "fp32|float32", "fp64|float64"]),
-        ({"tokens": np.ones(5, np.int64)}, ["tokens", "[5]"]),
-        ({"mask": WIDE}, ["'mask'hasshape[2,5]", "[2,4]"]),
+        ({"mask": np.ones((2, 5), np.float32)}, ["'mask'hasshape[2,5]", "[2,4]"]),
     ],
-    "critic_save": [
-        ({"dummy": np.zeros(1, np.int64)}, ["dummy"]),
-        (FLOAT, ["dummy_var", "int64", "fp32|float32"]),
-        ({"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"]),
-    ],
-    "critic_status": [(FLOAT, ["dummy_var", "int64", "fp32|float32"])],
+    "critic_save": [({"dummy_var": np.zeros(2, np.int64)}, ["dummy_var", "[1]", "[2]"])],
 }
 GOOD = {"critic_infer": INFER, "critic_train": TRAIN}
 
@@ -283,10 +271,7 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(job, mirror, endpoint
 
 
 def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
-    client = RemoteGPTRMCriticClient(client_config(job))
-    try:
+    with contextlib.closing(RemoteGPTRMCriticClient(client_config(job))) as client:
         tokens = torch.full((2, 5), RAISE)
         rollout = {"response_tokens": tokens, "response_lengths": torch.tensor([5, 5])}
         data = make_training_data(2, 5)
@@ -300,8 +285,6 @@ def test_an_error_of_the_model_comes_back_in_one_line_with_its_place(job, mirror
                 str(caught.value),
             )
         assert 'raise ArithmeticError("the model met' in job.log()  # the traceback
-    finally:
-        client.communicator.close()
     assert_serving(Raw(job), mirror)
 
 
@@ -343,39 +326,10 @@ def test_a_bad_request_fails_alone(frontend):
         assert_serving(raw, model)
 
 
-def test_a_policy_with_another_tokenizer_is_refused(job, mirror):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
-    class Other(TinyTokenizer):
-        eos_id = 1
-
-    rollout = {
-        "response_tokens": torch.ones(2, 5).long(),
-        "response_lengths": torch.tensor([5, 5]),
-    }
-    own, others = tokenizer_fingerprint(TinyTokenizer), tokenizer_fingerprint(Other)
-    for tokenizer, refused in ((Other, True), (TinyTokenizer, False)):
-        client = RemoteGPTRMCriticClient(client_config(job), tokenizer)
-        try:
-            future = client.infer_rm_critic(rollout)
-            if refused:
-                with pytest.raises(ServerRequestError) as caught:
-                    future.result()
-                assert f"policy's tokenizer ({others}) is not this server's ({own})" in str(
-                    caught.value
-                )
-            else:
-                rewards, _ = future.result()
-                assert torch.allclose(rewards.cpu(), expected_scores(mirror, *rollout.values())[0])
-        finally:
-            client.communicator.close()
-
-
 def test_client_checks_before_it_sends(job):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
-    client = RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
-    try:
+    with contextlib.closing(
+        RemoteGPTRMCriticClient(client_config(job, pad_to_length=8))
+    ) as client:
         rollout = {  # longer than pad_to_length: sent as it is
             "response_tokens": torch.ones(2, 9).long(),
             "response_lengths": torch.tensor([9, 9]),
@@ -392,14 +346,10 @@ def test_client_checks_before_it_sends(job):
         assert "again with 'exp_manager.resume_from_checkpoint=\"/actor/step=3\"'." in str(
             caught.value
         )
-    finally:
-        client.communicator.close()
     assert not [thread for thread in threading.enumerate() if str(job.port) in thread.name]
 
 
 def test_wrong_endpoint_name_and_wrong_port(job):
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
-
     start = time.monotonic()
     with pytest.raises(ServerUnreachableError, match="127.0.0.1:1 after 1 s.*init_timeout_s"):
         RemoteGPTRMCriticClient(client_config(1, init_timeout_s=1))
@@ -420,7 +370,6 @@ def test_wrong_endpoint_name_and_wrong_port(job):
 def two_rank_client(port, tp):
     """On each rank: what the client's calls return or raise."""
     from nemo_aligner.parallel import parallel_state
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     parallel_state.initialize(tensor_model_parallel_size=tp)
     rank = parallel_state.get_data_parallel_rank()
@@ -492,7 +441,6 @@ def test_clients_of_two_ranks(job, mirror, tp):
 def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
     """Six rows make two optimizer steps; the pieces have two rows."""
     from nemo_aligner.servers import served_model
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     raw, data = Raw(job), make_training_data(rows=6, width=9, seed=5)
     row_bytes = 8 * 9 + 3 * 4 * 8
@@ -505,12 +453,9 @@ def test_an_update_in_pieces_is_one_update(job, mirror, monkeypatch):
         lambda self, sent, limit: sizes.append(sum(map(len, sent.body))) or run(self, sent, limit),
     )
     before = int(raw("critic_status", dummy_var=[0])["critic_step"][0])
-    client = RemoteGPTRMCriticClient(client_config(job))
-    try:
+    with contextlib.closing(RemoteGPTRMCriticClient(client_config(job))) as client:
         batch = {"response_tokens": data["tokens"], "values": data["prev_values"], **data}
         loss = client.train(batch).result()
-    finally:
-        client.close()
     assert len(sizes) == 3 and max(sizes) < 2 * row_bytes + 1000
     assert loss == pytest.approx(expected_update(mirror, data, gbs=4), rel=1e-5)
     assert_serving(raw, mirror)
@@ -780,11 +725,11 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
     server that may have come back with other weights.
     """
     from nemo_aligner.servers.connection import RESTART_REMEDY
-    from nemo_aligner.servers.critic_client import RemoteGPTRMCriticClient
 
     with CriticJob(server={"frontend": frontend}) as job:
-        client = RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
-        try:
+        with contextlib.closing(
+            RemoteGPTRMCriticClient(client_config(job.wait_until_serving()))
+        ) as client:
             data = make_training_data(4, 9)
             data["tokens"] = torch.full_like(data["tokens"], SLEEP)
             data |= {"response_tokens": data["tokens"], "values": data["prev_values"]}
@@ -807,8 +752,6 @@ def test_killing_the_critic_in_an_update_is_one_error_with_its_cause(frontend):
             assert time.monotonic() - killed < patience(60)  # long before inference_timeout_s
             with pytest.raises(ServerRequestError, match="critic_infer at .* failed: "):
                 scores.result()
-        finally:
-            client.close()
 
 
 def kill_starting_triton(job, times):
@@ -908,21 +851,3 @@ def test_a_job_whose_triton_is_stopped_for_good_ends_with_one_message():
         assert codes == [1], codes
         assert "Triton runs, but has not replied to 6 requests in a row; its host" in job.log()
         job.assert_nothing_left()
-
-
-@asgi_frontend
-def test_a_taken_port_is_refused_at_start(frontend):
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with CriticJob(port=taken.getsockname()[1], server={"frontend": frontend}) as job:
-            codes = job.wait_for_exit(60)
-            assert codes != [0]
-            assert "Set another port (trainer.ppo.port" in job.log()
-
-
-def test_workspaces_are_not_in_the_home_folder():
-    home = Path(os.path.expanduser("~/.cache/pytriton"))
-    assert not list(home.glob("workspace_*"))

@@ -18,6 +18,7 @@ from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.core.errors import ServerRequestError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.servers.ports import find_free_port
+from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
 from tests.functional.jobs import (
     assert_ended_well,
     remote_rm,
@@ -106,16 +107,13 @@ def through_client(
     """Rewards [N, 1] as an actor gets them; the rollout is padded with the last token id, as
     `infer` pads with eos.
     """
-    from nemo_aligner.servers.scoring_clients import RemoteGPTRMClient
-
-    client = RemoteGPTRMClient(remote_rm(port, pad_to_length=pad_to_length), tokenizer)
-    try:
+    with contextlib.closing(
+        RemoteGPTRMClient(remote_rm(port, pad_to_length=pad_to_length), tokenizer)
+    ) as client:
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=VOCAB - 1)
         lengths = torch.tensor([len(row) for row in rows])
         rollout = {"response_tokens": tokens, "response_lengths": lengths}
         return client.infer_rm(rollout).result().numpy()
-    finally:
-        client.communicator.close()
 
 
 def assert_scores_are_direct(port: int, model) -> None:
@@ -179,28 +177,17 @@ def test_requests_that_come_together_get_their_own_rewards(port, model):
 
 
 GOOD = {"tokens": np.ones((2, 5), np.int64), "sequence_lengths": np.full((2, 1), 5)}
-WIDE = np.ones((2, 49), np.int64)
-
-
-def with_lengths(shape, length):
-    return {**GOOD, "sequence_lengths": np.full(shape, length)}
 
 
 @pytest.mark.parametrize(
     "request_, words",
     [
         ({"tokens": GOOD["tokens"]}, ["'sequence_lengths' is missing", "'sentences'"]),
-        ({"sequence_lengths": GOOD["sequence_lengths"]}, ["'tokens' is missing"]),
-        (with_lengths((2, 1), 6), ["'sequence_lengths' holds 6", "[1, 5]"]),
-        (with_lengths((2, 1), 0), ["'sequence_lengths' holds 0", "[1, 5]"]),
-        (with_lengths((2, 2), 5), ["'sequence_lengths' has shape", "[N, 1]"]),
         ({**GOOD, "tokens": np.full((2, 5), 300)}, ["the id 300", "[0, 300)"]),
-        ({**GOOD, "tokens": np.full((2, 5), -1)}, ["the id -1", "[0, 300)"]),
-        ({**GOOD, "tokens": WIDE}, ["49 columns", "at most 48", "encoder_seq_length"]),
+        ({**GOOD, "tokens": np.ones((2, 49), np.int64)}, ["49 columns", "encoder_seq_length"]),
         ({"sentences": [[b"fine"], [b""]]}, ["sentence 1 has 0 tokens"]),
         ({"sentences": [[b"x y z " * 40]]}, ["sentence 0 has", "encoder_seq_length=48"]),
         ({"sentences": [[b"fine"], [b"\xff\xfe"]]}, ["'sentences'", "sample 1", "UTF-8"]),
-        ({"sentences": [[b"a", b"b"], [b"c", b"d"]]}, ["'sentences' has shape [2, 2]", "[N, 1]"]),
     ],
     ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -216,12 +203,6 @@ def test_wrong_requests_are_refused_and_the_server_goes_on(port, model, request_
     np.testing.assert_allclose(
         ask(port, **request(rows))["rewards"], direct(model, rows), **TOLERANCE
     )
-
-
-def test_prompt_lengths_make_no_difference_to_a_model(port, model):
-    rows = make_rows(3, seed=2)
-    answer = ask(port, **request(rows), prompt_lengths=np.ones((3, 1), np.int64))
-    np.testing.assert_allclose(answer["rewards"], direct(model, rows), **TOLERANCE)
 
 
 def test_a_policy_with_another_tokenizer_is_refused(
@@ -267,13 +248,8 @@ def test_clients_that_name_their_tokenizer_and_others_at_once(port, model, tiny_
 @pytest.mark.full
 @pytest.mark.parametrize(
     "launcher, tp, strip",
-    [
-        ("python", 1, 4),
-        ("torchrun", 1, "null"),
-        ("python", 2, "null"),
-        ("torchrun", 2, 16),
-    ],
-    ids=["python-dp2", "torchrun-dp2", "python-tp2", "torchrun-tp2"],
+    [("python", 1, 4), ("torchrun", 2, "null")],
+    ids=["python-dp2", "torchrun-tp2"],
 )
 def test_two_ranks_give_the_same_scores_and_end_clean(
     rm_file, model, tmp_path, launcher, tp, strip

@@ -4,13 +4,11 @@
 
 import pytest
 
-from nemo_aligner.core.endings import ExitCode
 from nemo_aligner.servers.ports import find_free_port
 from tests.functional.jobs import (
     assert_ended_well,
     read_metrics,
     reward_server,
-    wait_until_serving,
 )
 from tests.functional.test_ppo_job import (  # noqa: F401  (two fixtures)
     COMPARED,
@@ -67,20 +65,3 @@ def test_separate_servers_give_the_numbers_of_one(
             read_metrics(tmp_path / "actor", key),
         )
         assert len(expected) >= 3 and values == pytest.approx(expected, rel=1e-4, abs=1e-5), key
-
-
-@pytest.mark.full  # test_ppo_job.py has a wrong port of the critic
-def test_the_reward_models_port_counts(inputs, tmp_path):  # noqa: F811
-    """The critic alone answers, at its port; nobody does at
-    `remote_critic_rm.reward_model.port`.
-    """
-    ports = find_free_port(), find_free_port()
-    with critic(inputs, tmp_path, ports[0], 1, "python", CRITIC_ALONE) as critic_job:
-        wait_until_serving(critic_job)
-        timeout = "remote_critic_rm.init_timeout_s=5"
-        with actor(inputs, tmp_path, ports[0], 1, "python", *separate(ports[1]), timeout) as job:
-            assert job.wait(120) == ExitCode.USER_ERROR
-            assert f"127.0.0.1:{ports[1]}" in job.log and "Traceback" not in job.log, job.log[
-                -3000:
-            ]
-        assert_ended_well(critic_job, critic_job.stop())

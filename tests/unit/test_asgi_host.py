@@ -14,12 +14,11 @@ import pytest
 
 from nemo_aligner.config import server_rules
 from nemo_aligner.config.access import client_tls, server_tls
-from nemo_aligner.config.server_rules import RewardModelSpec, read_frontend
+from nemo_aligner.config.server_rules import read_frontend
 from nemo_aligner.core.errors import ConfigError, ServerEndingError, ServerRequestError
 from nemo_aligner.servers import admission, asgi_host
 from nemo_aligner.servers.admission import Access
 from nemo_aligner.servers.exchange import Exchange, InferRequest, Peer, token_header
-from nemo_aligner.servers.fleet import Fleet
 from nemo_aligner.servers.front import Front
 from nemo_aligner.servers.http_communicator import HTTPCommunicator
 from nemo_aligner.servers.ports import find_free_port
@@ -81,23 +80,11 @@ def test_a_client_with_the_certificate_and_the_token_is_served(encrypted, certif
         send(encrypted, trusting)
 
 
-def test_a_fleet_sends_samples_and_token_encrypted(encrypted, certificates):
-    spec = RewardModelSpec(None, "reward_model", (encrypted.address,), 1.0, "remote_rm")
-    tls = client_tls(certificates[0][0], "remote_rm")
-    limit_s = patience(20)
-    fleet = Fleet(spec, REWARD, limit_s, limit_s, token=TOKEN, tls=tls)
-    with contextlib.closing(fleet):
-        reply = fleet.submit(SCORING).result(limit_s)
-    assert reply["rewards"].tolist() == [[3.0], [12.0]]
-
-
 def test_another_server_is_refused_in_one_line(encrypted, certificates):
-    """By a client and by a fleet, whose certificates are those of another one."""
     other = client_tls(certificates[1][0], "remote_rm")
     with pytest.raises(ServerMismatchError, match="not one of tls_ca_file: self") as caught:
         send(encrypted, other, TOKEN)
     assert "\n" not in str(caught.value)
-    refused_by_fleet(encrypted.address, other, "not one of tls_ca_file", TOKEN)
 
 
 def test_a_server_that_does_not_encrypt_is_named_at_once(certificates):
@@ -115,20 +102,11 @@ def test_a_server_that_encrypts_is_named_at_once(encrypted):
 
 
 def refused_at_once(address, tls, words):
-    """Client and fleet say in one line, long before their time limit, what is wrong."""
+    """The client says in one line, long before its time limit, what is wrong."""
     with HTTPCommunicator(600.0, tls=tls) as communicator:
         with pytest.raises(ServerMismatchError, match=words) as caught:
             communicator.add_server_by_name("reward_model", *address, REWARD)
     assert "\n" not in str(caught.value)
-    refused_by_fleet(address, tls, words)
-
-
-def refused_by_fleet(address, tls, words, token=None):
-    spec = RewardModelSpec(None, "reward_model", (address,), 1.0, "remote_rm")
-    with contextlib.closing(Fleet(spec, REWARD, 600.0, 60.0, token=token, tls=tls)) as fleet:
-        with pytest.raises(ServerMismatchError, match=words):
-            while not fleet.wait_until_ready(1.0):
-                pass
 
 
 @pytest.mark.parametrize(
@@ -210,21 +188,6 @@ def test_a_pair_runs_where_nothing_of_triton_is_installed():
 # ---- the life of the host ----
 
 
-def test_a_handler_that_fails_says_so_and_the_next_request_is_served():
-    def fail_once(tokens, **_others):
-        if not calls:
-            calls.append(1)
-            raise ArithmeticError("no such sum")
-        return {"rewards": np.zeros((2, 1), np.float32)}
-
-    calls = []
-    request = InferRequest("reward_model", SCORING)
-    with contextlib.closing(AsgiFront([(REWARD, fail_once)], Access())) as front:
-        with pytest.raises(Exception, match="ArithmeticError: no such sum"):
-            Exchange(Peer(*front.address)).run(request, patience(20))
-        assert Exchange(Peer(*front.address)).run(request, patience(20))["rewards"].shape == (2, 1)
-
-
 @pytest.mark.parametrize(
     "error, status, line, logged",
     [
@@ -256,12 +219,6 @@ def post(front, body, **headers):
         connection.request("POST", "/v2/models/reward_model/infer", body, headers)
         reply = connection.getresponse()
         return reply.status, json.loads(reply.read())["error"]
-
-
-def test_what_is_no_http_gets_an_error_in_json():
-    with contextlib.closing(AsgiFront([(REWARD, score)], Access())) as front:
-        status, error = post(front, b"{}", **{"Content-Length": "-1"})
-    assert (status, error) == (400, "Invalid HTTP request received.")
 
 
 def test_a_body_that_does_not_come_is_given_up(monkeypatch):

@@ -8,6 +8,7 @@ end while they read. Real servers that are killed are in tests/functional/test_f
 """
 
 import contextlib
+import dataclasses
 import json
 import re
 import threading
@@ -21,10 +22,19 @@ from nemo_aligner.core.errors import ServerJobError, ServerRequestError, cause_i
 from nemo_aligner.servers import exchange, fleet, schema
 from nemo_aligner.servers.http_communicator import ServerUnreachableError
 from nemo_aligner.servers.scoring_clients import send_to_fleets
+from nemo_aligner.servers.served_model import ServerMismatchError
 from nemo_aligner.servers.server_loop import OperationFailedError, ServerStoppingError
 from tests.cases import says, some_of
 from tests.patience import patience, wait_until
-from tests.scripted_server import ScriptedServer, answer, closed_port, failure, http, slowly
+from tests.scripted_server import (
+    ScriptedServer,
+    answer,
+    closed_port,
+    failure,
+    http,
+    slowly,
+    triton_config,
+)
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 HANG_S = 100.0  # longer than anything here takes
@@ -188,9 +198,9 @@ def test_a_request_goes_elsewhere_when_a_server_ends(script, words, lines):
         (lambda index, rewards: answer([[1.0], [2.0]]), r"'rewards' .* \[2, 1\] for 1 sample"),
         (lambda index, rewards: answer([[float("nan")]]), "'rewards' is nan in sample 0"),
         (lambda index, rewards: http({"outputs": []}, 200), "no tensor 'rewards'"),
-        (lambda index, rewards: http("hello", 200), "cannot be read"),
         (lambda index, rewards: http({"outputs": [{"name": "rewards"}]}, 200), "cannot be read"),
         (lambda *_: b"HTTP/1.1 500 X\r\nContent-Length: 3\r\n\r\n<b>", "HTTP 500: <b>"),
+        (lambda *_: b"HTTP/1.1 502 X\r\nContent-Length: 0\r\n\r\n", "empty body"),
     ],
 )
 def test_an_error_of_the_model_is_raised_at_once_and_not_sent_again(script, words):
@@ -236,20 +246,6 @@ def test_a_hanging_model_is_given_up_until_it_gives_a_score_or_is_restarted(line
         assert running.ask(*range(6)) == list(range(6))
         assert a.requests > taken and b.requests > had
         assert len([line for line in lines if line.startswith("back: ")]) == 1
-
-
-def test_a_lost_probe_does_not_take_back_a_server_that_hangs():
-    with fleet_of(None, None) as (running, *_):
-        servers = running.ready().fleet
-        server = servers.servers[0]
-        with servers._lock:
-            server.hung, server.missed = True, 0
-            for probe in range(1, fleet.MAX_MISSED_PROBES + 1):
-                servers._note_probe(server, None, "no reply")
-                assert server.hung == (probe < fleet.MAX_MISSED_PROBES)
-            server.hung = True
-            servers._note_probe(server, 503, "not ready")
-            assert not server.hung
 
 
 def test_a_hanging_model_is_not_asked_with_the_request_that_it_may_hang_on():
@@ -323,14 +319,6 @@ def test_start_without_any_server_is_one_error_that_names_all(lines):
             running.fleet.wait_until_ready(HANG_S)
 
 
-def test_start_with_a_server_that_has_another_model():
-    words = "a server replies, but 'reward_model' is not ready"
-    with ScriptedServer(ready=400) as server:
-        with Running(server, init_timeout_s=patience(0.6)) as running:
-            with says(ServerUnreachableError, words):
-                running.fleet.wait_until_ready(HANG_S)
-
-
 def test_start_waits_for_the_others_but_not_for_ever(monkeypatch, lines):
     monkeypatch.setattr(fleet, "START_GRACE_S", patience(0.5))
     with ScriptedServer() as a, ScriptedServer(ready=400) as late, Running(a, late) as running:
@@ -368,11 +356,61 @@ def test_the_first_error_of_an_ensemble_does_not_wait_for_the_others():
             pending.result()
 
 
-def test_a_request_that_does_not_fit_is_not_sent():
-    with fleet_of(None) as (running, server):
-        with pytest.raises(schema.RequestError, match="tokns"):
-            running.ready().fleet.submit({"tokns": np.ones((1, 3), np.int64)})
-        assert server.requests == 0
+REWARD = schema.reward_model_endpoint()
+
+
+def config_of(*names):
+    """The description of a server that lists the inputs `names`."""
+    inputs = tuple(spec for spec in REWARD.inputs if spec.name in names)
+    return triton_config(dataclasses.replace(REWARD, inputs=inputs))
+
+
+def whole_sample(value):
+    more = {"tokenizer": np.array([[b"300 tokens"]]), "prompt_lengths": np.ones((1, 1), np.int64)}
+    return {**sample(value), **more}
+
+
+def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(lines):
+    with ScriptedServer() as plain, ScriptedServer() as ours:
+        plain.config = config_of("tokens", "sequence_lengths")
+        with Running(plain, ours) as running:
+            submit = running.ready().fleet.submit
+            assert [running.rewards([submit(whole_sample(v))]) for v in range(4)] == [
+                [0.0],
+                [1.0],
+                [2.0],
+                [3.0],
+            ]
+        assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
+        assert ours.inputs == [list(whole_sample(0))] * 2
+        about = [line for line in lines if "tokenizer" in line]
+        assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
+
+
+def test_a_server_whose_model_cannot_be_used_is_left_out_with_one_warning_but_at_the_start(lines):
+    save = triton_config(schema.critic_save_endpoint())
+    with ScriptedServer() as good, ScriptedServer() as changed:
+        changed.config = save
+        with (
+            Running(good, changed) as running,
+            says(ServerMismatchError, f":{changed.port} cannot be used"),
+        ):
+            running.ready()
+        changed.config = config_of(*whole_sample(0))
+        with Running(good, changed) as running:
+            server = running.ready().fleet.servers[1]
+            changed.ready = 503
+            running.wait_for(lambda: not server.available)
+            changed.config, changed.ready, probes = save, 200, changed.probes
+            running.wait_for(lambda: changed.probes > probes + 4)
+            assert not server.available
+            assert len([line for line in lines if "cannot be used" in line]) == 1
+            changed.config = config_of("tokens", "sequence_lengths", "prompt_lengths")
+            running.wait_for(lambda: server.available)
+            running.rewards([running.fleet.submit(whole_sample(v)) for v in range(4)])
+            for names in changed.inputs:
+                assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
+        assert changed.inputs
 
 
 def test_the_kernel_noticing_a_lost_peer_is_no_time_out(monkeypatch):

@@ -93,16 +93,6 @@ def test_replies_are_read_by_tritons_client_and_by_ours(binary):
             np.testing.assert_array_equal(found, expected)
 
 
-def test_without_a_list_all_outputs_are_wanted():
-    endpoint = critic_infer_endpoint(True)
-    assert kserve.wanted_outputs(endpoint, {}) == {"values": False, "rewards": False}
-    head = {"parameters": {"binary_data_output": True}}
-    assert kserve.wanted_outputs(endpoint, head) == {"values": True, "rewards": True}
-    for outputs in ([{"name": "x"}], [{}], 3, ["values"]):
-        with pytest.raises(RequestError):
-            kserve.wanted_outputs(endpoint, {"outputs": outputs})
-
-
 TOKENS = {"name": "tokens", "shape": [1, 2], "datatype": "INT64"}
 SIXTEEN = {"parameters": {"binary_data_size": 16}}
 TEXT = {"name": "sentences", "shape": [1, 1], "datatype": "BYTES"}
@@ -140,12 +130,6 @@ def test_what_is_no_request_is_refused(inputs, data, words):
     head = {} if inputs is None else {"inputs": inputs}
     with pytest.raises(RequestError, match=words):
         kserve.decode_request(critic_infer_endpoint(True), head, data)
-
-
-def test_a_request_has_the_form_of_its_endpoint():
-    head = {"inputs": [{"name": "dummy_var", "shape": [1], "datatype": "FP32", "data": [0]}]}
-    with pytest.raises(RequestError, match="dummy_var.*float32.*int64"):
-        kserve.decode_request(critic_save_endpoint(), head, b"")
 
 
 @pytest.mark.parametrize("endpoint", [critic_infer_endpoint(True), critic_save_endpoint()])

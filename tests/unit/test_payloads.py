@@ -58,8 +58,3 @@ def test_widths_of_requests_are_few_and_waste_little():
     assert len({width for longest, width in widths.items() if 512 < longest}) == 8
     assert request_width(97, None, 100) == 100 and request_width(97, None, None) == 97
     assert request_width(97, 64, 100) == 97 and request_width(97, 256, 100) == 256
-
-
-def test_a_request_is_rounded_up_within_the_limit_of_the_policy():
-    assert scoring_payload(ROLLOUT, None, max_length=48)["tokens"].shape == (2, 8)
-    assert scoring_payload(ROLLOUT, None, max_length=5)["tokens"].shape == (2, 5)

@@ -10,7 +10,7 @@ import pytest
 from nemo_aligner.servers import exchange, requests, schema, served_model
 from nemo_aligner.servers.requests import PieceStore
 from nemo_aligner.servers.schema import RequestError
-from nemo_aligner.servers.served_model import ServedModel, fit_requests, merge_replies, piece_rows
+from nemo_aligner.servers.served_model import ServedModel, fit_requests, piece_rows
 from tests.patience import patience, wait_until
 from tests.unit.test_served_model import sent as received
 
@@ -40,18 +40,13 @@ def test_the_pieces_of_an_update_are_the_update(monkeypatch, rows_of_a_piece):
     for each in pieces:
         assert whole is None
         arrays = received(each)
-        assert arrays.pop("request_id") == b"\3\0\0\0abc"
+        assert arrays.pop("request_id").tolist() == [b"abc"]
         first, rows = arrays.pop("piece").tolist()
         whole = store.add("abc", first, rows, arrays)
     assert whole is not None
     for name, array in request().items():
         if name != "request_id":
             assert whole[name].dtype == array.dtype and (whole[name] == array).all()
-
-
-def test_a_request_that_fits_is_sent_as_ever():
-    (sent,) = fit_requests(SERVED, TRAIN, request())
-    assert "piece" not in received(sent)
 
 
 def test_a_server_without_pieces_gets_one_body_up_to_tritons_limit(monkeypatch):
@@ -74,11 +69,6 @@ def test_a_large_scoring_request_becomes_several(monkeypatch):
     rows = [received(each)["tokens"] for each in fit_requests(served, scoring, data)]
     assert [len(each) for each in rows] == [3, 3, 3, 1]
     assert (np.concatenate(rows) == data["tokens"]).all()
-
-
-def test_the_reply_to_the_last_piece_counts():
-    replies = [{"loss_mean": np.array([number], np.float32)} for number in (np.nan, np.nan, 2.5)]
-    assert merge_replies(TRAIN, replies)["loss_mean"].tolist() == [2.5]
 
 
 def test_a_row_beyond_the_limit_is_a_piece_of_its_own():
@@ -113,16 +103,6 @@ def test_a_piece_that_does_not_continue_the_request_drops_it(second, words):
     with pytest.raises(RequestError, match="its first rows have not come, or were dropped"):
         store.add("abc", 3, ROWS, part(3, 10))
     assert store.add("abc", 0, ROWS, part(0, 10)) is not None  # it still works
-
-
-def test_another_request_takes_the_place_of_one_that_was_given_up():
-    store = PieceStore()
-    store.add("abc", 0, ROWS, part(0, 3))
-    store.add("xyz", 0, ROWS, part(0, 5))
-    whole = store.add("xyz", 5, ROWS, part(5, 10))
-    assert whole is not None and (whole["tokens"] == request()["tokens"]).all()
-    with pytest.raises(RequestError, match="its first rows have not come"):
-        store.add("abc", 3, ROWS, part(3, 6))
 
 
 def test_more_than_the_machine_can_hold_is_refused(monkeypatch):

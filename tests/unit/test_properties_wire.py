@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any arrays as a request: accepted, and then the same after the wire, or refused by name."""
 
-import json
 import tracemalloc
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
-from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from nemo_aligner.core.errors import UserError
 from nemo_aligner.servers import schema, validation
@@ -18,6 +16,7 @@ from nemo_aligner.servers.exchange import InferRequest
 from nemo_aligner.servers.requests import process_inputs
 from nemo_aligner.servers.schema import ReplyError, RequestError
 from tests.properties import tried
+from tests.unit.test_served_model import sent as read
 
 ENDPOINTS = [
     schema.critic_infer_endpoint(True),
@@ -59,24 +58,6 @@ def fitting_requests(draw, endpoint):
     }
 
 
-def on_the_other_side(request):
-    """The arrays of a body, read by the definition of KServe v2's binary tensors."""
-    body = b"".join(request.body)
-    start = int(request.headers["Inference-Header-Content-Length"])
-    assert len(body) == int(request.headers["Content-Length"])
-    found = {}
-    for tensor in json.loads(body[:start])["inputs"]:
-        end = start + tensor["parameters"]["binary_data_size"]
-        raw, start = body[start:end], end
-        if tensor["datatype"] == "BYTES":
-            flat = deserialize_bytes_tensor(raw)
-        else:
-            flat = np.frombuffer(raw, triton_to_np_dtype(tensor["datatype"]))
-        found[tensor["name"]] = flat.reshape(tensor["shape"])
-    assert start == len(body)
-    return found
-
-
 def accepted(endpoint, data):
     """Whether the client sends it; a refusal names a tensor."""
     try:
@@ -105,7 +86,7 @@ def test_any_arrays_are_refused_by_name_or_fit_the_endpoint(endpoint, data):
 def test_what_is_accepted_comes_out_the_same(endpoint, data):
     sent = data.draw(fitting_requests(endpoint))
     assert accepted(endpoint, sent)
-    received = on_the_other_side(InferRequest(endpoint.name, sent))
+    received = read(InferRequest(endpoint.name, sent))
     assert received.keys() == sent.keys()
     for name, array in sent.items():
         assert received[name].shape == array.shape

@@ -6,18 +6,16 @@ except for sockets that follow a script.
 Real servers of others are in tests/functional/test_servers_of_others.py.
 """
 
-import contextlib
 import dataclasses
 import json
 import socket
 
 import numpy as np
 import pytest
-from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
+from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, triton_to_np_dtype
 
-from nemo_aligner.config.server_rules import RewardModelSpec
 from nemo_aligner.core.errors import ServerRequestError
-from nemo_aligner.servers import exchange, fleet, schema
+from nemo_aligner.servers import exchange, schema
 from nemo_aligner.servers.exchange import InferRequest, Peer
 from nemo_aligner.servers.http_communicator import HTTPCommunicator, ServerUnreachableError
 from nemo_aligner.servers.schema import Endpoint, ReplyError, RequestError, TensorSpec
@@ -33,8 +31,8 @@ from nemo_aligner.servers.served_model import (
     warnings_about,
 )
 from nemo_aligner.servers.validation import validate_outcome
-from tests.patience import patience, wait_until
-from tests.scripted_server import ScriptedServer, http, triton_config
+from tests.patience import patience
+from tests.scripted_server import ScriptedServer, triton_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -83,20 +81,19 @@ def others(endpoint: Endpoint, *names: str, batched: bool | None = None, **forms
 
 
 def sent(request: InferRequest) -> dict:
-    """The arrays of a request, decoded from its bytes."""
+    """The arrays of a request, read by the definition of KServe v2's binary tensors."""
     body = b"".join(request.body)
     assert len(body) == int(request.headers["Content-Length"])
-    length = int(request.headers["Inference-Header-Content-Length"])
-    arrays, position = {}, length
-    for item in json.loads(body[:length])["inputs"]:
-        size = item["parameters"]["binary_data_size"]
-        data = body[position : position + size]
-        position += size
-        if item["datatype"] == "BYTES":
-            arrays[item["name"]] = data
-        else:
-            dtype = triton_to_np_dtype(item["datatype"])
-            arrays[item["name"]] = np.frombuffer(data, dtype).reshape(item["shape"])
+    start = int(request.headers["Inference-Header-Content-Length"])
+    arrays = {}
+    for item in json.loads(body[:start])["inputs"]:
+        end = start + item["parameters"]["binary_data_size"]
+        raw, start = body[start:end], end
+        is_text = item["datatype"] == "BYTES"
+        dtype = triton_to_np_dtype(item["datatype"])
+        flat = deserialize_bytes_tensor(raw) if is_text else np.frombuffer(raw, dtype)
+        arrays[item["name"]] = flat.reshape(item["shape"])
+    assert start == len(body)
     return arrays
 
 
@@ -225,20 +222,6 @@ def test_what_would_change_a_number_is_refused(endpoint, data, forms, words):
         assert word in str(caught.value)
 
 
-def test_a_scoring_request_is_cut_into_as_many_samples_as_the_server_takes():
-    data = {"tokens": np.arange(10).reshape(5, 2), "sequence_lengths": np.full((5, 1), 2)}
-    parts = fit_requests(described(REWARD, max_batch_size=2), REWARD, data)
-    assert [len(sent(part)["tokens"]) for part in parts] == [2, 2, 1]
-    together = np.concatenate([sent(part)["tokens"] for part in parts])
-    assert together.tolist() == data["tokens"].tolist()
-    replies = [{"rewards": sent(part)["tokens"][:, :1].astype(np.float32)} for part in parts]
-    assert merge_replies(REWARD, replies)["rewards"].tolist() == [[0], [2], [4], [6], [8]]
-    names = ("tokens", "returns", "prev_values", "mask")
-    forms = {name: (TRAINING[name].dtype.type, (-1,)) for name in names}
-    small = dataclasses.replace(others(TRAIN, batched=True, **forms), max_batch_size=1)
-    assert len(fit_requests(small, TRAIN, TRAINING)) == 1  # an update is one request, or none
-
-
 def test_replies_take_the_form_of_the_schema():
     for rewards in (np.array([1, 2]), np.array([[1.0], [2.0]]), np.array([1.0, 2.0], np.float16)):
         merged = merge_replies(REWARD, [{"rewards": rewards}])["rewards"]
@@ -337,90 +320,3 @@ def test_an_update_is_sent_once_whatever_happens():
 def test_an_update_or_checkpoint_that_failed_is_noticed(endpoint, reply, words):
     with pytest.raises(ReplyError, match=words):
         validate_outcome(endpoint, reply)
-
-
-def test_good_outcomes_pass():
-    validate_outcome(TRAIN, {"loss_mean": np.array([0.5])})
-    validate_outcome(SAVE, {"status": np.array([0], np.int32)})
-
-
-# ---- fleets ----
-
-
-@pytest.fixture
-def fast(monkeypatch):
-    for name in ("PROBE_INTERVAL_S", "RETRY_INTERVAL_S", "FIRST_PAUSE_S"):
-        monkeypatch.setattr(fleet, name, 0.1)
-
-
-@pytest.fixture
-def lines(monkeypatch):
-    said = []
-    monkeypatch.setattr(fleet.logging, "warning", said.append)
-    return said
-
-
-def make_fleet(*servers):
-    addresses = tuple(("127.0.0.1", server.port) for server in servers)
-    spec = RewardModelSpec(None, "reward_model", addresses, 1.0, "remote_rm.reward_model")
-    return contextlib.closing(fleet.Fleet(spec, REWARD, 100.0, 100.0))
-
-
-def plain_config(*extra):
-    inputs = tuple(s for s in REWARD.inputs if s.name in ("tokens", "sequence_lengths", *extra))
-    return triton_config(dataclasses.replace(REWARD, inputs=inputs))
-
-
-def test_a_fleet_sends_each_server_what_it_lists_and_warns_once(fast, lines):
-    with ScriptedServer() as plain, ScriptedServer() as ours:
-        plain.config = plain_config()
-        with make_fleet(plain, ours) as served:
-            assert served.wait_until_ready(100)
-            for value in (5, 6, 7, 8):
-                data = {**SCORING, "tokens": np.full((1, 3), value)}
-                data = {name: array[:1] for name, array in data.items()}
-                assert served.submit(data).result(100)["rewards"].tolist() == [[value]]
-            assert plain.inputs == [["tokens", "sequence_lengths"]] * 2
-            assert ours.inputs == [list(SCORING)] * 2
-            about = [line for line in lines if "tokenizer" in line]
-            assert len(about) == 1 and f"127.0.0.1:{plain.port}" in about[0]
-
-
-def test_a_fleet_with_a_server_that_cannot_be_used_does_not_start(fast):
-    with ScriptedServer() as good, ScriptedServer() as bad:
-        bad.config = triton_config(SAVE)
-        refused = pytest.raises(ServerMismatchError, match=f":{bad.port} cannot be used")
-        with make_fleet(good, bad) as served, refused:
-            served.wait_until_ready(100)
-
-
-def test_a_server_that_returns_with_another_model_is_left_out_with_one_warning(fast, lines):
-    with ScriptedServer() as good, ScriptedServer() as changed:
-        with make_fleet(good, changed) as served:
-            assert served.wait_until_ready(100)
-            changed.ready = 503
-            wait_until(lambda: not served.servers[1].available)
-            changed.config, changed.ready, probes = triton_config(SAVE), 200, changed.probes
-            wait_until(lambda: changed.probes > probes + 4)
-            assert not served.servers[1].available
-            assert len([line for line in lines if "cannot be used" in line]) == 1
-            changed.config = plain_config("prompt_lengths")
-            wait_until(lambda: served.servers[1].available)
-            data = {name: array[:1] for name, array in SCORING.items()}
-            for _ in range(4):
-                served.submit(data).result(100)
-            assert changed.inputs and good.inputs[0] == list(SCORING)
-            for names in changed.inputs:
-                assert names == ["tokens", "sequence_lengths", "prompt_lengths"]
-
-
-def test_a_reward_that_is_an_integer_is_a_reward(fast):
-    def integers(index, rewards):
-        output = {"name": "rewards", "datatype": "INT64", "shape": [1], "data": [3]}
-        return http({"outputs": [output]}, 200)
-
-    with ScriptedServer(integers) as server:
-        with make_fleet(server) as served:
-            assert served.wait_until_ready(100)
-            data = {name: array[:1] for name, array in SCORING.items()}
-            assert served.submit(data).result(100)["rewards"].tolist() == [[3.0]]
