@@ -37,6 +37,7 @@ from nemo_aligner.core import leftovers
 from nemo_aligner.core.errors import DamagedFileError, UserError
 from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.data.nlp.index_files import code_fingerprint, file_fingerprint, key
+from nemo_aligner.data.nlp.records import settings_of
 from nemo_aligner.models.nlp.gpt.log_probs import ReferencePolicyMixin
 from nemo_aligner.parallel import parallel_state
 from nemo_aligner.parallel.collectives import on_rank_zero
@@ -164,14 +165,14 @@ def with_reference_log_probs(
 
 def _key(model: ReferencePolicyMixin, dataset: Any, checkpoint: Path) -> str:
     """A hash of all that the log-probs depend on but the split; what rank 0 finds counts."""
-    weights, lines = model.checksum_of_base(), dataset.lines
+    weights, lines, how = model.checksum_of_base(), dataset.lines, dataset.encoder.depends_on()
     network = {name: str(OmegaConf.select(model.cfg, name)) for name in ARCHITECTURE_KEYS}
     return on_rank_zero(
         lambda: key(
             [FORM, code_fingerprint()],
             [weights, _fingerprint_of_checkpoint(checkpoint), str(model.cfg.precision)],
             {name: value for name, value in network.items() if not _is_free(name)},
-            [tokenizer_fingerprint(model.tokenizer), dataset.encoder.settings()()],
+            [tokenizer_fingerprint(model.tokenizer), settings_of(model.tokenizer, *how)],
             [type(dataset).__name__, dataset.seq_length, [c.fields for c in lines.columns]],
             [file_fingerprint(file) for source in lines.sources for file in source.files],
             hashlib.sha256(dataset.documents.tobytes()).hexdigest(),

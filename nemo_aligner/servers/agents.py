@@ -1,15 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agents as the environment of conversations: programs that talk to the policy as to any chat
-model (`agent_door.py` is the HTTP), and say at the end what a conversation is worth.
+"""Agents as the environment of conversations (docs/environments.md): programs that talk to the
+policy as to any chat model; `agent_door.py` is the HTTP.
 
-A conversation is a session. An agent takes it, asks the policy with the messages of the session's
-prompt, then with those, what the policy said and messages of its own, and so on, and posts the
-reward. The policy reads the ids of the prompt, its own as it sampled them, and between them those
-that the chat template writes for the agent's messages; no token is made from a text twice.
-
-All that an agent sends must begin with what was said so far. So a request that is repeated gets
-the same reply, and so does another agent that gets the session after the first has fallen silent.
+A conversation is a session. The policy reads the ids of the prompt, its own as it sampled them,
+and between them those that the chat template writes for the agent's messages. All that an agent
+sends must begin with what was said so far, so a request that is repeated gets the same reply, and
+so does another agent that gets the session after the first has fallen silent.
 """
 
 import secrets
@@ -86,8 +83,7 @@ class AgentEnvironment(RewardingEnvironment):
         form: writes the messages.
         record: from the number of a prompt's record to the record, with messages.
         params, longest, max_turns: of generation; what they forbid is refused.
-        timeout_s: for a request of the agent after a response has come, or the reward; a session
-            without one goes to another agent, once.
+        timeout_s: for something new of the agent after a response; then another gets the session.
         idle_timeout_s: for a sign of any agent while sessions wait and nobody has one.
     """
 
@@ -211,8 +207,7 @@ class AgentEnvironment(RewardingEnvironment):
                 if one != other:
                     raise _refused(
                         f"message {number} is {shown(one)}, but in this session it was "
-                        f"{shown(other)}. Send all that was said so far, word for word, and new "
-                        "messages after it."
+                        f"{shown(other)}. Send all that was said word for word, then new ones."
                     )
             if place > len(known):
                 self._go_on(session, given, reward)
@@ -292,7 +287,7 @@ class AgentEnvironment(RewardingEnvironment):
             if not is_limit or value < params.max_length:
                 raise _refused(
                     f"{key}={shown(value)} is not what this rollout does; leave it out (sampling "
-                    "and lengths are those of the job, tools those of the session)."
+                    "is that of the job, tools those of the session)."
                 )
 
     def _completion(self, session: Session, turn: Turn, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A user's Python class as the environment of conversations, run in worker processes.
-
-    class Game:
-        def reset(self, prompt: str) -> state
-        def step(self, state, response: str) -> (observation: str, reward: float, done: bool)
-
-The rank that generates starts the workers (`user_code.py`). A conversation stays with one worker,
-which keeps its state.
+"""A user's Python class as the environment of conversations (docs/environments.md), run in worker
+processes (`user_code.py`). A conversation stays with one worker, which keeps its state.
 """
 
 import functools
@@ -55,16 +49,10 @@ def _cannot_start(error: Exception) -> UserError:
 
 
 class RewardingEnvironment:
-    """What an `Environment` (`generation/interface.py`) of this package is for trainers: it gives
-    them its rewards. `close()` it, or use it in a `with` block.
+    """An `Environment` (`generation/interface.py`) that gives its rewards; `close()` it."""
 
-    Attributes:
-        section: of its keys.
-        fallback: reward of a response to which there is no reply, which ends its conversation;
-            None makes generation fail.
-    """
-
-    section: str
+    section: str  # of its keys
+    # reward of a response to which there is no reply, which ends its conversation; None: an error
     fallback: float | None
 
     def __enter__(self) -> Self:
@@ -88,8 +76,7 @@ class RewardingEnvironment:
         """
         if self.fallback is None:
             raise EnvironmentFailedError(
-                f"{message}. {remedy}, or set {self.section}.fallback to the reward that such a "
-                "response gets."
+                f"{message}. {remedy}, or set {self.section}.fallback to the reward that it gets."
             )
         logging.warning(f"{message}. The conversation ends with {self.section}.fallback.")
         return Reply((), self.fallback, True)
@@ -99,15 +86,13 @@ class PythonEnvironment(RewardingEnvironment):
     """Replies to responses with the class `spec`.
 
     Args:
-        spec: "path/to/file.py:Class"; a relative path counts from the current folder. The file may
-            import modules that lie beside it.
+        spec: "path/to/file.py:Class".
         max_turns: responses in a conversation, at most.
         timeout_s: per reply; one that takes longer fails, and its worker is killed.
         starts_workers: False on a rank that does not ask for replies.
 
     Raises:
-        ConfigError: `spec` is not of that form.
-        UserError: no such file or class, it cannot be imported or constructed, or lacks a method.
+        UserError, ConfigError: there is no such class, or it cannot be used.
     """
 
     def __init__(
@@ -182,12 +167,8 @@ class PythonEnvironment(RewardingEnvironment):
         self._ended[number % len(self._ended)].put(number)
 
     def replies(self, wait: bool) -> dict[int, Reply]:
-        """See `Environment.replies`.
-
-        Raises:
-            EnvironmentFailedError: on the first conversation that failed, unless there is a
-                fallback.
-            UserError: no new worker could be started.
+        """See `Environment.replies`. `UserError`: no new worker could be started, or without a
+        fallback `EnvironmentFailedError` on the first conversation that failed.
         """
         found: dict[int, Reply] = {}
         while True:

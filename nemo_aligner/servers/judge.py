@@ -138,5 +138,5 @@ class JudgeWorker(UrlWorker):
         except OSError as error:
             raise UserError(
                 f"{self._judge.setting}.cache={self._folder} cannot be used: {error}. Give a "
-                "folder with room that can be written, on a file system with locks."
+                "folder that can be written, with room and locks."
             ) from None

@@ -1,12 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """A user's Python function as a reward: `function(prompts, responses, lengths) -> scores`, run in
-worker processes; or a web server in its place. A score is a number, or a list of them for the
-steps or tokens of a response.
+worker processes (`user_code.py`); or a web server in its place (`web.py`).
 
-Samples are decoded and shared out to the workers (`user_code.py`, or `web.py`); each is a call of
-its own with its own time limit. N is the number of samples of a request, S their padded token
-length, P a prompt's length, R that of prompt and response.
+N is the number of samples of a request, S their padded token length, P a prompt's length, R that
+of prompt and response.
 """
 
 import bisect
@@ -52,10 +50,9 @@ class RewardFunction:
     """Scores rollouts with the function `spec`; call `close()` or use it in a `with` block.
 
     Args:
-        spec: "path/to/file.py:function"; a relative path counts from the current folder. The file
-            may import modules that lie beside it. Or the web servers that score in its place.
-        tokenizer: NeMo tokenizer of the policy whose responses are scored.
-        timeout_s: per sample; a sample that takes longer fails, and its worker is killed.
+        spec: "path/to/file.py:function", or the web servers that score in its place.
+        tokenizer: of the policy whose responses are scored.
+        timeout_s: per sample; one that takes longer fails, and its worker is killed.
         fallback: score of a sample for which the function failed; None makes the request fail.
         per: what a reward is for: a "response", or each "step" or "token" of it; then the function
             returns a list of numbers per sample.
@@ -64,12 +61,9 @@ class RewardFunction:
     Attributes:
         columns: those that the function asks for (`worker.py:columns_of`).
         third: the name of its parameter that gets the lengths.
-        is_served: web servers score.
 
     Raises:
-        ConfigError: `spec` is not of that form.
-        UserError: no such file or function, it cannot be imported, does not take three arguments,
-            or asks for columns that it is not given.
+        UserError, ConfigError: there is no such function, or it cannot be called so.
     """
 
     def __init__(
@@ -86,7 +80,6 @@ class RewardFunction:
     ):
         self.tokenizer, self.section = tokenizer, section
         key = f"{section}.reward_fn"
-        setting = f"{key}={spec}"
         self.is_served = isinstance(spec, RewardServers)
         make: Callable[[], Any]
         self._most = MAX_CHUNK
@@ -96,7 +89,7 @@ class RewardFunction:
             self.title = f"the reward function {spec}"
             example = "examples/rewards/arithmetic.py:exact_answer"
             path, name = split_spec(spec, key, "function", example)
-            make = functools.partial(WorkerProcess, path, "function", name, setting)
+            make = functools.partial(WorkerProcess, path, "function", name, f"{key}={spec}")
         self.per, self.step_end = per, step_end
         self.workers, self.timeout_s, self.fallback = workers, timeout_s, fallback
         self._chunks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -110,9 +103,8 @@ class RewardFunction:
         if asked and not gives_columns:
             self.close()
             raise UserError(
-                f"{setting} asks for columns of the records ({', '.join(asked)}), which come only "
-                "in evaluate and in the job that trains (trainer.<algorithm>.reward_fn). Use it "
-                "there, or give these parameters a default."
+                f"{key}={spec} asks for columns of the records ({', '.join(asked)}), which come "
+                "only in evaluate and in trainer.<algorithm>.reward_fn; or give these a default."
             )
         logging.info(f"{self.title}: {self.workers} worker(s), {self.timeout_s:g} s per sample")
 
@@ -163,8 +155,7 @@ class RewardFunction:
         """
         if prompt_lengths is None:
             raise RequestError(
-                "'prompt_lengths' is missing: a reward function is given prompt and response "
-                "apart; send the number of prompt tokens of each row, [N, 1]."
+                "'prompt_lengths' is missing: send the number of prompt tokens per row, [N, 1]."
             )
         tokens, ends, starts = map(_to_numpy, (tokens, sequence_lengths, prompt_lengths))
         ends, starts = ends.reshape(-1), starts.reshape(-1)
@@ -198,11 +189,7 @@ class RewardFunction:
     def decode(
         self, tokens: np.ndarray, ends: np.ndarray, starts: np.ndarray
     ) -> tuple[list[str], list[str], list[int]]:
-        """Return prompts, responses and lengths (R - P, with the end token), N each; see `infer`.
-
-        The decoded response has no end token; special tokens of a Hugging Face tokenizer are left
-        out as in the tables of samples.
-        """
+        """Prompts, responses (without end token) and lengths (R - P, with it), N each."""
         prompts, responses, lengths = [], [], []
         for row, start, end in zip(tokens, starts.tolist(), ends.tolist()):
             ids = row[:end].tolist()
@@ -214,8 +201,8 @@ class RewardFunction:
     def no_sentences(self, sentences: list[str]) -> tuple:
         """Take the place of a served model's `tokenize`: raise `RequestError`."""
         raise RequestError(
-            f"{len(sentences)} 'sentences' came, but {self.title} is given prompt and response "
-            "apart: send 'tokens', 'sequence_lengths' and 'prompt_lengths'."
+            f"{len(sentences)} 'sentences' came, but for {self.title} send 'tokens', "
+            "'sequence_lengths' and 'prompt_lengths'."
         )
 
     def score(
@@ -252,8 +239,7 @@ def _to_numpy(array: np.ndarray | Tensor) -> np.ndarray:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-# The values of samples: of each a number, or a list where it needs several (a number there is the
-# fallback).
+# Of each sample a number, or a list where it needs several (a number there is the fallback).
 _Scores = list[float | list[float]]
 
 
@@ -281,10 +267,7 @@ class _Request:
         """Note the outcome of a sample: its score, or with kind "error" why there is none."""
         fallback = self.owner.fallback
         if kind == "error" and fallback is None:
-            remedy = (
-                f"Correct it, or set {self.owner.section}.reward_fn_fallback to the score that "
-                "such a sample gets."
-            )
+            remedy = f"Correct it, or set {self.owner.section}.reward_fn_fallback to its score."
             self.fail(RewardFunctionError(f"{self._describe(index, value)}. {remedy}"))
             return
         with self._lock:
@@ -325,16 +308,10 @@ def shown(value: Any) -> str:
 
 
 class Steps(NamedTuple):
-    """The steps of a response. Each ends with the token that completes the text `step_end`, such
-    as a line break or the step token of a process reward model.
-    """
+    """The steps of a response."""
 
-    # of the response, with special tokens, one of which may end a step, but without those that
-    # stand behind the last step, such as the end token
-    text: str
-    # in the token ids of the response, of the tokens that end the steps, ascending; a token that
-    # ends several steps stands there as often
-    places: list[int]
+    text: str  # with special tokens, but for those behind the last step
+    places: list[int]  # of the tokens that end them; one that ends several stands there as often
 
 
 def step_ends(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> list[int]:
@@ -353,7 +330,7 @@ def step_ends(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> l
 
 def steps_of(tokenizer: Tokenizer, response: Sequence[int], step_end: str) -> Steps:
     """The steps of `response`, token ids: as many as `step_end` occurs in the text, and one more
-    if text follows the last of them, which is not blank, or if it does not occur at all.
+    if text that is not blank follows the last, or if there is none.
     """
     places = step_ends(tokenizer, response, step_end)
     kept, special = list(response), special_ids(tokenizer)
@@ -401,6 +378,6 @@ def scores_of_places(
     if bad:
         raise RuntimeError(
             f"the reward model's scores of the tokens of row {bad[0]} are not finite: look for "
-            "NaN in its weights (a diverged training, a damaged checkpoint)."
+            "NaN in its weights."
         )
     return scores.masked_fill(~has_reward, float("nan"))

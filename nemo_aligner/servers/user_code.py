@@ -3,10 +3,8 @@
 """Python code of a user, a function or a class in a file, and the processes that run it.
 
 Each process is driven by a thread (`Pool`), which starts it, feeds it tasks, reads what comes
-back, and kills and replaces it when an item takes too long or ends it.
-
-Why no library's pool: concurrent.futures has no time limits and breaks when a worker dies; Pebble
-5.2 lost scores beside crashing functions, and its workers start by importing the server's script.
+back, and kills and replaces it when an item takes too long or ends it. (concurrent.futures has no
+time limits and breaks when a worker dies.)
 """
 
 import ast
@@ -35,11 +33,7 @@ from nemo_aligner.servers import worker as worker_program
 from nemo_aligner.servers import worker_keeper
 from nemo_aligner.servers.threads import in_thread
 
-# A worker that has died without closing its pipe (a process that it started may hold it, too) is
-# noticed this fast.
-PROBE_INTERVAL_S = 0.5
-
-# How long the file may take to load.
+PROBE_INTERVAL_S = 0.5  # looks at a worker, whose pipe another process may hold open
 LOAD_TIMEOUT_S = 120.0
 
 
@@ -56,8 +50,7 @@ class WorkerProcess:
 
     Attributes:
         known: conversations of which it has the state (`worker.py`).
-        process: its keeper (`worker_keeper.py`), which ends as the worker does and takes with it
-            what the function has started. A Ctrl-C on the server's terminal does not reach them.
+        process: its keeper (`worker_keeper.py`).
     """
 
     def __init__(self, path: str, kind: str, name: str, setting: str):
@@ -129,7 +122,6 @@ class WorkerProcess:
         return json.loads(line)
 
     def _wait(self, poller: "select.poll", deadline: float) -> None:
-        """Return when a pipe is ready, also if this thread only runs after the deadline."""
         while True:
             alive = self.is_alive()  # before the poll: what was written before the end is read
             left = deadline - time.monotonic()
@@ -165,12 +157,8 @@ class WorkerProcess:
 
 
 def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
-    """(absolute path, name) of "path/to/file.py:name", the value of `key`.
-
-    Raises:
-        ConfigError: it is not of that form.
-        UserError: there is no such file, it is no Python, or does not hold the name at all. More
-            is known when it runs.
+    """(absolute path, name) of "path/to/file.py:name", the value of `key`; `UserError`: there is
+    no such file, it is no Python, or does not hold the name at all.
     """
     path, _, name = str(spec).rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -180,21 +168,16 @@ def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
         )
     absolute = Path(path).expanduser().absolute()
     if not absolute.is_file():
-        raise UserError(
-            f"{key}={spec}: the file {absolute} does not exist; a relative path counts from the "
-            "folder in which the job is started."
-        )
+        raise UserError(f"{key}={spec}: the file {absolute} does not exist; correct the path.")
     source = absolute.read_text(encoding="utf-8", errors="replace")
     try:
         statements = ast.parse(source, absolute.name).body
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{key}={spec}: the file cannot be imported: {error}.") from None
     if not re.search(rf"\b({name}|import \*|__getattr__)", source):
-        type_ = {"class": ast.ClassDef}.get(kind, ast.FunctionDef)
-        own = (
-            ", ".join(node.name for node in statements if isinstance(node, type_)) or "none at all"
-        )
-        raise UserError(f"{key}={spec}: the file has no {kind} '{name}'; it has {own}.")
+        type_ = ast.ClassDef if kind == "class" else ast.FunctionDef
+        own = [node.name for node in statements if isinstance(node, type_)] or ["none at all"]
+        raise UserError(f"{key}={spec}: the file has no {kind} '{name}'; it has {', '.join(own)}.")
     return str(absolute), name
 
 
@@ -218,12 +201,9 @@ class Pool:
     Args:
         make: starts a worker: a `WorkerProcess`, or what takes its place (`web.py`).
         limit: the time limit of an item and its key, for messages.
-
-    Attributes:
-        told: what a worker told of the code.
     """
 
-    told: Any = None
+    told: Any = None  # by a worker of the code
 
     def __init__(
         self,

@@ -36,15 +36,11 @@ MOST_BYTES = 1 << 28  # of a reply
 
 
 class NoReplyError(ServerRequestError):
-    """There is no usable reply; the message names the server.
-
-    Attributes:
-        may_pass: another try may succeed.
-        was_sent: the server may have been at work on the request when it ended.
-        pause_s: that the server asks for before another try.
+    """There is no usable reply; the message names the server. Another try may succeed if it
+    `may_pass`; if it `was_sent` the server may have been at work on it.
     """
 
-    pause_s = 0.0
+    pause_s = 0.0  # that the server asks for before another try
 
     def __init__(self, url: str, why: str, may_pass: bool = True, was_sent: bool = False):
         super().__init__(f"the server {shown_url(url)} {why}.")
@@ -66,14 +62,7 @@ def post_json(
     tls: ssl.SSLContext | None = None,
     try_again: Sequence[int] = TRY_AGAIN,
 ) -> bytes:
-    """The reply to a request with `fields`.
-
-    Args:
-        timeout_s: how long it may be silent, and within which its reply must be there.
-
-    Raises:
-        NoReplyError: it did not reply, or with an error.
-    """
+    """The reply to a request with `fields`, whole within `timeout_s`; `NoReplyError`."""
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     request = urllib.request.Request(
         url, json.dumps(fields).encode(), headers | token_header(token)

@@ -5,27 +5,24 @@ function, or the class of an environment.
 
     python worker.py FILE KIND NAME REQUESTS_FD REPLIES_FD PARENT_PID
 
-It is started as a script and needs only the standard library, so that a worker starts in a moment,
-also after its predecessor was killed. Lines of JSON go through the two pipes:
+It needs only the standard library, so that a worker starts in a moment. Lines of JSON go through
+the two pipes:
 
     worker -> job    ["ready", what is told of the code] or ["error", text] once, after loading
     job -> worker    [item, ...]
     worker -> job    ["value", value] or ["error", text] for each item, in order, at once
 
-The item of a function is a `Sample`. Its value is a number; with a `count`, which is null for one
-reward per response, a list of so many numbers, for the steps or tokens of the response. What is
-told of a function is the name of the parameter that gets the lengths, and the columns of a
-prompt's record that it asks for by its parameters (`columns_of`).
+The item of a function is a `Sample`, its value a number, or with a `count` a list of so many. What
+is told of a function is the name of the parameter that gets the lengths, and `columns_of` it.
 
 The item of a class is [ended, conversation, seed, prompt, responses], with all responses of the
-conversation so far, and asks for the reply to the last one, [observation, reward, done]. The state
-of a conversation is kept from one item to the next; a worker that does not have it, since its
-predecessor was killed, plays the conversation again. `ended` lists conversations whose state may
-be dropped. Python's `random` has a stream of its own in each conversation, so that a run can be
-repeated.
+conversation so far, and asks for the reply to the last one, [observation, reward, done]. A worker
+that does not have the state, since its predecessor was killed, plays the conversation again.
+`ended` lists conversations whose state may be dropped. Python's `random` has a stream of its own
+in each conversation.
 
-The job sets the time limits, and kills the worker that exceeds one. Its parent is a keeper
-(`worker_keeper.py`), which bounds what it prints and kills what it has started.
+The job kills a worker that exceeds a time limit. Its parent is a keeper (`worker_keeper.py`),
+which bounds what it prints and kills what it has started.
 """
 
 import contextlib
@@ -163,8 +160,6 @@ def load_function(path: str, name: str) -> tuple[Call, Any]:
             f"'{name}{inspect.signature(function)}' cannot be called as {name}(prompts, "
             f"responses, lengths): {error}"
         ) from None
-    except ValueError:
-        pass  # it has no signature: the first sample shows
 
     def score(sample: Sample) -> float | list[float]:
         prompt, response, length, count, record = sample
@@ -181,21 +176,14 @@ def columns_of(function: Callable[..., Any]) -> list[str]:
     given = _positional(function)[:3]
     return [
         ALL_COLUMNS if p.kind == p.VAR_KEYWORD else p.name
-        for p in _parameters(function)
+        for p in inspect.signature(function).parameters.values()
         if p.default is p.empty and p.kind != p.VAR_POSITIONAL and p.name not in given
     ]
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that may be given by place."""
-    return [p.name for p in _parameters(function) if p.kind <= p.POSITIONAL_OR_KEYWORD]
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:  # some functions written in C have no signature
-        return []
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
 
 
 def format_error(error: BaseException, path: str) -> str:
@@ -218,8 +206,7 @@ class BadValueError(Exception):
 
 def read_score(returned: Any, count: int | None) -> float | list[float]:
     """The score in what a function returned for one sample: any sequence of one real number; with
-    a `count`, for steps or tokens, of one sequence of so many. `BadValueError`: it is something
-    else, or not finite in float32.
+    a `count` of one sequence of so many. `BadValueError`: it is something else, or not finite.
     """
     wanted = "one number" if count is None else f"a list of {count} numbers"
     if not _is_sequence(returned):
@@ -237,10 +224,8 @@ def read_score(returned: Any, count: int | None) -> float | list[float]:
         )
     numbers = [finite_number(value, returned) for value in score]
     if len(numbers) != count:
-        raise BadValueError(
-            f"it returned {len(numbers)} rewards for a response of {count} "
-            f"(rewards_per): {brief(returned)}"
-        )
+        what = f"it returned {len(numbers)} rewards for a response of {count}"
+        raise BadValueError(f"{what} (rewards_per): {brief(returned)}")
     return numbers
 
 
@@ -271,10 +256,7 @@ def brief(value: Any) -> str:
 
 
 def load_environment(path: str, name: str) -> tuple[Call, None]:
-    """What replies in conversations by the class `name` of the file at `path`. `LoadError`: the
-    file cannot be run, holds no such class, or the class lacks a method or cannot be constructed
-    without arguments.
-    """
+    """What replies in conversations by the class `name` of the file at `path`; `LoadError`."""
     cls = load_named(path, name, "class", inspect.isclass)
     if not inspect.isclass(cls):
         raise LoadError(f"'{name}' is a {type(cls).__name__}, not a class")
@@ -319,8 +301,7 @@ class Conversations:
             if done and number < len(responses):
                 raise BadValueError(
                     f"it ended a conversation after {number} responses that it had continued when "
-                    "it was played first: its replies must depend on prompt, responses and "
-                    "Python's random alone"
+                    "it was first played: they must be all that replies depend on"
                 )
         if not done:
             self._open[conversation] = state, random.getstate(), len(responses)
@@ -331,27 +312,20 @@ def checked_reply(returned: Any) -> tuple[str, float, bool]:
     """What `step` returned: an observation, a reward and whether the conversation is over.
     `BadValueError`: it is something else, or the reward is not finite in float32.
     """
+    said = f"step returned {brief(returned)}"
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        raise BadValueError(
-            f"step returned {brief(returned)}, not (observation, reward, done): a text, a number, "
-            "True or False"
-        )
+        raise BadValueError(f"{said}, not (observation, reward, done)")
     observation, reward, done = returned
-    if not hasattr(done, "__bool__") or str(done) not in ("True", "False"):
-        raise BadValueError(f"step returned {brief(returned)}, whose done is not True or False")
+    if str(done) not in ("True", "False"):
+        raise BadValueError(f"{said}, whose done is not True or False")
     done = bool(done)
     if observation is None and done:
         observation = ""
     if not isinstance(observation, str):
-        raise BadValueError(
-            f"step returned {brief(returned)}, whose observation is a "
-            f"{type(observation).__name__}, not a text"
-        )
+        kind = type(observation).__name__
+        raise BadValueError(f"{said}, whose observation is a {kind}, not a text")
     if not observation and not done:
-        raise BadValueError(
-            f"step returned {brief(returned)}: an empty observation, though the conversation goes "
-            "on; the policy would have nothing to read"
-        )
+        raise BadValueError(f"{said}: an empty observation leaves the policy nothing to read")
     return observation, finite_number(reward, returned), done
 
 

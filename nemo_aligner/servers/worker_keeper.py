@@ -5,13 +5,11 @@
     python worker_keeper.py SERVER_PID REQUESTS_FD REPLIES_FD WORKER_COMMAND...
 
 It ends with the server, with the worker, or with SIGTERM, and then kills every process that the
-worker has started, whatever session or process group that process has put itself into. On Linux it
-adopts the orphans among them for that. It ends as the worker did: with its exit code or signal.
+worker has started; on Linux it adopts the orphans among them for that. It ends as the worker did.
 
-What worker and descendants write to their standard output and error goes through pipes which are
-always read, so that no writer waits. In each `WINDOW_S`, `PRINTED_BYTES` of each go to the
-server's own; a line says how much was left out. The worker's pipes for samples and scores are not
-touched. Only the standard library is needed, so that it starts in a moment.
+What worker and descendants print goes through pipes which are always read, so that no writer
+waits. In each `WINDOW_S`, `PRINTED_BYTES` of each go to the server's own; a line says how much was
+left out. Only the standard library is needed, so that it starts in a moment.
 """
 
 import contextlib

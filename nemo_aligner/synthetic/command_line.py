@@ -42,9 +42,7 @@ def open_records(path: str, inspect: Callable[[Record], int]) -> "Records":
 
 
 def write_records(path: Path | str, records: Iterable[Record]) -> int:
-    """Write a jsonl file, which takes the place of `path` when it is complete; returns the number
-    of records. `UserError`: it cannot be written.
-    """
+    """Write a jsonl file, which takes the place of `path` when it is complete; its length."""
     count = 0
     with replaced(path) as file:
         for record in records:
@@ -83,11 +81,7 @@ def load_hub_dataset(name: str, **options: Any) -> Mapping[str, Rows]:
 def write_conversations(
     folder: str, rows: Mapping[str, Rows], make: Callable[[Mapping[str, Any]], list[Record]]
 ) -> None:
-    """Write train.jsonl and val.jsonl of `train` and `validation`, by `make` of their rows.
-
-    Raises:
-        UserError: a split is missing, a row is broken, or a file cannot be written.
-    """
+    """Write train.jsonl and val.jsonl of `train` and `validation`, by `make` of their rows."""
     for split, name in (("train", "train"), ("validation", "val")):
         path = Path(folder) / f"{name}.jsonl"
         check_writable(path)
@@ -123,10 +117,8 @@ def without_long(
     library: str | None,
     model: str | None,
 ) -> list[Record]:
-    """The conversations of which something of a response lies within `max_seq_length` tokens.
-
-    Args:
-        tokenizer: that counts; None, or if `library` and `model` are given: that of them.
+    """The conversations of which something of a response lies within `max_seq_length` tokens of
+    `tokenizer`, or of that of `library` and `model`.
     """
     from nemo_aligner.data.nlp.nemo_chat import NEMO_TOKENS, NeMoChat
 

@@ -7,7 +7,6 @@ against it.
 import concurrent.futures
 import importlib.util
 import json
-import signal
 import textwrap
 import threading
 import time
@@ -235,23 +234,6 @@ def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, revers
     )
 
 
-def test_many_clients_at_once_get_their_own_scores(port, tiny_tokenizer):
-    results = {}
-
-    def one(number):
-        pairs = [("a" * number, f"{i} of {number}") for i in range(number)]
-        results[number] = ask(port, rollout(tiny_tokenizer, pairs)) == expected(
-            tiny_tokenizer, pairs
-        )
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(patience(60))
-    assert results == dict.fromkeys(range(1, 9), True)
-
-
 @pytest.mark.parametrize(
     "response, words",
     [
@@ -368,31 +350,6 @@ def test_a_stop_in_the_middle_of_a_request_and_the_fallback(
         assert len(workers) >= 2 and all_gone(workers, 1)
         thread.join(patience(30))
         assert errors
-
-
-@pytest.mark.full
-def test_a_killed_server_leaves_no_worker(tmp_path, tiny_tokenizer, tiny_tokenizer_dir):
-    port = find_free_port()
-    timeout = "inference.reward_fn_timeout_s=60"
-    with code_reward_server(
-        tmp_path / "s", port, tiny_tokenizer_dir, "reward.py:score", "null", timeout
-    ) as job:
-        wait_until_serving(job)
-
-        def doomed():
-            with pytest.raises(ServerRequestError):
-                ask(port, rollout(tiny_tokenizer, [("p", "deaf")]), init_timeout_s=3)
-
-        thread = threading.Thread(target=doomed)
-        thread.start()
-        time.sleep(patience(1))
-        workers = workers_of(job)
-        assert len(workers) == 2
-        job.process.send_signal(signal.SIGKILL)
-        assert all_gone(workers, 5)
-        assert job.wait(10) == -signal.SIGKILL
-        thread.join(patience(120))
-        assert not thread.is_alive()
 
 
 @pytest.mark.full  # tests/unit/test_leftovers.py has it without Triton

@@ -15,7 +15,6 @@ from tests.data_sets import read
 from tests.functional.jobs import (
     ScriptJob,
     assert_ended_well,
-    must_fail_with,
     must_succeed,
     read_metrics,
     reward_server,
@@ -180,17 +179,3 @@ def test_steerlm2_on_two_data_parallel_ranks_learns_and_resumes_exactly(
         again, whole = (read_metrics(tmp_path / name, key) for name in ("again", "whole"))
         assert again == whole[2:]
     assert read_metrics(tmp_path / "again", "validation/distance") == validation[1:]
-
-
-@pytest.mark.full
-def test_steerlm2_names_a_response_without_its_numbers(base, scored, tmp_path):
-    lines = scored.read_text().splitlines()
-    broken = json.loads(lines[3])
-    del broken["responses"][1]["log(Q(y|a,x))"]
-    path = tmp_path / "broken.jsonl"
-    path.write_text("\n".join([*lines[:3], json.dumps(broken), *lines[4:]]))
-    must_fail_with(
-        train("train_steerlm2.py", base, path, tmp_path / "job"),
-        f"{path}, line 4",
-        "'log(Q(y|a,x))' of response 2 is None",
-    )

@@ -720,15 +720,6 @@ def test_requests_too_narrow_for_the_longest_rollout_are_warned_of(
         assert warnings == []
 
 
-def test_wide_requests_need_no_lengths(texts, tiny_tokenizer):
-    train, _, _ = build_prompts({"train": [texts(["a", "b" * 15])]}, tiny_tokenizer)
-    train.encoder = None  # so that tokenizing would fail
-    for pad_to_length in (32, 33, None):
-        model = {"ppo": {"length_params": {"max_length": 12}}}
-        cfg = OmegaConf.create({"model": model, "remote_rm": {"pad_to_length": pad_to_length}})
-        check_pad_to_length(cfg, "remote_rm", "ppo", [train])
-
-
 def test_dataloader_resumes_and_leaves_the_global_generator_alone(texts, tiny_tokenizer):
     dataset = RLHFDataset([texts([f"prompt {i}" for i in range(20)])], tiny_tokenizer, 20)
     cfg = OmegaConf.create({"model": {"seed": 1, "data": {"num_workers": 0}}})

@@ -69,21 +69,6 @@ def test_global_batches_depend_neither_on_ranks_nor_on_micro_batches(cls):
     assert global_batches(1, 1) == global_batches(4, 2) == global_batches(2, 4)
 
 
-@pytest.mark.parametrize("cls", RANDOM)
-def test_an_epoch_that_does_not_divide_has_whole_global_batches_only(cls):
-    for rank in range(2):
-        sampler = make(cls, 29, rank=rank)
-        for epoch in range(3):
-            assert sampler.consumed_samples == 24 * epoch
-            indices = list(itertools.chain(*sampler))
-            assert len(indices) == len(set(indices)) == 12
-    left_out = [
-        set(range(29)) - set(itertools.chain(*make(cls, 29, 24 * epoch, dp=1)))
-        for epoch in range(5)
-    ]
-    assert len(set(map(frozenset, left_out))) > 1  # not always the same samples
-
-
 def test_epochs_and_seeds_shuffle_differently_and_leave_the_global_generator_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()

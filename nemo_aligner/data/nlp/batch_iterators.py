@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the prompts of one rollout reach the data-parallel ranks.
 
-`DefaultBatchIterator` gives each rank the micro-batches of its own sampler. `StoreBatchIterator`
-puts the micro-batches of all ranks in one queue, from which each rank takes the next when it is
-free, so a rank with short responses generates more of them. Either way all ranks together get each
-micro-batch once.
+`DefaultBatchIterator` gives each rank the micro-batches of its own sampler, `StoreBatchIterator`
+the next of a common queue when it is free. Either way all together get each micro-batch once.
 """
 
 import itertools
@@ -28,13 +26,7 @@ Item = Mapping[str, torch.Tensor]
 
 
 class DefaultBatchIterator:
-    """The first `num_microbatches` micro-batches of this rank's sampler, collated.
-
-    Args:
-        sampler_iter: iterator over lists of dataset indices.
-        num_microbatches: micro-batches of one rollout on each data-parallel rank, however many it
-            takes from a common queue.
-    """
+    """The first `num_microbatches` lists of dataset indices of this rank's sampler, collated."""
 
     def __init__(
         self,
@@ -60,14 +52,9 @@ class DefaultBatchIterator:
 class StoreBatchIterator(DefaultBatchIterator):
     """A work queue over an atomic counter in the store of the job's process group.
 
-    Constructing one is a collective over all ranks. Afterwards only the ranks of one
-    model-parallel group act together: its first rank takes a ticket from the counter and sends it
-    to the others. Without a process group it is a `DefaultBatchIterator`.
-
-    Which rank generates what depends on timing; the micro-batches themselves do not.
-
-    Raises:
-        ConfigError: the job has expert parallelism, whose ranks must generate equally often.
+    All ranks construct one together. Then the first rank of each model-parallel group takes
+    tickets from the counter and sends them to the others. Without a process group it is a
+    `DefaultBatchIterator`. `ConfigError`: the job has expert parallelism.
     """
 
     # The same number on all ranks, which construct their iterators in the same order.
@@ -110,21 +97,12 @@ class StoreBatchIterator(DefaultBatchIterator):
 
 
 class HTTPBatchIterator(StoreBatchIterator):
-    """`StoreBatchIterator` with NeMo-Aligner's arguments for its Flask server, which there is
-    not: `shared_set`, `host` and `port` have no use.
+    """`StoreBatchIterator` with NeMo-Aligner's arguments for its Flask server, which are not
+    used: `shared_set`, `host` and `port`.
     """
 
-    def __init__(
-        self,
-        shared_set: "SharedSet | None",
-        host: str,
-        port: int,
-        sampler_iter: Iterator[list[int]],
-        num_microbatches: int,
-        dataset: Sequence[Item] | torch.utils.data.Dataset[Any],
-        collate_fn: Callable[[list[Any]], Any],
-    ) -> None:
-        super().__init__(sampler_iter, num_microbatches, dataset, collate_fn)
+    def __init__(self, shared_set: Any, host: str, port: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
 class SharedSet:
@@ -152,8 +130,8 @@ class SharedSet:
 
 def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
     """The micro-batches of all data-parallel ranks, in turns; every rank of the job calls it."""
-    # All ranks, as the data-parallel group may differ between generation and training. Ranks of
-    # one model-parallel group have the same micro-batches: each data-parallel rank counts once.
+    # Of all ranks, as the data-parallel group may be another one in generation; each rank of that
+    # in training counts once.
     shares = gathered((parallel_state.get_data_parallel_rank(), own))
     by_rank = [microbatches for _rank, microbatches in sorted(dict(shares).items())]
     turns = itertools.chain(*itertools.zip_longest(*by_rank))
@@ -163,9 +141,7 @@ def _gather_microbatches(own: list[list[int]]) -> list[list[int]]:
 def get_batch_iterator_cls(
     batch_iterator_cfg: DictConfig | dict[str, Any] | None = None,
 ) -> type[DefaultBatchIterator]:
-    """The iterator that `trainer.ppo.batch_iterator` asks for. Its `use_flask` is NeMo-Aligner's
-    name of the work queue: there is no Flask, and `port` is not used.
-    """
+    """The iterator that `trainer.ppo.batch_iterator` asks for: `use_flask` is the work queue."""
     if not complete(batch_iterator_cfg, "gpt_ppo_actor", "trainer.ppo.batch_iterator").use_flask:
         return DefaultBatchIterator
     logging.info(

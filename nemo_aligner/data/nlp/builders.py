@@ -58,9 +58,7 @@ build_train_valid_test_knowledge_distillation_datasets = partial(
 
 
 def datasets_of_job(config_name: str, model: DictConfig) -> Callable[..., Datasets]:
-    """What builds the datasets of a job that reads `model.data.data_prefix`, by what their records
-    hold; `model` is its complete section.
-    """
+    """What builds the datasets of a job that reads `model.data.data_prefix`."""
     records = JOBS[config_name].records
     cls: type[FileDataset] = RewardModelDataset
     if records == "logits":
@@ -96,21 +94,16 @@ def build_sft_dataset(
     allow_empty_prompt: bool | None = False,
 ) -> SFTDataset | SFTChatDataset | PackedDataset:
     """Build the dataset of `model.data.train_ds` or `validation_ds`: prompts with their responses,
-    or conversations.
+    or conversations, whose form says how they begin and end. `ConfigError`: no files, or something
+    that is not supported.
 
     Args:
         data_cfg: `file_path` (one, a list, or a list of weights and files in turn: a blend),
-            `max_seq_length`, and optionally the other keys of that section. For conversations the
-            templates, the truncation, bos and eos are not read: their form says how they begin and
-            end.
+            `max_seq_length`, and optionally the other keys of that section.
         num_samples: use at most so many samples; None or below 1 means all.
-        answer_only_loss: train on the response only, not on the prompt.
         is_chat, special_tokens: `model.data.chat` and `chat_prompt_tokens` (None: NeMo's).
         model_cfg: section `model` (NeMo-Aligner's argument); nothing of it is needed.
         others: of `model.data`.
-
-    Raises:
-        ConfigError: no files, or something that is not supported.
     """
     section = {key: data_cfg.get(key) for key in data_cfg}
     check_later(Values({"model": {"data": {"train_ds": section}}}), "gpt_sft")
@@ -155,17 +148,14 @@ def build_steerlm2_dataset(
     num_samples: int | None = None,
     special_tokens: Mapping[str, str] | None = None,
 ) -> SteerLM2Dataset:
-    """Build the dataset of `model.data.train_ds` or `validation_ds` of SteerLM 2.0; arguments as
-    for `build_sft_dataset`.
-    """
+    """Build the dataset of a section of SteerLM 2.0; arguments as for `build_sft_dataset`."""
     paths, weights = data_paths(data_cfg.get("file_path"), "file_path in the SFT data section")
     data_cfg = complete(data_cfg, "gpt_sft", "model.data.train_ds")
     length, is_padded = data_cfg.max_seq_length, bool(data_cfg.get("pad_to_max_length"))
     dataset = SteerLM2Dataset(
         paths, tokenizer, length, special_tokens, is_padded, data_cfg=data_cfg
     )
-    built: SteerLM2Dataset = blended(dataset, weights, num_samples)
-    return built
+    return blended(dataset, weights, num_samples)
 
 
 __getattr__ = retired_names(__name__)

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The form of conversations that `model.data` asks for: a chat template, NeMo's chat format, or
-the template that the tokenizer has.
-"""
+"""The form of conversations that `model.data` asks for."""
 
 import functools
 from collections.abc import Mapping
@@ -22,11 +20,9 @@ DEFAULT_FORM = "conversations are written in {}, as model.data.chat_template is 
 
 
 def chat_form(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> ConversationForm | None:
-    """The form that `model.data` asks for. If it asks for none, for conversations alone: that
-    which the checkpoint keeps, or else the tokenizer's chat template; None: there is none either.
-
-    Raises:
-        ConfigError: two forms are asked for, or one that cannot be used with this tokenizer.
+    """The form that `model.data` asks for; else, for conversations alone, that which the
+    checkpoint keeps, or the tokenizer's chat template; None: there is none. `ConfigError`: two are
+    asked for, or one that cannot be used with this tokenizer.
     """
     data_cfg = data_cfg or {}
     check_chat(data_cfg)
@@ -70,8 +66,8 @@ def say_default(text: str) -> None:
 
 
 def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What ends a response in the form of `model.data`, besides the eos token. The form that
-    nobody has asked for ends none where no training file begins with a conversation.
+    """What ends a response, besides the eos token; the form that nobody has asked for does only
+    where a training file begins with a conversation.
     """
     form = chat_form(data_cfg, tokenizer)
     if form is None or form.default and not _trains_on_conversations(data_cfg or {}):
@@ -80,9 +76,7 @@ def chat_end_strings(data_cfg: Mapping[str, Any] | None, tokenizer: Tokenizer) -
 
 
 def begins_with_conversation(file: DataFile, section: Mapping[str, Any]) -> bool:
-    """Whether the first record of a data file of `section` (of `model.data`, or of a part of it
-    for supervised fine-tuning) is written in the form for conversations.
-    """
+    """Whether the first record of a data file of `section` is a conversation."""
     first = first_record(file, section)
     label_key = section.get("label_key")
     if label_key is None:

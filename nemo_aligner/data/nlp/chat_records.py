@@ -1,18 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in the records of data files, as lists of messages.
-
-A conversation stands in the field `messages`, OpenAI's form `[{"role": ..., "content": ...}]`, or
-in `conversations`, ShareGPT's `[{"from": ..., "value": ...}]`; a prompt in `prompt`, a text or
-messages; a pair in `prompt`, `chosen` and `rejected`; a labelled response in `prompt` and
-`response`. A text in the field `system` comes first; `tools` and `chat_template_kwargs` are handed
-to the template.
-
-A message has a text, or a list of parts that are texts. The assistant's of `weight` 0 are not
-trained on; arguments of `tool_calls` are objects, or JSON text of one, and templates get objects.
-
-This module knows no tokens; every complaint is a `UserError` that the reader of the file completes
-with file and line.
+"""Conversations in the records of data files (docs/data.md), as lists of messages. Every complaint
+is a `UserError` that the reader of the file completes with file and line.
 """
 
 import json
@@ -83,8 +72,7 @@ def conversation_messages(record: Record) -> list[Message]:
     if field is None:
         raise UserError(
             "field 'messages' (or 'conversations') is missing; the line has "
-            f"{sorted(record)}. A conversation is a list of messages, "
-            '{"messages": [{"role": "user", "content": ...}, ...]}.'
+            f"{sorted(record)}, and no list [{{'role': 'user', 'content': ...}}, ...]."
         )
     return _with_system(record, read_messages(record[field], field))
 
@@ -98,8 +86,8 @@ def prompt_messages(record: Record) -> list[Message]:
     )
     if messages[-1]["role"] == ASSISTANT:
         raise UserError(
-            f"message {len(messages)}, the last, is the assistant's, but the policy responds to a "
-            "prompt: remove that message."
+            f"message {len(messages)}, the last, is the assistant's, but the policy responds to "
+            "it: remove that message."
         )
     return messages
 
@@ -110,9 +98,7 @@ def is_trained(message: Message) -> bool:
 
 
 def each_turn(record: Record) -> list[Record]:
-    """Of a record with a conversation one for each turn that is trained on, which ends with it and
-    trains on no other.
-    """
+    """One record for each turn that is trained on, which ends with it and trains on no other."""
     messages = conversation_messages(record)
     others = {key: value for key, value in record.items() if key not in (*CONVERSATIONS, "system")}
     ends = [number for number, message in enumerate(messages) if is_trained(message)]
@@ -121,10 +107,7 @@ def each_turn(record: Record) -> list[Record]:
 
 
 def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
-    """The conversations of a pair, the better one first, and the place from which they differ.
-
-    `chosen` and `rejected` are texts or messages that continue `prompt`, or whole conversations.
-    """
+    """The conversations of a pair, the better one first, and the place from which they differ."""
     if any(record.get(field) is None for field in PAIR):
         raise missing(PAIR, record)
     prompt = None if record.get("prompt") is None else _with_system(record, _prompt(record))
@@ -136,20 +119,17 @@ def pair_messages(record: Record) -> tuple[list[Message], list[Message], int]:
             if one["role"] != ASSISTANT or other["role"] != ASSISTANT:
                 raise UserError(
                     f"'chosen' and 'rejected' differ in message {number}, which is of the role "
-                    f"{one['role']!r}: they are no responses to the same prompt."
+                    f"{one['role']!r}, and have no common prompt."
                 )
             return chosen, rejected, number - 1
     shorter, longer = PAIR if len(chosen) < len(rejected) else reversed(PAIR)
     raise UserError(
-        f"'{shorter}' is the beginning of '{longer}', so there is no other response to the same "
-        "prompt: end both with the responses that are to be compared."
+        f"'{shorter}' is the beginning of '{longer}': end both with responses to the same prompt."
     )
 
 
 def speaks_to_assistant(record: Record) -> bool:
-    """Whether anybody but the assistant says something in the prompt of a record, or in its whole
-    conversation where that begins with the prompt.
-    """
+    """Whether anybody but the assistant says something in the prompt of a record."""
     field = next(f for f in ("prompt", *CONVERSATIONS, "chosen") if record.get(f) is not None)
     texts = [record.get("system"), record[field]]
     if isinstance(record[field], list):
@@ -195,8 +175,8 @@ def check_response(messages: list[Message], field: str) -> None:
     role = messages[-1]["role"]
     if role != ASSISTANT:
         raise UserError(
-            f"field '{field}' ends with a message of the role {role!r}, but the last one must be "
-            "the assistant's, the response: add it, or remove the line."
+            f"field '{field}' ends with a message of the role {role!r}, not with the assistant's "
+            "response: add it, or remove the line."
         )
 
 
@@ -229,10 +209,8 @@ def _from_json(value: Any, kind: type, what: str) -> Any:
 
 
 def read_messages(value: Any, field: str, as_named: bool = False) -> list[Message]:
-    """The messages of a list in either form; `field` is its name in the record.
-
-    Keys other than role and content (`tool_calls`, `name`, ...) stay, unless they are null. With
-    `as_named` speakers keep their names, and each may be trained on.
+    """The messages of a list in either form; `field` is its name in the record. Other keys stay,
+    unless they are null. With `as_named` speakers keep their names, and each may be trained on.
     """
     if not isinstance(value, list):
         raise UserError(f"field '{field}' must be a list of messages, not {type(value).__name__}.")
@@ -263,8 +241,8 @@ def _message(item: Any, where: str, as_named: bool) -> Message:
     may_train = as_named or role == ASSISTANT
     if weight == 1 and not may_train:
         raise UserError(
-            f"'weight' of {where} is 1, but its role is {role!r}, and only the assistant's turns "
-            "are trained on: remove it, or set it to 0."
+            f"'weight' of {where} is 1, but only the assistant's turns are trained on, and its "
+            f"role is {role!r}: remove it."
         )
     more |= {"weight": 0} if weight == 0 and may_train else {}
     text = _text(content or "", f"'{names[1]}' of {where} ({role})")
@@ -272,9 +250,7 @@ def _message(item: Any, where: str, as_named: bool) -> Message:
 
 
 def _text(content: Any, what: str) -> str:
-    """A text, or the texts of a list of parts, `{"type": "text", "text": ...}`, joined; `what` is
-    its name in messages.
-    """
+    """A text, or the texts of a list of parts joined; `what` is its name in messages."""
     if not isinstance(content, str | list):
         raise UserError(f"{what} must be text, not {type(content).__name__}.")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -282,8 +258,8 @@ def _text(content: Any, what: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(
-                f"{what} has a part of type {kind!r}, but only parts of type 'text' that have a "
-                "text can be used: remove the part, or the line."
+                f"{what} has a part of type {kind!r}, but only parts of type 'text' can be used: "
+                "remove it, or the line."
             )
     return "".join(part["text"] for part in parts)
 
@@ -336,7 +312,6 @@ def _whole(record: Record, field: str, prompt: list[Message] | None) -> list[Mes
     whole = _with_system(record, messages)
     if prompt is not None and whole[: len(prompt)] != prompt:
         raise UserError(
-            f"field '{field}' is a whole conversation, but it does not begin with that of "
-            "'prompt'."
+            f"field '{field}' is a whole conversation, but does not begin with that of 'prompt'."
         )
     return whole

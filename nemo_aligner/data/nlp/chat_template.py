@@ -6,14 +6,9 @@ with the mask of the assistant's turns.
 Templates rarely mark them. But what a template writes for the messages before a turn, with its
 generation prompt, is what the policy sees when it generates that turn; so a turn begins where this
 text ends, and ends with the end-of-turn token that follows. Both texts must be the beginning of
-the whole conversation, and the tokens of the first the beginning of its tokens: else training
-would show the policy something that it never sees in a rollout, and the sample is refused.
-
-A template may also mark the turns itself, with `{% generation %}`. In both cases a turn that is
-trained on must be written in full, thoughts and calls of tools included; templates leave out the
-thoughts of earlier turns on purpose, which is right for those that are only read.
-
-Example, ChatML; the policy is trained on what is underlined:
+the whole conversation, and the tokens of the first the beginning of its tokens, as in a rollout.
+A template may also mark the turns itself, with `{% generation %}`. Turns that count must be
+written in full. Example, ChatML; the policy is trained on what is underlined:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                           ~~~~~~~~~~~~~~~
@@ -61,12 +56,7 @@ A_RESPONSE = "\ufdd2"  # what stands for one
 def find_turns(
     text: str, messages: Sequence[Message], trained: Set[int], render: Render, turn_end: "TurnEnd"
 ) -> list[Span]:
-    """The assistant's turns in `text`, which the template wrote for all of `messages`.
-
-    Args:
-        trained: places of the messages to find.
-        turn_end: finds the end-of-turn token in a turn with what follows it.
-    """
+    """The turns `trained` (places) in `text`, which the template wrote for all of `messages`."""
     spans: list[Span] = []
     for place in sorted(trained):
         number, is_last = place + 1, place + 1 == len(messages)
@@ -76,13 +66,11 @@ def find_turns(
         turn = (text if is_last else render(messages[:number], False))[len(before) :]
         turn = turn[: turn_end(turn)]
         if not text.startswith(before + turn):
-            part = "up to that message"
-            if not text.startswith(before):
-                part = "before that message, with its generation prompt,"
-            why = (
-                f"what it writes {part} is not the beginning of the conversation: "
-                f"{_difference(before + turn, text)}"
-            )
+            part = "before that message, with its generation prompt,"
+            if text.startswith(before):
+                part = "up to that message"
+            where = _difference(before + turn, text)
+            why = f"what it writes {part} is not the beginning of the conversation: {where}"
             raise _refusal(number, is_last, why)
         if spans and spans[-1][1] > len(before):
             why = "that message begins before the end of the one before it"
@@ -90,8 +78,8 @@ def find_turns(
         check_written(number, messages[place], turn)
         if not turn_end.ends(turn):
             raise UserError(
-                f"the chat template writes no special token after message {number}, so that the "
-                "policy would not learn to end such a response."
+                f"the chat template writes no special token after message {number}, so nothing "
+                "would teach the policy to end such a response."
             )
         spans.append((len(before), len(before + turn)))
     return spans
@@ -101,8 +89,7 @@ def marked_turns(
     text: str, messages: Sequence[Message], trained: Set[int], turn_end: "TurnEnd"
 ) -> tuple[str, list[Span]]:
     """`text` without its marks, and the marked parts that are of the messages `trained`, each with
-    its end-of-turn token, also where that stands behind the mark. Some templates mark only the
-    last turns.
+    its end-of-turn token. Some templates mark only the last turns.
     """
     text = text.replace(MARK_END + MARK_START, "")  # two marked parts of one turn
     borders = [0]
@@ -115,8 +102,7 @@ def marked_turns(
     if len(marked) > len(turns) or not trained & set(places):
         raise UserError(
             f"the {{% generation %}} markers of the chat template hold {len(marked)} parts of a "
-            f"conversation with {len(turns)} turns of the assistant: put them around all that a "
-            "response writes, its end-of-turn token included."
+            f"conversation with {len(turns)} turns of the assistant: put them around all of these."
         )
     spans: list[Span] = []
     for place, (start, end) in zip(places, marked, strict=True):
@@ -126,9 +112,9 @@ def marked_turns(
                 found = turn_end.follows.match(text, end)
                 if found is None:
                     raise UserError(
-                        "the {% generation %} markers of the chat template leave out the end of "
-                        f"message {place + 1}: {text[end : end + 20]!r} is behind them in place "
-                        f"of {turn_end.end_of_turn!r}. Put the end-of-turn token inside them."
+                        "the {% generation %} markers leave out the end of message "
+                        f"{place + 1}: {text[end : end + 20]!r} is behind them in place of "
+                        f"{turn_end.end_of_turn!r}. Put that token inside them."
                     )
                 end = found.end()
             spans.append((start, end))
@@ -136,11 +122,8 @@ def marked_turns(
 
 
 def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: Decode) -> Encoded:
-    """The tokens of `text` up to the last of its `spans`, with the mask of the spans.
-
-    A tokenizer may join characters on both sides of a span's border into one token (two newlines,
-    say). Such a conversation is tokenized in pieces, as in a rollout, whose prompt is tokenized
-    before there is a response.
+    """The tokens of `text` up to the last of its `spans`, with the mask of the spans. Where a
+    tokenizer joins characters on both sides of a border, in pieces, as in a rollout.
     """
     cuts = [0, *(border for span in spans for border in span)]
     parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
@@ -153,16 +136,14 @@ def encode_turns(text: str, spans: Sequence[Span], tokenize: Tokenize, decode: D
             return _masked(tokens, [len(part) for part in before])
         if decode(joined) != decode(tokens):
             raise UserError(
-                "the tokenizer joins the text before and after a response's beginning or end, and "
-                "writes something else for the two parts alone: put a special token, a space or a "
-                "newline between them in the chat template."
+                "the tokenizer joins the text before and after a response's beginning or end: put "
+                "a special token, a space or a newline between them in the chat template."
             )
     borders = [sum(map(len, pieces[: number + 1])) for number in range(len(pieces))]
     return _masked(joined, borders)
 
 
 def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
-    """`borders` are the starts and ends of the turns in tokens, in turn."""
     is_response = [False] * len(tokens)
     for start, end in zip(borders[::2], borders[1::2], strict=True):
         is_response[start:end] = [True] * (end - start)
@@ -170,10 +151,8 @@ def _masked(tokens: list[int], borders: Sequence[int]) -> Encoded:
 
 
 class TurnEnd:
-    """From the text of a turn with what follows it to the end of its end-of-turn token, mostly
-    `end_of_turn`. What may follow is blank, or other tokens of the expression `control` (an end of
-    the text). A turn that ends with another one (calls of tools do, in some templates) ends with
-    its last.
+    """From the text of a turn with what follows it to the end of its last `end_of_turn`, behind
+    which are blanks or other tokens of the expression `control`; else of its last token of these.
     """
 
     def __init__(self, end_of_turn: str, control: str) -> None:
@@ -193,13 +172,11 @@ class TurnEnd:
 
 def _refusal(number: int, is_last: bool, why: str) -> UserError:
     remedy = (
-        "Give model.data.chat_template a file with a template whose generation prompt is how a "
-        "response begins, or mark the assistant's text and its end-of-turn token in it with "
-        "{% generation %} ... {% endgeneration %}."
+        "Give model.data.chat_template one whose generation prompt is how a response begins, or "
+        "mark the assistant's text in it with {% generation %} ... {% endgeneration %}."
         if is_last
-        else "Set model.data.one_turn_per_sample=True (SFT): each response is then the last of a "
-        "sample of its own, as it will be seen in use. Or cut the conversation after its first "
-        "response."
+        else "Set model.data.one_turn_per_sample=True (SFT), or cut the conversation after its "
+        "first response."
     )
     return UserError(
         f"the chat template does not show which tokens of message {number} are the assistant's: "
@@ -221,17 +198,13 @@ _PROBE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content":
 
 
 class ChatTemplate(ConversationForm):
-    """A chat template and the tokenizer that it is for.
+    """A chat template and the tokenizer that it is for. `ConfigError`: it is not of Hugging Face,
+    or has no template.
 
     Args:
-        tokenizer: NeMo tokenizer around one of Hugging Face.
         source: "tokenizer" for the tokenizer's own template, else the file of one (Jinja).
-        options: given to the template by name, `model.data.chat_template_kwargs`; those of a
-            record come before them.
+        options: `model.data.chat_template_kwargs`.
         date: that a template takes for today, as YYYY-MM-DD; None: today's.
-
-    Raises:
-        ConfigError: the tokenizer is of another kind, or has no template.
     """
 
     def __init__(
@@ -254,7 +227,7 @@ class ChatTemplate(ConversationForm):
         elif own_chat_template(tokenizer) is None:
             raise ConfigError(
                 "model.data.chat_template=tokenizer, but the tokenizer has no chat template; give "
-                "the file of one, or train on texts (null)."
+                "the file of one, or null."
             )
         self.options = dict(resolved(options or {}))
         self.date = str(date or datetime.date.today())
@@ -276,9 +249,7 @@ class ChatTemplate(ConversationForm):
         generation_prompt: bool,
         inputs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; with `generation_prompt` also what stands before the
-        assistant's next message. Without `inputs` the template gets those of the job.
-        """
+        """The text of a conversation; without `inputs` the template gets those of the job."""
         text = self._write(messages, generation_prompt, self.options if inputs is None else inputs)
         return text.replace(MARK_START, "").replace(MARK_END, "")
 
@@ -300,11 +271,7 @@ class ChatTemplate(ConversationForm):
         self, messages: Sequence[Message], record: Record, response: Sequence[int]
     ) -> list[int]:
         """The tokens that follow the assistant's last message, up to where its next one begins,
-        without the token that ended it as a `response`, ids. They do not depend on what it says.
-
-        Args:
-            messages: a conversation that goes on after that message.
-            record: of the prompt that it began with.
+        without the token that ended it as a `response`, ids; `record`: of the prompt.
         """
         last = max(n for n, message in enumerate(messages) if message["role"] == ASSISTANT)
         more = messages[last + 1 :]
@@ -362,15 +329,13 @@ class ChatTemplate(ConversationForm):
     def _turn_end(self) -> TurnEnd:
         if not self.end_strings:
             raise UserError(
-                "the chat template writes no special token after a response, so that nothing "
-                "would teach the policy to end one; write {{ eos_token }} after the assistant's "
-                "content in a template file and give it as model.data.chat_template."
+                "the chat template writes no special token after a response; give one with "
+                "{{ eos_token }} after the assistant's content as model.data.chat_template."
             )
         return TurnEnd(self.end_strings[0], self._control_pattern())
 
 
 def own_chat_template(tokenizer: Tokenizer) -> Any:
-    """The chat template of the Hugging Face tokenizer behind a NeMo tokenizer, if there is one."""
     return getattr(getattr(tokenizer, "tokenizer", None), "chat_template", None)
 
 

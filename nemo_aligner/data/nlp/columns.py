@@ -30,18 +30,11 @@ class Columns:
     """Makes records from the rows of a file.
 
     Args:
-        fields: from the name of a field to where its value is: the name of a column ("question");
-            a path into nested columns ("info.post", "summaries.0.text"); a text with columns in
-            braces ("{prompt}\\n\\nAssistant: {response}"), which must hold text, where
-            "{\\n\\n?input}" is a column behind a text, and nothing where the column is absent,
-            null or blank; or a list of them, which gives a list of values. None or empty: rows are
-            records as they are.
+        fields: `model.data.columns` (docs/data.md), from the name of a field to where its value
+            is; None or empty: rows are records as they are. `ConfigError`: another form.
 
     Attributes:
         sources: the columns that are read, the outermost of nested ones.
-
-    Raises:
-        ConfigError: another form.
     """
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
@@ -53,9 +46,7 @@ class Columns:
                 self.sources |= {*inner, *(column.split(".")[0] for column in inner)}
 
     def __call__(self, row: Record) -> Record:
-        """`row` with the fields; its other columns stay. `UserError`: a column is missing, or a
-        text is needed and it holds something else.
-        """
+        """`row` with the fields; its other columns stay. `UserError`: one cannot be made."""
         if not self.fields:
             return row
         return row | {name: self._value(name, form, row) for name, form in self.fields.items()}
@@ -105,8 +96,7 @@ def other_name(field: str, names: Iterable[str]) -> str | None:
 
 def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool = True) -> str:
     """How to read the one of the columns `names` that looks like the prompt, in `field`; empty:
-    none does, or the record has a prompt, prompts are not `is_empty`, and Alpaca's instruction is
-    not left out.
+    none does, or the record has a prompt that Alpaca's instruction is not left out of.
     """
     like = other_name(field, names)
     given = map(record.get, (field, "text", "messages", "conversations"))
@@ -119,9 +109,7 @@ def prompt_hint(field: str, record: Record, names: Iterable[str], is_empty: bool
 
 
 def missing(fields: Sequence[str], record: Record, more: str = "") -> UserError:
-    """The error of a record without some of `fields`, with the columns that look like them, and
-    like the prompt of a response; `more` says what they are for.
-    """
+    """The error of a record without some of `fields`, with the columns that look like them."""
     absent = [field for field in fields if record.get(field) is None]
     what = f"field{'s' * (len(absent) > 1)} {' and '.join(map(repr, absent))}"
     what += f" {'are' if len(absent) > 1 else 'is'} missing; the line has {sorted(record)}."
@@ -156,6 +144,6 @@ def columns_asked(record: Mapping[str, Any], asked: Sequence[str]) -> dict[str, 
         else:
             raise UserError(
                 f"there is no column '{name}', which the reward function asks for, but "
-                f"{sorted(record)}: add it, or name another one (of a job in model.data.columns)."
+                f"{sorted(record)}: add it, or name another one in model.data.columns."
             )
     return columns

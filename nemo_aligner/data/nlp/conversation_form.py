@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From records with conversations to tokens: what the forms of a conversation share."""
+"""What the forms of conversations share."""
 
 import json
 import re
@@ -48,9 +48,8 @@ def check_written(number: int, message: Message, text: str) -> None:
     if missing:
         raise UserError(
             f"the form of conversations leaves out {missing[0][:60]!r} of message {number}, a "
-            "response that counts. Give model.data.chat_template the file of one that writes it, "
-            "or take it out of the data; for a turn before the last one set its 'weight' to 0, or "
-            "model.data.one_turn_per_sample=True (SFT)."
+            "response that counts. Give model.data.chat_template one that writes it; for a turn "
+            "before the last set its 'weight' to 0, or model.data.one_turn_per_sample=True (SFT)."
         )
 
 
@@ -88,10 +87,7 @@ class ConversationForm(ABC):
         self, messages: Sequence[Message], record: Record, first: int = 0
     ) -> Encoded:
         """The tokens of a conversation, with the mask of the assistant's messages from `first` on
-        that are trained on, up to the end of the last one.
-
-        Args:
-            record: that the messages stand in.
+        that are trained on, up to the end of the last one; `record`: that they stand in.
         """
 
     def conversation(self, record: Record) -> Encoded:
@@ -104,9 +100,7 @@ class ConversationForm(ABC):
         return self.encode_messages(messages, record, len(messages) - 1).tokens
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """Both conversations of a pair, the better one first; responses count from where they
-        differ.
-        """
+        """Both conversations of a pair, the better one first."""
         chosen, rejected, first = pair_messages(record)
         better = self.encode_messages(chosen, record, first)
         return better, self.encode_messages(rejected, record, first)

@@ -1,17 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a path in the configuration to the sources of its records.
-
-| path | source |
-|---|---|
-| a file that ends in .parquet or .arrow | its rows |
-| any other file, also one that ends in .gz or .zst | jsonl |
-| a folder that `datasets.Dataset.save_to_disk` wrote | its rows |
-| another folder | its data files, by `datasets`' rules for names and splits |
-| `<folder>/<split>`, where no such file exists | the data files of one split |
-| a pattern (`data/train-*.parquet`) | the files that match, by name |
-
-With `data_impl` mmap or packed_jsonl a path names a file of tokens instead (`sources.py`).
+"""From a path in the configuration to the sources of its records: a file, a folder that `datasets`
+wrote or whose data files it finds, one split of such a folder, or a pattern (docs/data.md).
 """
 
 import glob
@@ -43,11 +33,8 @@ _MAGIC = {b"PAR1": ".parquet", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class DataFile(NamedTuple):
-    """One entry of a list of data files.
-
-    Attributes:
-        path: of a file or folder, or a pattern.
-        columns: `model.data.columns` of this entry alone; None: those of all files.
+    """One entry of a list of data files: `path` of a file or folder, or a pattern; `columns` of
+    this entry alone, None: those of all files.
     """
 
     path: str
@@ -55,9 +42,7 @@ class DataFile(NamedTuple):
 
     @classmethod
     def of(cls, entry: Any, key: str) -> "DataFile":
-        """From an entry of the list `key` of the configuration: a path, or {path: ..., columns:
-        {...}}.
-        """
+        """From an entry of the list `key`: a path, or {path: ..., columns: {...}}."""
         if isinstance(entry, cls):
             return entry
         if not isinstance(entry, Mapping):
@@ -146,26 +131,23 @@ def _open_folder(folder: Path, index_dir: str | None) -> list[RecordSource]:
         raise UserError(_choose_split(folder, sorted(splits)))
     if not splits:
         raise UserError(
-            f"the folder {folder} holds no data: there is no file that ends in "
-            f"{', '.join(JSONL_ENDINGS + TABLE_ENDINGS)} (those of text also with "
-            f"{' or '.join(COMPRESSED_ENDINGS)}), and no dataset that save_to_disk wrote."
+            f"the folder {folder} holds no data: no file that ends in "
+            f"{', '.join(JSONL_ENDINGS + TABLE_ENDINGS)}, and nothing that save_to_disk wrote."
         )
     (files,) = splits.values()
     return [_open_file(file, index_dir) for file in files]
 
 
 def _choose_split(folder: Path, names: list[str]) -> str:
-    first = folder / names[0] if names else folder
     return (
         f"the folder {folder} holds several splits, {', '.join(names)}: name one of them, for "
-        f"example {first}."
+        f"example {folder / (names or ['train'])[0]}."
     )
 
 
 def _ending(path: Path) -> str:
     """What decides how a data file is read; "" for one that is not known by its name."""
-    suffixes = path.suffixes
-    last = suffixes[-1].lower() if suffixes else ""
+    last = path.suffix.lower()
     if last in COMPRESSED_ENDINGS:
         return last if path.with_suffix("").suffix.lower() in JSONL_ENDINGS else ""
     return last if last in JSONL_ENDINGS + TABLE_ENDINGS else ""
@@ -190,13 +172,13 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
         found = DataFilesDict.from_patterns(patterns, base_path=base)
     except (EmptyDatasetError, FileNotFoundError):
         return {}
-    splits, others = {}, []
+    splits, others = dict[str, list[Path]](), list[str]()
     for split, names in found.items():
-        files = [folder / Path(name).relative_to(base) for name in names]
-        data = [file for file in files if _ending(file)]
-        others += [str(file) for file in files if not _ending(file)]
-        if data:
-            splits[str(split)] = data
+        for file in (folder / Path(name).relative_to(base) for name in names):
+            if _ending(file):
+                splits.setdefault(str(split), []).append(file)
+            else:
+                others.append(str(file))
     if splits and others:
         from nemo.utils import logging
 
@@ -208,13 +190,11 @@ def _open_file(path: Path, index_dir: str | None) -> RecordSource:
     if not path.stat().st_size:
         raise UserError(f"data file {path} is empty.")
     kind = _kind(path)
-    if kind in TABLE_ENDINGS:
-        if kind == ".arrow":
-            return open_arrow(path)
+    if kind == ".arrow":
+        return open_arrow(path)
+    if kind == ".parquet":
         return open_parquet(path, index_dir)
-    if kind in COMPRESSED_ENDINGS:
-        return _open_compressed(path, kind, index_dir)
-    return JsonLinesFile(path, path)
+    return _open_compressed(path, kind, index_dir) if kind else JsonLinesFile(path, path)
 
 
 def _kind(path: Path) -> str:

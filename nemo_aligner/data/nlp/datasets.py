@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The datasets, at NeMo-Aligner's module path. They read the files of `data_files.py`; the first
-two read files of tokens too.
-"""
+"""The datasets, at NeMo-Aligner's module path."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,18 +55,12 @@ from nemo_aligner.data.nlp.topk_logits import (
 @accepts_nemo_aligner_call
 class RegressionRewardModelDataset(EncodedDataset):
     """Labelled texts for a regression reward model: lines `{"text": ..., "label": [number, ...]}`,
-    or with a conversation (`chat_records.py`) in the place of the text, in the form that
-    `data_cfg` asks for.
-
-    A record whose `text` is a list holds the steps of a response to `prompt`, with a label each: a
-    sample of each step is made, which ends with it (`each_step`).
-
-    With one attribute the label may be a bare number. A number equal to `mask_value` means that
-    the attribute has no label.
+    or with a conversation in the place of the text. A list in `text` holds the steps of a response
+    to `prompt`, with a label each (`each_step`).
 
     Args:
-        num_attributes: A, numbers in each label.
-        mask_value: `model.regression.loss_mask_val`.
+        num_attributes: A, numbers in each label; a single one may be bare.
+        mask_value: `model.regression.loss_mask_val`, of an attribute without a label.
 
     Items: `inputs` int64 [S], padded with eos; `lengths` (a scalar); `labels` float32 [A];
     `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There is no
@@ -97,8 +89,7 @@ class RegressionRewardModelDataset(EncodedDataset):
         data_cfg: Mapping[str, Any] | None = None,
         name: str = "train",
     ) -> None:
-        self.num_attributes = num_attributes
-        self.mask_value = mask_value
+        self.num_attributes, self.mask_value = num_attributes, mask_value
         self.what = ["labelled texts", num_attributes, mask_value]
         if isinstance(first_record(paths[0], data_cfg).get("text"), list):
             self.expand = self._each_step
@@ -109,8 +100,7 @@ class RegressionRewardModelDataset(EncodedDataset):
         if not self.lines.numbers.any():
             raise UserError(
                 f"{self.name} data: every label is model.regression.loss_mask_val="
-                f"{self.mask_value}, which means no label. Files: "
-                f"{', '.join(map(str, self.lines.paths))}"
+                f"{self.mask_value}, no label. Files: {', '.join(map(str, self.lines.paths))}"
             )
         self.documents = documents_within(
             self.lines.notes, self.seq_length, self.name, "texts", "are longer"
@@ -145,8 +135,7 @@ class RegressionRewardModelDataset(EncodedDataset):
 
 def each_step(record: Record, is_chat: bool = False) -> list[Record]:
     """The samples of a record with a list of steps in `text`, and as many in `label`: `prompt`, a
-    text or messages, and the steps up to each one, on lines of their own. With `is_chat` the
-    prompt is a message of the user's, also where it is a text.
+    text or messages (with `is_chat` a text is one too), and the steps up to each, on own lines.
     """
     steps, labels, prompt = record.get("text"), record.get("label"), record.get("prompt")
     if not isinstance(steps, list):
@@ -166,9 +155,7 @@ def each_step(record: Record, is_chat: bool = False) -> list[Record]:
 
 
 def label_numbers(record: Record, num_attributes: int | None = None) -> list[float]:
-    """The numbers of a record's label, `num_attributes` finite ones (None: at least one), else
-    `UserError`.
-    """
+    """The numbers of a record's label, `num_attributes` finite ones (None: at least one)."""
     label = record.get("label")
     numbers: list[Any] = label if isinstance(label, list) else [label]
     if label is None:
@@ -182,8 +169,8 @@ def label_numbers(record: Record, num_attributes: int | None = None) -> list[flo
         )
     if num_attributes not in (None, len(numbers)):
         raise UserError(
-            f"field 'label' has {len(numbers)} number{'' if len(numbers) == 1 else 's'}, but"
-            f" model.regression.num_attributes={num_attributes}."
+            f"field 'label' has {len(numbers)} number{'s' * (len(numbers) != 1)}, but "
+            f"model.regression.num_attributes={num_attributes}."
         )
     return [float(number) for number in numbers]
 
@@ -195,9 +182,7 @@ DIFFERENT, IN_LINE = 1 << 31, 1 << 32
 
 class RewardModelDataset(EncodedDataset):
     """Pairs for a binary reward model: two neighbouring lines `{"text": ...}`, the better first,
-    or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`.
-
-    The lines may hold conversations (`chat_records.py`), in the form that `data_cfg` asks for.
+    or lines `{"prompt": ..., "chosen": ..., "rejected": ...}`; or conversations.
 
     Items: `chosen`, `rejected` int64 [S], padded with eos; `chosen_length`, `rejected_length`
     (scalars); `loss_mask` float32 [S], all 0 for an empty slot; `position_ids` [S]; `idx`. There
@@ -218,8 +203,8 @@ class RewardModelDataset(EncodedDataset):
         for path, count in zip(self.lines.paths, self.lines.counts, strict=True):
             if count % self.lines_per_document:
                 raise UserError(
-                    f"{path} has {count} lines, an odd number: a reward model's data are pairs of "
-                    "neighbouring lines, the better one first. A line is missing or one too many."
+                    f"{path} has {count} lines, an odd number, but two neighbouring lines are a "
+                    "pair, the better one first: a line is missing or one too many."
                 )
         self._check_prompts_of_pairs()
         lengths = self.lines.notes.reshape(-1, self.lines_per_document).max(axis=1)
@@ -232,14 +217,12 @@ class RewardModelDataset(EncodedDataset):
         return by_our_names(record)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """Length of a line, its number, and what its pair has in common (`_in_common`)."""
         record = self.as_pair(record)
         in_line = holds_pair(record)
         if self._pair_in_line not in (None, in_line):
             raise UserError(
                 f"this line holds {'a pair' if in_line else 'one text'}, the lines before it "
-                f"{'one text' if in_line else 'a pair'} each: either every line holds 'chosen' "
-                "and 'rejected', or two neighbouring lines are a pair."
+                f"{'one text' if in_line else 'a pair'} each: give lines of one kind."
             )
         self._pair_in_line = in_line
         number = self._number(record, in_line)
@@ -255,9 +238,8 @@ class RewardModelDataset(EncodedDataset):
         """What is kept of a line beside its length."""
         if "label" in record and not in_line:  # neighbours among labelled texts are no pairs
             raise UserError(
-                "field 'label': this is data for regression, but pairs of neighbouring lines are "
-                "needed. Set model.reward_model_type=regression; if the lines are pairs, remove "
-                "the field."
+                "field 'label': this is data for regression, but pairs of lines are needed. Set "
+                "model.reward_model_type=regression; if the lines are pairs, remove the field."
             )
         return 0.0
 
@@ -272,8 +254,8 @@ class RewardModelDataset(EncodedDataset):
         in_line = self.lines.extra >= IN_LINE
         if in_line.any() != in_line.all():
             raise UserError(
-                f"{self.name} data: some files hold pairs in their lines ('chosen', 'rejected'), "
-                "others one text per line; give files of one kind."
+                f"{self.name} data: some files hold a pair per line, others one text: give files "
+                "of one kind."
             )
         return bool(in_line[0])
 
@@ -298,10 +280,9 @@ class RewardModelDataset(EncodedDataset):
         text = f"{self.name} data: {len(bad)} of {len(found)} pairs "
         where = f", the first in {lines.where(first)}"
         remedy = (
-            f"{unread}Two neighbouring lines are a pair, responses to one prompt, unless each has "
-            "'chosen' and 'rejected'. Conversations for supervised fine-tuning are no pairs; "
-            "texts without prompts are if both stand in one line, in 'chosen' and 'rejected', and "
-            "those of one prompt if model.data.prompt_end says where it ends."
+            f"{unread}Two neighbouring lines are a pair, responses to one prompt, unless both "
+            "stand in one line, in 'chosen' and 'rejected', or model.data.prompt_end says where "
+            "the prompt ends. Conversations for supervised fine-tuning are no pairs."
         )
         if self.pair_in_line:
             remedy = f"{unread}If there is a prompt, give it in the field 'prompt'."
@@ -352,14 +333,9 @@ class RewardModelDataset(EncodedDataset):
 @accepts_nemo_aligner_call
 class LabelledPairDataset(RewardModelDataset):
     """Pairs with a preference: two neighbouring lines `{"text": ..., "label": [number, ...]}`, or
-    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`.
-
-    The first number of the label, the same in two lines, says which of the two is better, and its
-    absolute value by how much: below 0 the first, else the second (NeMo-Aligner's form of
-    HelpSteer2-Preference, arXiv:2410.01257, whose preferences go from -3 to 3).
-
-    Args:
-        mask_value: `model.regression.loss_mask_val`: the number that means "no label".
+    lines `{"prompt": ..., "responses": [..., ...], "label": ...}`. The first number of the label
+    says which of the two is better, below 0 the first, else the second, and its absolute value by
+    how much (NeMo-Aligner's form of HelpSteer2-Preference, arXiv:2410.01257).
 
     Items: those of the base class, and `margin` float32 (a scalar, at least 0).
     """
@@ -391,24 +367,21 @@ class LabelledPairDataset(RewardModelDataset):
             first = int(disagree[0])
             raise UserError(
                 f"{name} data: the two lines of pair {first} have the labels "
-                f"{labels[first, 0]:g} and {labels[first, 1]:g}. Both must hold the preference of "
-                "the pair as their first number; if these are labels of single texts, use "
-                "model.regression.loss_func=regression."
+                f"{labels[first, 0]:g} and {labels[first, 1]:g}, but one preference: give it, or "
+                "for labels of single texts model.regression.loss_func=regression."
             )
         undecided = int((labels[:, 0] == 0).sum())
         if undecided:
             logging.warning(
                 f"{name} data: {undecided} of {len(labels)} pairs have the label 0, no "
-                "preference; as in NeMo-Aligner the second text counts as the better one, with "
-                "margin 0."
+                "preference; the second text counts as the better one, with margin 0."
             )
 
     def as_pair(self, record: Record) -> Record:
         if holds_pair(by_our_names(record)):
             raise UserError(
-                "a line with 'chosen' and 'rejected' says which is better, so a label has no "
-                "place: set model.reward_model_type=binary_ranking, or call the field of both "
-                "'responses' (model.data.columns)."
+                "a line with 'chosen' and 'rejected' says which is better: set "
+                "model.reward_model_type=binary_ranking, or call the field of both 'responses'."
             )
         both = record.get("responses")
         if both is None:
@@ -421,10 +394,9 @@ class LabelledPairDataset(RewardModelDataset):
         number = label_numbers(record)[0]
         if number == self.mask_value:
             raise UserError(
-                f"field 'label' begins with {number:g} (model.regression.loss_mask_val), which "
-                "means no label. A Bradley-Terry loss needs the preference of the pair there, "
-                "below 0 if the first of the two texts is better, above 0 if the second is. "
-                "Remove the pair, or use model.regression.loss_func=regression."
+                f"field 'label' begins with {number:g} (model.regression.loss_mask_val), no "
+                "label, in place of the preference of the pair. Remove the pair, or use "
+                "model.regression.loss_func=regression."
             )
         return number
 
@@ -447,12 +419,7 @@ DEFAULT_REWARDS = {"chosen_reward": 1.0, "rejected_reward": 0.0}
 class DPOModelDataset(RewardModelDataset):
     """Pairs that a policy learns from directly: lines with `prompt`, `chosen` and `rejected` (or
     NeMo-Aligner's `chosen_response` and `rejected_response`), and optionally `chosen_reward` and
-    `rejected_reward`.
-
-    The texts may be conversations, as for the base class, or follow each other as they stand.
-
-    Args:
-        data_cfg: also `default_chosen_reward` and `default_rejected_reward`, of pairs without.
+    `rejected_reward` (`data_cfg` has defaults); or conversations, as for the base class.
 
     Items: those of the base class, `chosen_mask` and `rejected_mask` float32 [S], 1 on the tokens
     of the responses (all 0 in an empty slot), and the rewards, float32.
@@ -497,8 +464,7 @@ class DPOModelDataset(RewardModelDataset):
 
 
 class ResponseDataset(EncodedDataset):
-    """Lines `{"prompt": ..., "response": ...}`: texts that follow each other as they stand, or
-    conversations, as for `DPOModelDataset`.
+    """Lines `{"prompt": ..., "response": ...}`: texts that follow each other, or conversations.
 
     Items: `tokens` and `labels` int64 [S], padded with eos; column t of the labels holds token
     t+1. `loss_mask` float32 [S], 1 where the label is a token of the response (all 0 in an empty
@@ -521,7 +487,6 @@ class ResponseDataset(EncodedDataset):
         )
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """Length of a sample, and whether the prompt is empty."""
         length = self.encoder.response_length(record, self.seq_length)
         return length, 0.0, self.encoder.prompt_is_empty(record, "response")
 
@@ -533,9 +498,8 @@ class ResponseDataset(EncodedDataset):
         start = sample.is_response.index(True)
         if start == 0:
             raise UserError(
-                f"{self.name} data: the tokenizer joins a prompt with its response "
-                f"({self.tokenizer.ids_to_text(sample.tokens)[:80]!r}), so nothing is left that a "
-                "student could respond to. Leave the sample out."
+                f"{self.name} data: the tokenizer joins a prompt with its response: leave "
+                f"{self.tokenizer.ids_to_text(sample.tokens)[:80]!r} out."
             )
         return {
             "tokens": pad(sample.tokens, self.seq_length, self.pad_id),
@@ -557,20 +521,18 @@ class ResponseDataset(EncodedDataset):
 
 # Value of the field `preference` -> desirable
 PREFERENCES = {"chosen": True, "rejected": False}
-# How far apart the prompt and the response of a mismatched sample are, as a share of the data
-# set: the golden section, so that no number of equal blocks of a file puts them in the same place.
+# How far apart prompt and response of a mismatched sample are, as a share of the data set: the
+# golden section, so that they are in unlike places of files that have equal blocks.
 PARTNER = 0.381966
 
 
 class KTOModelDataset(ResponseDataset):
-    """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`; true and
-    false are accepted as preferences too.
-
-    The texts may be conversations, as for `DPOModelDataset`, or follow each other as they stand.
+    """Lines `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}` (or true and
+    false); texts or conversations, as for `ResponseDataset`.
 
     Each item also holds a mismatched sample, its prompt with the response of another document,
-    from which the distance of policy and reference is estimated. Which one is fixed, so the batch
-    that an item is in and the split over ranks do not matter. It is cut to `seq_length`.
+    always the same one, from which the distance of policy and reference is estimated. It is cut to
+    `seq_length`.
 
     Items: `samples`, `kl_samples` int64 [S], padded with eos; `sample_length`, `kl_sample_length`
     (scalars); `sample_mask`, `kl_sample_mask` float32 [S], 1 on the tokens of the responses (all 0
@@ -589,8 +551,7 @@ class KTOModelDataset(ResponseDataset):
         if desirable in (0, len(self.documents)):
             logging.warning(
                 f"{self.name} data: all {len(self.documents)} samples are "
-                f"{'chosen' if desirable else 'rejected'}. KTO then moves the policy in one "
-                "direction only, from or to all of them; add samples of the other kind."
+                f"{'chosen' if desirable else 'rejected'}: add samples of the other kind."
             )
 
     def select(self, documents: np.ndarray) -> Self:
@@ -602,8 +563,8 @@ class KTOModelDataset(ResponseDataset):
         different = len(np.unique(self.documents))
         if different < 2:
             raise UserError(
-                f"{self.name} data: KTO needs at least two samples, each with another's response "
-                f"to compare with, but a part has {different} of {len(self.lines)}."
+                f"{self.name} data: KTO needs at least two samples, as each is compared with "
+                f"another's response, but a part has {different} of {len(self.lines)}."
             )
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
@@ -635,21 +596,20 @@ class KTOModelDataset(ResponseDataset):
 
     def parts(self, item: dict[str, Any], padding: int | None) -> tuple[Part, ...]:
         name = "chosen" if item["preference"] else "rejected"
-        return (
-            trained_part(name, item["samples"], item["sample_mask"], int(item["sample_length"])),
-        )
+        columns = item["samples"], item["sample_mask"], int(item["sample_length"])
+        return (trained_part(name, *columns),)
 
 
 def _preference(record: Record) -> bool:
     """Whether the response of a record is desirable."""
     value = record.get("preference")
-    if isinstance(value, str) and value in PREFERENCES:
-        return PREFERENCES[value]
     if isinstance(value, bool):
         return value
     if value is None:
         more = 'The preference says whether the response is "chosen" or "rejected".'
         raise missing(("response", "preference"), record, more)
+    if isinstance(value, str) and value in PREFERENCES:
+        return PREFERENCES[value]
     raise UserError(
         f"field 'preference' is {json.dumps(value, default=str)}; it must be \"chosen\" or "
         '"rejected", or true or false.'

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the datasets over files share: the choice of documents, padding, and NeMo-Aligner's
-constructor.
-"""
+"""What the datasets over files share, NeMo-Aligner's constructor among it."""
 
 import copy
 import functools
@@ -60,8 +58,7 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     """A dataset over files that serves some of their documents.
 
     The arguments of most: `paths`, the files; `tokenizer`, NeMo's; `seq_length`, S; `data_cfg`,
-    `model.data`; `name`, "train", ..., for messages. What has more than S tokens is left out; a
-    warning at start counts it. Every record is checked at start (`UserError`).
+    `model.data`; `name`, for messages. What has more than S tokens is left out, with a warning.
 
     Index -1 is an empty slot of a padded validation batch: it returns the first item, masked.
 
@@ -91,13 +88,11 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
     def checked_records(
         self, paths: Sequence[Any], depends_on: Sequence[Any], *fields: str, **options: Any
     ) -> Records:
-        """The records of `paths`, whose check depends on the tokenizer and on `depends_on`.
-
-        Args:
-            fields, options: of `Records`.
+        """The records of `paths`, whose check depends on the tokenizer and on `depends_on`;
+        `fields`, `options`: of `Records`.
         """
         settings = functools.partial(settings_of, self.tokenizer, *depends_on)
-        options = {"data_cfg": self.data_cfg, "settings": settings, **options}
+        options |= {"data_cfg": self.data_cfg, "settings": settings}
         return Records(paths, fields, self._inspect, **options)
 
     @abstractmethod
@@ -110,15 +105,11 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
 
     @classmethod
     def arguments(cls, cfg: Any, seq_length: int) -> dict[str, Any]:
-        """What the section `model` says of the constructor's arguments, beside files, tokenizer,
-        `data_cfg` and name.
-        """
+        """What the section `model` says of the constructor's other arguments."""
         return {"seq_length": seq_length}
 
     def unread_columns(self) -> list[str]:
-        """For each file the columns that nothing reads, and how to read one that looks like the
-        prompt.
-        """
+        """For each file the columns that nothing reads, with the hint of one like the prompt."""
         found: list[str] = []
         for path, record, names in self.lines.first_rows():
             names -= set(self.read_fields or names)
@@ -127,8 +118,8 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return found
 
     def say_unread(self, is_refused: bool = False) -> str:
-        """Name the columns that nothing reads; returns what there is to say of a prompt among
-        them, which is said at once unless the data are refused.
+        """Name the columns that nothing reads; returns the hint of a prompt among them, which is a
+        warning unless the data are refused.
         """
         said = [f"{self.others_are}, in {text}" for text in self.unread_columns()]
         hints = [text for text in said if text.endswith("reads it.")]
@@ -171,8 +162,8 @@ class FileDataset(torch.utils.data.Dataset[dict[str, Any]], ABC):
         return f"a text may have model.data.seq_length={self.seq_length} tokens"
 
     def by_length(self, notes: np.ndarray) -> list[tuple[str, np.ndarray, bool]]:
-        """What is left out, replaced or cut, by the notes of documents: what becomes of it, for
-        which documents (bool), and whether notes are lengths.
+        """What is left out, replaced or cut: what becomes of it, of which of the documents with
+        these notes (bool), and whether notes are lengths.
         """
         text = f"longer than model.data.seq_length={self.seq_length} tokens: left out"
         return [(text, notes > self.seq_length, True)]
@@ -287,8 +278,8 @@ class EncodedDataset(FileDataset):
         self.encode = self.encoder.encode_text
         self.tokenizer, self.name, self.pad_id = tokenizer, name, tokenizer.eos_id
         self.seq_length, self.data_cfg = seq_length, data_cfg or {}
-        settings = self.encoder.settings(self.what, seq_length)
-        self.lines = self.checked_records(paths, [], settings=settings, expand=self.expand)
+        depends_on = [*self.encoder.depends_on(), self.what, seq_length]
+        self.lines = self.checked_records(paths, depends_on, expand=self.expand)
         self._choose_documents()
 
     @abstractmethod
@@ -297,11 +288,8 @@ class EncodedDataset(FileDataset):
 
 
 def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.ndarray:
-    """int64 [size]: documents of several files in proportion to `weights`, evenly mixed.
-
-    Each file is read in order; one that is too small for its share starts again. The mixture
-    depends on nothing but the arguments (Megatron's `build_blending_indices`: at each position the
-    file that is furthest behind its share).
+    """int64 [size]: documents of several files in proportion to `weights`, at each position of the
+    file that is furthest behind its share. One that is too small starts again.
     """
     from megatron.core.datasets import helpers
 
@@ -321,8 +309,8 @@ def blend(by_file: list[np.ndarray], weights: Sequence[float], size: int) -> np.
 def documents_within(
     lengths: np.ndarray, seq_length: int, name: str, what: str, are_longer: str
 ) -> np.ndarray:
-    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others, and
-    `UserError` says that there are none: "<name> data: all 3 <what> <are_longer> than ...".
+    """Numbers of the documents of at most `seq_length` tokens; a warning counts the others.
+    `UserError`: there are none.
     """
     documents = np.flatnonzero(lengths <= seq_length)
     if not len(documents):
@@ -334,19 +322,16 @@ def documents_within(
     if len(documents) < len(lengths):
         logging.warning(
             f"{name} data: {len(lengths) - len(documents)} of {len(lengths)} {what} are left out: "
-            f"they {are_longer} than seq_length={seq_length} tokens (the longest has "
-            f"{lengths.max()})."
+            f"they {are_longer} than seq_length={seq_length} (the longest has {lengths.max()})."
         )
     return documents
 
 
 def slot(index: int, length: int, width: int) -> dict[str, torch.Tensor]:
-    """What items of any dataset hold: `loss_mask` float32 [width], 1 up to `length`, but all 0 for
-    an empty slot, `position_ids` and `idx`.
-    """
-    used = torch.arange(width) < (length if index >= 0 else 0)
+    """`loss_mask` float32 [width], 1 up to `length`, all 0 for an empty slot; and more."""
     places = torch.arange(width)
-    return {"loss_mask": used.float(), "position_ids": places, "idx": torch.tensor(index)}
+    used = (places < (length if index >= 0 else 0)).float()
+    return {"loss_mask": used, "position_ids": places, "idx": torch.tensor(index)}
 
 
 def trained_part(name: str, tokens: torch.Tensor, mask: torch.Tensor, length: int) -> Part:

@@ -3,11 +3,8 @@
 """Files that make a second start fast: the index of a data file (offsets, lengths and other
 results of its check), and copies of it in a form that can be mapped into memory.
 
-They lie in `.nemo_aligner_index` beside the data, or in `model.data.index_mapping_dir`; where
-neither can be written, in the cache folder of Hugging Face's `datasets`. Their names hold a hash
-of everything that they depend on, so they are never out of date; they can be deleted whenever no
-job runs. A file appears complete, by being renamed, and of several processes that need the same
-one the first makes it while the others wait.
+Their names hold a hash of all that they depend on, so they are never out of date. A file appears
+complete, by being renamed; of several processes that need the same one the first makes it.
 """
 
 import contextlib
@@ -91,9 +88,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
 
 
 def keep_index(data: Path, index_dir: str | None, name: str, make: Callable[[], Index]) -> Index:
-    """What `make` returns, or what another process has made in the meantime; kept as the index
-    `name` of `data` where a folder for it can be written.
-    """
+    """What `make` returns, kept as the index `name` of `data`; or what is kept already."""
     made: list[Index] = []
 
     def write(path: Path) -> None:
@@ -143,16 +138,14 @@ def keep_file(
                     os.chmod(temporary, 0o644)
                     os.replace(temporary, folder / name)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"there is no room in {folder} for {name}, which lets {data} be read without "
-                    "filling the memory; name another folder with model.data.index_mapping_dir "
-                    "(SFT: in train_ds and validation_ds)."
-                ) from None
-            raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"there is no room in {folder} for {name}, which lets {data} be read without "
+                "filling the memory; name another folder with model.data.index_mapping_dir."
+            ) from None
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+            Path(temporary).unlink(missing_ok=True)
         return folder / name
     return None
 
@@ -180,10 +173,8 @@ def keep_copy(
 def _folders(data: Path, index_dir: str | None) -> list[Path]:
     """Where the files of `data` may lie, in the order in which they are tried."""
     chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
-    home = os.environ.get("HF_HOME") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
-    )
-    cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(home, "datasets")
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"
     return [chosen, Path(cache).expanduser() / "nemo_aligner"]
 
 
@@ -201,8 +192,7 @@ def _alone(lock: Path, data: Path) -> Iterator[None]:
             logging.info(f"waiting for another process that reads {data}")
             held.acquire()
     except (NotImplementedError, OSError):
-        yield  # the file is renamed when it is complete, so that a second one does no harm
-        return
+        pass  # the file is renamed when it is complete, so that a second one does no harm
     try:
         yield
     finally:

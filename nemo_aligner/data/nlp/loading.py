@@ -39,7 +39,8 @@ def build_train_valid_test_datasets(
     n_chunks: int | Mapping[str, int] | None = None,
     n_examples_per_chunk: int | Mapping[str, int] | None = None,
 ) -> Datasets:
-    """Build (train, validation, test) datasets.
+    """Build (train, validation, test) datasets; None where there are no files. With further keys
+    `validation_<name>` the validation entry is a dict from key to dataset.
 
     Args:
         cls: of the datasets: one of ours, or one with NeMo-Aligner's constructor.
@@ -47,19 +48,13 @@ def build_train_valid_test_datasets(
         data_prefix: mapping with the files (one path or a list) of `train`, `validation` and
             `test`, of which the last two are optional; or one path or list that `splits_string`
             divides. A list of weights and paths in turn, [0.3, a, 0.7, b], blends the files.
-        data_impl: form of the files, one of `data_rules.DATA_IMPLS`. For distillation also
-            NeMo-Aligner's chunked_jsonl, the same as jsonl: data are read from disk.
-        splits_string: weights of the three contiguous parts of one common list of files, for
-            example "98,1,1".
+        data_impl: one of `data_rules.DATA_IMPLS`, for distillation also chunked_jsonl.
+        splits_string: weights of the three contiguous parts of one common list of files.
         train_valid_test_num_samples: use at most so many samples of each; below 1 means all. A
             blend has exactly so many, or as many as its files together.
         seed, n_examples_per_chunk: not used (samplers shuffle; files say what they hold).
-        n_chunks: for distillation, how many files a name with CHUNK_ID stands for, as in
-            NeMo-Aligner: those with 0 to `n_chunks` - 1; one number, or that of each part.
-
-    Returns:
-        One entry is None where there are no files. With further keys `validation_<name>`, the
-        validation entry is a dict from key to dataset.
+        n_chunks: for distillation, how many files a name with CHUNK_ID stands for, one number, or
+            that of each part.
 
     Raises:
         ConfigError: `data_prefix`, `data_impl` or `splits_string` cannot be used.
@@ -72,18 +67,12 @@ def build_train_valid_test_datasets(
     if is_ours:
         cls.check_form(data_impl)
     if data_prefix is None or not len(data_prefix):
-        raise ConfigError(
-            "model.data.data_prefix is not set: give {train: [file.jsonl], validation: "
-            "[file.jsonl]}."
-        )
+        raise ConfigError("model.data.data_prefix is not set: give {train: [file.jsonl], ...}.")
     limits = dict(zip(PARTS, train_valid_test_num_samples, strict=True))
     cfg = copy.deepcopy(cfg)
     OmegaConf.update(cfg, "data.data_impl", data_impl, force_add=True)
     if holds_tokens(data_impl) and cfg.data.get("append_eod"):
-        logging.warning(
-            f"model.data.append_eod=True has no effect with data_impl={data_impl}: tokens are "
-            "used as they are."
-        )
+        logging.warning(f"model.data.append_eod=True has no effect with data_impl={data_impl}.")
 
     def make(paths: list[DataFile], name: str) -> Any:
         if is_ours:
@@ -97,8 +86,7 @@ def build_train_valid_test_datasets(
         return _split_common_files(make, data_prefix, splits_string, limits)
     if splits_string is not None:
         logging.warning(
-            "model.data.splits_string has no effect: model.data.data_prefix names the files of "
-            "each part."
+            "model.data.splits_string has no effect: data_prefix names the files of each part."
         )
     check_parts(data_prefix)
     built = {}
@@ -124,11 +112,8 @@ def _with_chunks(data_prefix: Any, n_chunks: int | Mapping[str, int] | None) -> 
                     f"model.data.data_prefix.{part} has names with {CHUNK_ID}, but "
                     f"model.data.n_chunks={n_chunks} does not say how many files these are."
                 )
-            names = [
-                str(name).replace(CHUNK_ID, str(n))
-                for name in names
-                for n in range(count if CHUNK_ID in str(name) else 1)
-            ]
+            numbers = {name: range(count if CHUNK_ID in str(name) else 1) for name in names}
+            names = [str(m).replace(CHUNK_ID, str(n)) for m in names for n in numbers[m]]
         found[part] = names
     return found if has_parts else found["train"]
 
@@ -142,15 +127,14 @@ def _split_common_files(
     paths, weights = data_paths(files, "model.data.data_prefix")
     if splits_string is None:
         raise ConfigError(
-            f"model.data.data_prefix={files} names files for all of training, validation and "
-            'test: say how to divide them with model.data.splits_string="98,1,1", or give '
-            "separate files: {train: [...], validation: [...]}."
+            f"model.data.data_prefix={files} names files for all parts: divide them with "
+            'model.data.splits_string="98,1,1", or give {train: [...], validation: [...]}.'
         )
     whole = make(paths, "all")
     if not isinstance(whole, FileDataset):
         raise ConfigError(
-            f"model.data.splits_string cannot divide a {type(whole).__name__}: give separate "
-            "files in model.data.data_prefix, {train: [...], validation: [...]}."
+            f"model.data.splits_string cannot divide a {type(whole).__name__}: give "
+            "model.data.data_prefix={train: [...], validation: [...]}."
         )
     # A blend divides each of its files, so that each part has all of them.
     pieces = _pieces(whole, weights)
@@ -173,9 +157,7 @@ def _split_common_files(
 def build_configured_datasets(
     cfg: DictConfig, build: Callable[..., Datasets], tokenizer: Tokenizer
 ) -> Datasets:
-    """(train, validation, test) datasets from the section `model.data`; `build` is one of
-    `build_train_valid_test_*_datasets` of `builders.py`.
-    """
+    """(train, validation, test) datasets from the section `model.data`, by `build`."""
     data = cfg.model.data
     return build(
         cfg=cfg.model,
@@ -190,9 +172,7 @@ def build_configured_datasets(
 
 
 def blended(dataset: Any, weights: Sequence[float] | None, num_samples: int | None) -> Any:
-    """The first `num_samples` of a dataset, or so many of the blend of its files; None or below 1:
-    as many as there are.
-    """
+    """The first `num_samples` (None, below 1: all) of a dataset, or of the blend of its files."""
     if weights is None and not 0 < (num_samples or 0) < len(dataset):
         return dataset
     pieces = _pieces(dataset, weights)
@@ -206,8 +186,7 @@ def _pieces(dataset: Any, weights: Sequence[float] | None) -> list[np.ndarray]:
     if not isinstance(dataset, FileDataset) or len(dataset.lines.paths) != len(weights):
         raise ConfigError(
             f"model.data.data_prefix has weights, but a {type(dataset).__name__} that is built by "
-            "its class cannot be a blend of files; give them without weights, or use the "
-            "functions build_train_valid_test_*_datasets."
+            "its class cannot be a blend of files; give them without weights."
         )
     return dataset.documents_by_file()
 
@@ -238,8 +217,7 @@ def _split(size: int, splits_string: str) -> list[int]:
         weights = []
     if not 1 <= len(weights) <= 3 or min(weights) < 0 or sum(weights) <= 0:
         raise ConfigError(
-            f"model.data.splits_string={splits_string!r}: three weights are needed, for example "
-            '"98,1,1".'
+            f"model.data.splits_string={splits_string!r}: three weights are needed, 98,1,1 say."
         )
     weights += [0.0] * (3 - len(weights))
     return [round(size * total / sum(weights)) for total in np.cumsum([0.0, *weights])]
@@ -262,7 +240,6 @@ def build_dataloader(
     Args:
         cfg: complete configuration; `model.seed` and `model.data.num_workers` are read.
         consumed_samples: samples that all ranks together have used.
-        drop_last, pad_samples_to_global_batch_size: see `samplers.py`.
         load_gbs: yield this rank's share of a global batch; False yields micro-batches.
         use_random_sampler: shuffle, with a new permutation in each epoch.
     """
@@ -290,8 +267,7 @@ def build_dataloader(
         pin_memory=torch.cuda.is_available(),
         collate_fn=collate_fn,
         worker_init_fn=ignore_signals,
-        # Each new iterator of a loader draws a seed: from this generator, not from the global one,
-        # on which the training depends.
+        # Of which each new iterator draws a seed, not of the global one.
         generator=torch.Generator().manual_seed(cfg.model.seed),
     )
 
@@ -314,8 +290,8 @@ def build_dataset_generic(
     """
     if not str(data_impl).startswith("json"):
         raise ConfigError(
-            f"model.data.data_impl={data_impl}: a dataset class of one's own is built from "
-            "records, not from files of tokens. Convert the data to jsonl."
+            f"model.data.data_impl={data_impl}: a dataset class of one's own reads no files of "
+            "tokens. Convert the data to jsonl."
         )
     records: list[Record] = []
 

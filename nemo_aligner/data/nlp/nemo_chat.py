@@ -11,13 +11,12 @@ conversation is the text
     TURN Assistant NAME_END {value} TURN_END TURN
 
 without the spaces and newlines in between. The last TURN follows if the last turn is one that is
-trained on; it ends the response. What is trained on is the value of the turns of every speaker who
-is not named by the record's field `mask` ("User" if absent, several with commas), TURN_END
-included, and the TURN that follows it; never the first turn.
+trained on. What is trained on is the value of the turns of every speaker whom the record's field
+`mask` does not name, TURN_END and the TURN that follows included; never the first turn.
 
 Turns may have labels (SteerLM). Of `type` VALUE_TO_TEXT, LABEL_START {label} NAME_END stands
-before the value and is not trained on; of TEXT_TO_VALUE it stands after TURN_END, and it alone is
-trained on, without LABEL_START. Without a type labels are left out.
+before the value and is not trained on; of TEXT_TO_VALUE after TURN_END, and it alone is trained
+on, without LABEL_START. Without a type labels are left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,10 +83,7 @@ class ChatTokens:
         found: dict[str, Any] = {field.name: texts.get(field.name) for field in fields(cls)}
         for name, value in found.items():
             if not isinstance(value, str) or not value:
-                raise ConfigError(
-                    f"model.data.chat_prompt_tokens.{name}={value!r}: with model.data.chat=True "
-                    "each of the chat tokens is a text."
-                )
+                raise ConfigError(f"model.data.chat_prompt_tokens.{name}={value!r}: give a text.")
         return cls(**found)
 
 
@@ -135,7 +131,7 @@ class NeMoChat(ConversationForm):
             if source.turns[-1].speaker not in source.masked:
                 raise UserError(
                     f"the last turn is that of {source.turns[-1].speaker}, but the policy "
-                    "responds to a prompt: remove that turn."
+                    "responds: remove that turn."
                 )
         else:
             _check_options(record)
@@ -169,9 +165,8 @@ class NeMoChat(ConversationForm):
         more = len(tokens) - len(joined)  # TURN
         if list(tokens[: len(joined)]) != joined or more not in (0, len(self._turn_start_ids)):
             raise UserError(
-                "the tokenizer joins characters of two turns into one token, so that the mask of "
-                "the loss would be wrong. Choose other model.data.chat_prompt_tokens: special "
-                "tokens of the tokenizer are never joined."
+                "the tokenizer joins characters of two turns into one token. Choose other "
+                "model.data.chat_prompt_tokens: special tokens of the tokenizer are never joined."
             )
         is_response = [False] * len(header)
         for number, (turn, part) in enumerate(zip(source.turns, parts, strict=True)):
@@ -181,8 +176,8 @@ class NeMoChat(ConversationForm):
         is_response += [ends] * (len(tokens) - len(is_response))
         if not any(is_response):
             raise UserError(
-                f"no turn of the conversation is trained on: all are masked "
-                f"({', '.join(source.masked)}) or of weight 0, or there is only the first one."
+                f"no turn of the conversation is trained on: all but the first are masked "
+                f"({', '.join(source.masked)}) or of weight 0."
             )
         return Encoded(tokens, is_response)
 
@@ -240,9 +235,7 @@ def source_of_record(record: Record) -> Source:
 
 
 def source_of_messages(messages: Sequence[Message], first: int = 0) -> Source:
-    """The conversation of messages with roles: user is User, assistant is Assistant, and so on;
-    those before `first` do not count.
-    """
+    """The conversation of messages with roles, of which those before `first` do not count."""
     system, rest = "", list(enumerate(messages, start=1))
     if messages[0]["role"] == "system":
         system = rest.pop(0)[1]["content"]
@@ -269,14 +262,12 @@ def _written(source: Source, messages: list[tuple[int, Message]]) -> Source:
 def _check_options(record: Record) -> None:
     if template_options(record):
         raise UserError(
-            "field 'chat_template_kwargs' is for chat templates, and NeMo's chat format "
-            "(model.data.chat=True) is none: remove it."
+            "field 'chat_template_kwargs' is for chat templates, and NeMo's chat format is none: "
+            "remove it."
         )
 
 
 def _find(part: Sequence[int], whole: Sequence[int]) -> int:
     """Where `part` begins in `whole`; -1: nowhere."""
-    for place in range(len(whole) - len(part) + 1):
-        if list(whole[place : place + len(part)]) == list(part):
-            return place
-    return -1
+    places = range(len(whole) - len(part) + 1)
+    return next((n for n in places if list(whole[n : n + len(part)]) == list(part)), -1)

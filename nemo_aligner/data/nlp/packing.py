@@ -3,7 +3,7 @@
 """Several SFT examples in one sequence (`packed_sequence: True`), which saves the padding.
 
 Positions restart at each example and no example attends to another, so loss and gradient are those
-of the examples one by one (`training/megatron_steps.py` tells the model where they begin).
+of the examples one by one.
 """
 
 import bisect
@@ -23,13 +23,8 @@ Batch = dict[str, torch.Tensor]
 
 
 def pack(slots: Sequence[int], size: int) -> list[list[int]]:
-    """Divide items of 1 to `size` slots into packs of at most `size` slots each.
-
-    Items are taken in order, each into the pack that it fills best (among equally full ones, the
-    first).
-
-    Returns:
-        Numbers of the items of each pack, in order; packs in the order of their first item.
+    """Divide items of 1 to `size` slots, in order, into packs of at most `size` slots, each into
+    the (first) one that it fills best. Returns the numbers of the items of each pack.
     """
     packs: list[list[int]] = []
     rooms: list[int] = []  # the sizes of the room that open packs have, sorted
@@ -54,15 +49,11 @@ def pack(slots: Sequence[int], size: int) -> list[list[int]]:
 
 
 class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Packs of the items of `dataset`; its length is the number of packs.
+    """Packs of the items of `dataset`, examples with known lengths. One of n tokens takes n - 1
+    slots, because its last token is only ever a label.
 
-    An example of n tokens takes n - 1 slots, because its last token is only ever a label.
-
-    Args:
-        dataset: SFT examples with known lengths.
-
-    Items: `examples` (items of `dataset`) and `is_empty`, True for index -1, an empty slot of a
-    padded validation batch: the first pack without weight in the loss. `collate_fn` makes batches.
+    Items: `examples` (items of `dataset`) and `is_empty`, True for index -1, an empty slot: the
+    first pack without weight in the loss. `collate_fn` makes batches.
     """
 
     def __init__(self, dataset: Examples) -> None:
@@ -71,10 +62,8 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         slots = np.maximum(dataset.lengths - 1, 1)
         self.packs = pack(slots.tolist(), self.size)
         logging.info(
-            f"{dataset.name} data: {len(slots)} examples in {len(self.packs)} packed sequences of "
-            f"at most {self.size} positions, which are "
-            f"{100 * slots.sum() / (len(self.packs) * self.size):.1f} % full. A global batch "
-            "counts packed sequences."
+            f"{dataset.name} data: {len(slots)} examples in {len(self.packs)} packed sequences, "
+            f"{100 * slots.sum() / (len(self.packs) * self.size):.1f} % full."
         )
 
     def __len__(self) -> int:

@@ -25,15 +25,10 @@ from nemo_aligner.data.nlp.sources import Record
 @accepts_nemo_aligner_call
 class RLHFDataset(EncodedDataset):
     """Prompts: lines `{"text": prompt}`, tokenized as they are, or conversations that end with the
-    user (`chat_records.py`) in the form that `data_cfg` asks for.
-
-    A prompt longer than the limit is replaced by the next one that fits, with a `loss_multiplier`
-    of 0: a response is generated to it, so that batches stay full, but it must not train. A
-    warning at start counts such prompts.
+    user. One of more than `max_prompt_length` tokens is replaced by the next one that fits, with a
+    `loss_multiplier` of 0: batches stay full, but it must not train.
 
     Args:
-        max_prompt_length: limit in tokens.
-        data_cfg: `model.data`; see `Records` and `RecordEncoder`.
         limit_text: the limit in words, and where it comes from; for messages.
 
     Items: `text` int64 [P], and as scalars `length` (P), `loss_multiplier` float32 (from the
@@ -73,8 +68,7 @@ class RLHFDataset(EncodedDataset):
         name: str = "train",
         limit_text: str = "the limit",
     ) -> None:
-        self.max_prompt_length = max_prompt_length
-        self.limit_text = limit_text
+        self.max_prompt_length, self.limit_text = max_prompt_length, limit_text
         super().__init__(paths, tokenizer, max_prompt_length, data_cfg, name)
 
     def _choose_documents(self) -> None:
@@ -108,7 +102,6 @@ class RLHFDataset(EncodedDataset):
         return float(weight)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """Length of a prompt, and whether it is empty."""
         length = self.encoder.prompt_length(record, self.max_prompt_length)
         return length, 0.0, self.encoder.prompt_is_empty(record)
 
@@ -119,14 +112,13 @@ class RLHFDataset(EncodedDataset):
         if not fits.any():
             raise UserError(
                 f"{self.name} data: all {len(fits)} prompts are longer than {self.limit_text}; "
-                f"the longest has {lengths.max()} tokens, the shortest {lengths.min()}. Shorten "
-                "the prompts, raise model.data.seq_length (model.encoder_seq_length) or lower "
-                f"length_params.max_length. Files: {', '.join(map(str, self.lines.paths))}"
+                f"the longest has {lengths.max()} tokens, the shortest {lengths.min()}. Raise "
+                "model.data.seq_length or lower length_params.max_length. Files: "
+                f"{', '.join(map(str, self.lines.paths))}"
             )
         return fits
 
     def select(self, documents: np.ndarray) -> Self:
-        """Return the same dataset with only `documents`; raises if none of them fits."""
         other = super().select(documents)
         other._fits()
         return other
@@ -187,10 +179,7 @@ class PromptColumns:
     Args:
         datasets: of the prompts, whose items have a `record` from now on.
         asked: names of columns that each record must have; "**" stands for all others.
-        share: (n, of how many) shares of the records to check.
-
-    Raises:
-        UserError: a record lacks a column, or has a value that no JSON can hold; with its row.
+        share: (n, of how many) shares of the records to check (`UserError` with the row).
     """
 
     def __init__(
@@ -235,8 +224,7 @@ def collate_with_batch_max_sequence_length(
     `response_token_length` columns.
 
     Args:
-        reset_position_ids, reset_attention_mask, eod_mask_loss: not used, because an item has one
-            document.
+        reset_position_ids, reset_attention_mask, eod_mask_loss: not used.
         generate_masks_and_position_ids: also return `attention_mask` bool [1, 1, S, S] (True: must
             not see), `position_ids` [b, S] and `loss_mask` float32 [b, S].
 
@@ -263,9 +251,7 @@ def collate_with_pad_to_max_batch(
     cfg: DictConfig,
     generate_masks_and_position_ids: bool = True,
 ) -> Callable[[Sequence[Mapping[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """`collate_with_batch_max_sequence_length` with everything but the items given: `max_seqlen`
-    columns are added for the response. `cfg` is not used (NeMo-Aligner's signature).
-    """
+    """`collate_with_batch_max_sequence_length` with all but the items; `cfg` is not used."""
     return partial(
         collate_with_batch_max_sequence_length,
         response_token_length=max_seqlen,
@@ -282,13 +268,11 @@ def identity_collate(batch: list[Any]) -> list[Any]:
 def single_validation_set(
     validation: RLHFDataset | dict[str, RLHFDataset] | None,
 ) -> RLHFDataset | None:
-    """The validation set that `build_train_valid_test_rlhf_datasets` returns; None: there is none.
-    `ConfigError`: there are several.
-    """
+    """The validation set of a builder; `ConfigError`: there are several."""
     if isinstance(validation, dict):
         raise ConfigError(
             f"model.data.data_prefix has several validation sets ({', '.join(validation)}), but "
-            "rollouts are validated on one: give {train: [file.jsonl], validation: [file.jsonl]}."
+            "rollouts are validated on one."
         )
     return validation
 
@@ -296,13 +280,8 @@ def single_validation_set(
 def check_pad_to_length(
     cfg: DictConfig, remote: str, section: str, datasets: Iterable[RLHFDataset]
 ) -> None:
-    """Warn at start if a sample can be wider than `pad_to_length`, so that requests have different
-    widths.
-
-    Args:
-        cfg: whole configuration.
-        remote: "remote_rm" or "remote_critic_rm", whose `pad_to_length` is read.
-        section: "ppo", "rs" or "reinforce", of which `length_params` is read.
+    """Warn if a sample can be wider than `pad_to_length` of the section `remote`, by the
+    `length_params` of `model.<section>`.
     """
     pad_to_length = cfg[remote].pad_to_length
     max_length = cfg.model[section].length_params.max_length
@@ -314,7 +293,6 @@ def check_pad_to_length(
         logging.warning(
             f"{remote}.pad_to_length={pad_to_length} does not hold every sample: the longest "
             f"prompt of the {name} data has {longest} tokens, and "
-            f"model.{section}.length_params.max_length={max_length} more may be generated. A "
-            "longer sample is sent at its own width. For one width set "
-            f"{remote}.pad_to_length={longest + max_length}."
+            f"model.{section}.length_params.max_length={max_length} more may be generated. For "
+            f"one width of all samples set {remote}.pad_to_length={longest + max_length}."
         )

@@ -1,15 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From records to the tokens of prompts, of whole samples and of pairs: texts as they stand, and
-conversations in the form that `model.data` asks for. Imports nothing heavy.
-"""
+"""From records to the tokens of prompts, of whole samples and of pairs. Imports nothing heavy."""
 
 import bisect
 import importlib.metadata
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,11 +24,10 @@ from nemo_aligner.data.nlp.chat_records import (
 )
 from nemo_aligner.data.nlp.columns import missing
 from nemo_aligner.data.nlp.conversation_form import ConversationForm, Encoded
-from nemo_aligner.data.nlp.records import NO_FORM, check_text, settings_of
+from nemo_aligner.data.nlp.records import NO_FORM, check_text
 from nemo_aligner.data.nlp.sources import Record
 
-# A tokenizer may add a few tokens that stand for no character (bos, eos, SentencePiece's leading
-# space).
+# Tokens that stand for no character (bos, eos, SentencePiece's leading space), at most.
 EXTRA_TOKENS = 8
 
 
@@ -68,29 +64,22 @@ class TextEncoder:
         return text_tokens(self.tokenizer, text, self.add_bos)
 
     def length(self, text: str | np.ndarray, limit: int) -> int:
-        """Number of tokens: exact if above `limit`, else possibly an upper bound.
-
-        A short ASCII text surely fits and is not tokenized.
-
-        Raises:
-            UserError: tokens that the tokenizer does not have.
+        """Number of tokens: exact if above `limit`, else possibly an upper bound, as a short ASCII
+        text surely fits. `UserError`: tokens that the tokenizer does not have.
         """
         if not isinstance(text, str):
-            self._check_tokens(text)
+            size = self.tokenizer.vocab_size
+            if not len(text):
+                raise UserError("it has no tokens.")
+            if int(text.min()) < 0 or int(text.max()) >= size:
+                raise UserError(
+                    f"tokens from {text.min()} to {text.max()}, but the tokenizer has {size}: the "
+                    "data were made with another one. Tokenize them with the model's tokenizer."
+                )
             return len(text)
         if text.isascii() and len(text) + EXTRA_TOKENS <= limit:
             return len(text) + EXTRA_TOKENS
         return len(self(text))
-
-    def _check_tokens(self, tokens: np.ndarray) -> None:
-        size = self.tokenizer.vocab_size
-        if not len(tokens):
-            raise UserError("it has no tokens.")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
-            raise UserError(
-                f"tokens from {tokens.min()} to {tokens.max()}, but the tokenizer has {size}: the "
-                "data were made with another one. Tokenize them with the model's tokenizer."
-            )
 
 
 def common_length(first: Any, second: Any) -> int:
@@ -109,7 +98,6 @@ def plain_texts(record: Record, *fields: str, allow_blank: bool = False) -> list
     return [record[field] for field in fields]
 
 
-HEAD = 64  # characters of a response
 SURE = 1 << 30  # characters that a pair has in common whose prompt is known
 
 
@@ -118,13 +106,11 @@ class RecordEncoder:
 
     Without a form for conversations a prompt is the field `text`, or a text in `prompt`; a sample
     is `text`; a pair is `chosen` and `rejected`, which continue `prompt` if there is one, else
-    begin with it: it ends with the last `prompt_end` that both share. All are texts and stay as
-    they are. In a form they are conversations (`chat_records.py`); in one that nobody has asked
-    for only records that hold messages.
+    begin with it, up to the last `prompt_end` that both share. Texts stay as they are. In a form
+    all are conversations; in one that nobody has asked for only records that hold messages.
 
     Args:
-        data_cfg: `model.data`; `prompt_end` and `allow_empty_prompt` are read, and what
-            `TextEncoder` and `chat_form` read.
+        data_cfg: `model.data`.
         form: of conversations; None: `chat_form`'s.
 
     Every method raises `UserError` for a record that it cannot use. A length is exact above
@@ -144,13 +130,11 @@ class RecordEncoder:
         self.prompt_end = line_ends(data_cfg.get("prompt_end") or "")
         self.allow_empty_prompt = bool(data_cfg.get("allow_empty_prompt"))
 
-    def settings(self, *others: Any) -> Callable[[], str | None]:
-        """`settings` of `Records` for a check that needs lengths, and depends on `others`."""
-        form, texts = None if self.form is None else self.form.state, self.encode_text
+    def depends_on(self) -> list[Any]:
+        """All that the tokens of a record depend on, beside the tokenizer."""
+        texts, form = self.encode_text, None if self.form is None else self.form.state
         ftfy = "" if texts.fix_text is None else importlib.metadata.version("ftfy")
-        ends = [self.prompt_end] if self.prompt_end else []
-        how = (texts.add_bos, texts.append_eod, ftfy, form, *ends, *others)
-        return partial(settings_of, texts.tokenizer, *how)
+        return [texts.add_bos, texts.append_eod, ftfy, form, self.prompt_end]
 
     def form_of(self, record: Record) -> ConversationForm | None:
         """The form that a record is written in; None: its texts stay as they are."""
@@ -172,7 +156,6 @@ class RecordEncoder:
         return self.form.prompt(self._fixed(record))
 
     def prompt_length(self, record: Record, limit: int) -> int:
-        """Number of tokens of a prompt."""
         text = self._prompt_text(record)
         return len(self.prompt(record)) if text is None else self.encode_text.length(text, limit)
 
@@ -200,14 +183,12 @@ class RecordEncoder:
         return self.form.sample(self._fixed(record))
 
     def sample_length(self, record: Record, limit: int) -> int:
-        """Number of tokens of a prompt with its response."""
         text = self._text(record, has_conversation=False)
         return len(self.sample(record)) if text is None else self.encode_text.length(text, limit)
 
     def pair(self, record: Record) -> tuple[Encoded, Encoded]:
-        """The tokens of both samples of a pair that stands in one record, the better one first,
-        and which of them are of the response: what follows `prompt`, or the messages of the
-        assistant from the first one that differs.
+        """Both samples of a pair that stands in one record, the better one first; what follows
+        `prompt` is the response, or the assistant's messages from the first that differs.
         """
         form = self.form_of(record)
         if form is not None:
@@ -217,9 +198,7 @@ class RecordEncoder:
         return chosen, rejected
 
     def with_response(self, record: Record) -> Encoded:
-        """The tokens of `prompt` with `response`, which continues it, and which of them are of the
-        response: what follows the prompt, or the messages of the assistant after it.
-        """
+        """`prompt` with `response`: what follows, or the assistant's messages after it."""
         form = self.form_of(record)
         if form is not None:
             return form.response(self._fixed(record))
@@ -234,7 +213,6 @@ class RecordEncoder:
         return Encoded(tokens, [n >= first for n in range(len(tokens))])
 
     def response_length(self, record: Record, limit: int) -> int:
-        """Number of tokens of a prompt with its response."""
         if self.form_of(record) is not None:
             return len(self.with_response(record).tokens)
         return self.encode_text.length("".join(self._parts(record, "response")), limit)
@@ -246,8 +224,7 @@ class RecordEncoder:
             chosen, rejected = (sample.tokens for sample in self.pair(record))
             if chosen == rejected:
                 raise EqualPairError(
-                    "have the same tokens (they differ only in what the tokenizer or the chat "
-                    "template leaves out, such as spaces at the end)"
+                    "have the same tokens (the tokenizer or the template leaves out the rest)"
                 )
             return max(len(chosen), len(rejected))
         prompt, *responses = texts
@@ -318,11 +295,9 @@ class RecordEncoder:
 
     def _may_be_the_same(self, first: str, second: str) -> bool:
         """False only if a tokenizer keeps the texts apart."""
-        fix = self.encode_text.fix_text
-        if fix:
-            first, second = fix(first), fix(second)
-        # Most differ in their first words.
-        heads = [_letters(text[:HEAD]) for text in (first, second)]
+        fix = self.encode_text.fix_text or str
+        first, second = fix(first), fix(second)
+        heads = [_letters(text[:64]) for text in (first, second)]  # most differ in them already
         common = min(map(len, heads))
         return heads[0][:common] == heads[1][:common] and _letters(first) == _letters(second)
 

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of data files of any kind, checked at start and read on access.
-
-Every record is read once at start: a broken one is an error with its file and row. What the check
-found is kept for the next start (`index_files.py`).
+"""Records of data files of any kind: each is read and checked once at start, a broken one is an
+error with its file and row. What the check found is kept for the next start (`index_files.py`).
 """
 
 import array
@@ -26,9 +24,8 @@ from nemo_aligner.data.nlp.sources import Record, RecordSource
 # What to do about a conversation that is read as a text.
 NO_FORM = (
     "A conversation needs a form, and the tokenizer has no chat template: set "
-    "model.data.chat_template to the file of one, or model.data.chat=True for NeMo's chat format. "
-    "(Where it has one, the first line decides how SFT reads a file: give texts and conversations "
-    "in files of their own.)"
+    "model.data.chat_template to the file of one, or model.data.chat=True. (SFT reads a file as "
+    "its first line says: give texts and conversations in files of their own.)"
 )
 # From a record to what is kept of its check: a whole number, or that with one or two more.
 Inspect = Callable[[Record], int | tuple[int, float] | tuple[int, float, int]]
@@ -38,32 +35,24 @@ class Records(Sequence):
     """Records of data files, one file after the other, read from disk on access.
 
     Args:
-        paths: the files and folders (`data_files.py`); an entry may have columns of its own.
-        fields: texts that each record must have.
+        paths: files and folders (`data_files.py`); an entry may have columns of its own.
+        fields: texts that each record must have; with `allow_blank` they may be blank.
         inspect: called once with every record, in order; its results are kept in `notes`,
-            `numbers` and `extra`. To a `UserError` that it raises, the file and the row are added.
-        allow_blank: the texts of `fields` may be blank.
-        data_cfg: `model.data`, or a section of it: `data_impl`, the form of the files, `columns`
-            (see `Columns`), and `index_mapping_dir`, the folder for what is kept for the next
-            start (null: beside the data).
-        settings: gives a hash of everything that `inspect` depends on, the state of the tokenizer
-            included (`settings_of`). None, or a function that returns it: nothing is kept, and
-            every start reads all records.
+            `numbers` and `extra`. To a `UserError` of it the file and the row are added.
+        data_cfg: `model.data`, or a section of it: `data_impl`, `columns`, `index_mapping_dir`.
+        settings: gives a hash of all that `inspect` depends on (`settings_of`). None, or a
+            function that returns it: nothing is kept for the next start.
         expand: makes the records of a row, at least one; None: a row is a record.
 
     Attributes:
-        paths: of the entries.
-        counts: records per entry.
-        first_of_file: int64, number of the first record of each entry.
-        notes: int64 [number of records], of `inspect`.
-        numbers, extra: float64 and int64 [number of records], of `inspect`; 0 where it returns
-            fewer numbers.
+        paths, counts, first_of_file: of each entry, how many records, number of the first.
+        notes, numbers, extra: int64, float64, int64 [number of records], of `inspect`; 0 where it
+            returns fewer.
         starts: int64, numbers of the first records of the sources, of which an entry has some.
         rows: int64 [number of records], with `expand`: the rows of all files, counted.
 
     Raises:
-        UserError: a file is missing, empty or damaged, or a record is broken; the message names
-            the file and the row.
+        UserError: a file is missing, empty or damaged, or a record is broken; with file and row.
     """
 
     def __init__(
@@ -97,19 +86,9 @@ class Records(Sequence):
         def index_of(source: RecordSource, columns: Columns) -> index_files.Index:
             size = sum(file.stat().st_size for file in source.files)
             depends_on = once() if size > index_files.SMALL else None
+            make = lambda: self._read(source, columns, check)
             if depends_on is None:
-                return self._read(source, columns, check)
-            before = _state(source)
-
-            def make() -> index_files.Index:
-                made = self._read(source, columns, check)
-                if _state(source) != before:
-                    raise UserError(
-                        f"{source.path} has changed while it was read; start again once it is "
-                        "complete."
-                    )
-                return made
-
+                return make()
             name = f"{source.path.name}-" + index_files.key(
                 [index_files.file_fingerprint(file) for file in source.files],
                 [list(fields), allow_blank, columns.fields],
@@ -145,6 +124,7 @@ class Records(Sequence):
         columns: Columns,
         check: Callable[[Record], Iterator[tuple[float, ...]]],
     ) -> index_files.Index:
+        before = _state(source)
         kinds: tuple[array.array[Any], ...] = tuple(map(array.array, "qdq"))
         rows, equal = array.array("q"), list[str]()
         for place, (number, row) in enumerate(source.scan()):
@@ -165,6 +145,10 @@ class Records(Sequence):
             raise UserError(f"{where}: {why}")
         if not kinds[0]:
             raise UserError(f"data file {source.path} is empty.")
+        if _state(source) != before:
+            raise UserError(
+                f"{source.path} has changed while it was read; start again once it is complete."
+            )
         notes, numbers, extra = (np.frombuffer(kept, dtype=kept.typecode) for kept in kinds)
         of_rows = np.array(rows, dtype=np.int64)
         return index_files.Index(source.offsets, notes, numbers, extra, of_rows)
@@ -227,9 +211,7 @@ def check_text(record: Record, *fields: str, allow_blank: bool = False) -> None:
 
 
 def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Record:
-    """The first record of a data file, read as `data_cfg` says; empty if none can be read, which
-    the check of all records says with its place.
-    """
+    """The first record of a data file, read as `data_cfg` says; empty if none can be read."""
     file, data_cfg = DataFile.of(entry, "the list of data files"), data_cfg or {}
     try:
         source = open_sources(Path(file.path), "jsonl", data_cfg.get("index_mapping_dir"))[0]
@@ -240,8 +222,6 @@ def first_record(entry: Any, data_cfg: Mapping[str, Any] | None = None) -> Recor
 
 
 def settings_of(tokenizer: Tokenizer, *others: Any) -> str | None:
-    """`settings` of `Records` for an `inspect` that depends on the tokenizer and on `others`
-    (texts, numbers, lists); None if the tokenizer's state cannot be told.
-    """
+    """A hash of the tokenizer's state and of `others`; None if that state cannot be told."""
     state = index_files.tokenizer_fingerprint(tokenizer)
     return None if state is None else index_files.key(state, *others)

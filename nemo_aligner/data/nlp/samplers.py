@@ -3,13 +3,9 @@
 """Batch samplers: which data-parallel rank gets which dataset index, and when.
 
 `consumed_samples` alone (samples used by all ranks together since step 0) decides where a pass
-starts, so a resumed job gets exactly the batches that the killed one would have had next. A pass
-has whole global batches only: the rest at the end of an epoch is dropped or, in order and on
-request, filled up with the index -1 (a slot without data). A pass may start at any sample, as
-after a change of the global batch size.
-
-The random samplers draw from their own generator, never from the global one, on which the training
-depends.
+starts, at any sample, so a resumed job gets exactly the batches that the killed one would have had
+next. A pass has whole global batches only: the rest of an epoch is dropped or, in order and on
+request, filled up with the index -1 (a slot without data).
 """
 
 from collections.abc import Iterator
@@ -25,8 +21,7 @@ class BatchSampler:
     Args:
         drop_last: leave out the samples that do not fill a global batch.
         global_batch_size: over all ranks; None for one micro-batch per rank.
-        pad_samples_to_global_batch_size: with `drop_last=False`, fill the last global batch with
-            the index -1.
+        pad_samples_to_global_batch_size: with `drop_last=False`, fill up with the index -1.
         seed: of the permutations (random samplers only).
 
     Raises:
@@ -51,15 +46,13 @@ class BatchSampler:
         step = micro_batch_size * data_parallel_size
         global_batch_size = step if global_batch_size is None else global_batch_size
         if total_samples <= 0:
-            raise UserError(
-                f"the dataset has {total_samples} samples: there is nothing to sample from."
-            )
+            raise UserError(f"the dataset has {total_samples} samples.")
         if micro_batch_size <= 0 or global_batch_size <= 0 or global_batch_size % step:
             raise ConfigError(
-                f"the global batch size {global_batch_size} (model.global_batch_size, or "
-                f"num_rollout_samples / num_val_samples for rollouts) is not a multiple of {step} "
-                f"= micro batch size {micro_batch_size} (model.micro_batch_size, or "
-                "rollout_micro_batch_size / val_rollout_micro_batch_size for rollouts) x "
+                f"the global batch size {global_batch_size} (model.global_batch_size; of rollouts "
+                f"num_rollout_samples or num_val_samples) is not a multiple of {step} = micro "
+                f"batch size {micro_batch_size} (model.micro_batch_size; of rollouts "
+                "rollout_micro_batch_size or val_rollout_micro_batch_size) x "
                 f"{data_parallel_size} data-parallel rank(s). Change one of them."
             )
         if consumed_samples < 0:
@@ -72,8 +65,8 @@ class BatchSampler:
             if total_samples < global_batch_size:
                 raise UserError(
                     f"the dataset has {total_samples} samples, fewer than one global batch of "
-                    f"{global_batch_size} (model.global_batch_size, or num_rollout_samples / "
-                    "num_val_samples for rollouts). Give more data or lower the batch size."
+                    f"{global_batch_size} (model.global_batch_size, num_rollout_samples or "
+                    "num_val_samples). Give more data or lower it."
                 )
         elif self.is_random:
             raise ConfigError(
@@ -82,17 +75,12 @@ class BatchSampler:
         elif not pad_samples_to_global_batch_size and total_samples % global_batch_size:
             raise ConfigError(
                 f"drop_last=False with {total_samples} samples leaves a global batch of "
-                f"{global_batch_size} incomplete, and ranks with unequal work: set "
-                "pad_samples_to_global_batch_size=True (empty slots are masked)."
+                f"{global_batch_size} incomplete: set pad_samples_to_global_batch_size=True."
             )
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.global_batch_size = global_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
-        self.drop_last = drop_last
-        self.seed = seed
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size, self.global_batch_size = micro_batch_size, global_batch_size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+        self.drop_last, self.seed = drop_last, seed
         self.samples_per_epoch = self._whole_batches(total_samples)
         # Indices in one yielded batch.
         share = global_batch_size // data_parallel_size
@@ -119,18 +107,14 @@ class BatchSampler:
 
     def _at_random(self) -> Iterator[list[int]]:
         """One permutation of the dataset per epoch, seeded with `seed + epoch`, cut into global
-        batches. One pass ends with the epoch; the next starts the following epoch.
-
-        Each rank takes a share of every global batch, so the samples of a global batch depend
-        neither on the number of ranks nor on the micro-batch size. (In NeMo each rank permutes its
-        own part of the dataset, so they depend on both.)
+        batches, of which each rank takes a share: these depend neither on the number of ranks nor
+        on the micro-batch size. A pass ends with the epoch.
         """
         epoch, done, left = self._position()
         order = torch.randperm(
             self.total_samples, generator=torch.Generator().manual_seed(self.seed + epoch)
         )
-        # The end of the permutation, beyond the last global batch, is left out: other samples in
-        # each epoch.
+        # Beyond the last global batch are other samples in each epoch.
         for global_batch in order[done : done + left].split(self.global_batch_size):
             share = global_batch.chunk(self.data_parallel_size)[self.data_parallel_rank]
             for batch in share.split(self.local_batch_size):

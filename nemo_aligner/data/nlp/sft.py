@@ -39,10 +39,7 @@ class Examples(FileDataset):
     Args:
         max_seq_length: widest batch, in tokens.
         data_cfg: the section of the data: `columns`, `index_mapping_dir`.
-        answer_only_loss: train on the responses only, not on everything.
         pad_to_max_length: pad each batch to `max_seq_length`, not to its longest example.
-        allow_empty_prompt: do not refuse examples in which nobody says something before the
-            response.
 
     Items: `tokens` list of ids, `trained` list of bools (True: trained on), `idx`. `collate_fn`
     makes batches of them.
@@ -62,13 +59,9 @@ class Examples(FileDataset):
         name: str = "train",
         allow_empty_prompt: bool = False,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.max_seq_length = max_seq_length
-        self.data_cfg = data_cfg or {}
-        self.answer_only_loss = answer_only_loss
-        self.pad_to_max_length = pad_to_max_length
-        self.name = name
-        self.allow_empty_prompt = allow_empty_prompt
+        self.tokenizer, self.data_cfg, self.name = tokenizer, data_cfg or {}, name
+        self.max_seq_length, self.pad_to_max_length = max_seq_length, pad_to_max_length
+        self.answer_only_loss, self.allow_empty_prompt = answer_only_loss, allow_empty_prompt
 
     def _choose_documents(self, begins: Callable[[Record], bool]) -> None:
         """Serve all; warn of examples that are cut, raise if none keeps its response."""
@@ -107,8 +100,7 @@ class Examples(FileDataset):
         return {"tokens": tokens, "trained": trained, "idx": index}
 
     def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate B items to a batch of width S, their longest length rounded up to 16; the last
-        token of one with `max_seq_length` + 1 is a label only.
+        """Collate B items to a batch of width S, their longest length rounded up to 16.
 
         Returns:
             `tokens`, `labels` int64 [B, S], padded with eos (labels: the token that follows);
@@ -160,15 +152,10 @@ class SFTDataset(Examples):
     exactly as in PPO), unless the tokenizer itself puts spaces between pieces.
 
     An example longer than `max_seq_length` first loses tokens of the fields named by
-    `truncation_field` (comma-separated, in order), on the side `truncation_method`; if that is not
-    enough, the end of the response.
+    `truncation_field`, on the side `truncation_method`, then the end of the response.
 
     Args:
-        prompt_template: text with fields in braces.
-        truncation_field: fields to truncate first; None or "" for none.
-        truncation_method: "left" or "right".
         add_bos: begin each example with bos; None: as the tokenizer itself does it.
-        add_eos: end each example with eos.
         keep_lengths: count the tokens of every example at start, for `lengths`.
         options: of `Examples`.
     """
@@ -227,9 +214,7 @@ class SFTDataset(Examples):
         self._choose_documents(lambda record: self.add_bos)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """What is left of an example, with `keep_lengths` how many tokens, and whether its prompt
-        is empty.
-        """
+        """What is left, with `keep_lengths` how many tokens, and whether the prompt is empty."""
         said = not self.prompt_fields or any(record[field].strip() for field in self.prompt_fields)
         text = "".join(text + _field(record, field) for text, field in self.template)
         longest = len(text) + EXTRA_TOKENS * len(self.template)
@@ -241,8 +226,7 @@ class SFTDataset(Examples):
 
     @property
     def lengths(self) -> np.ndarray:
-        if not self.keep_lengths:
-            raise ValueError("the dataset was built without keep_lengths")
+        assert self.keep_lengths
         return super().lengths
 
     def _encode(self, record: Record) -> tuple[list[int], int, bool]:
@@ -275,13 +259,11 @@ class SFTChatDataset(Examples):
     """Conversations, lines `{"messages": [...]}` or `{"conversations": [...]}`, of which the
     assistant's turns are trained on, with the tokens that end them.
 
-    Of a conversation with more than `max_seq_length` + 1 tokens the end is cut off (the last token
-    of an example is predicted, but not read).
+    Of one with more than `max_seq_length` + 1 tokens the end is cut off (the last token is
+    predicted, but not read).
 
     Args:
-        form: of the conversations.
-        one_turn_per_sample: make a sample of each of the assistant's turns, which ends with it and
-            trains on it alone: what is before it stands there as it will in use.
+        one_turn_per_sample: make a sample of each of the assistant's turns (`each_turn`).
         options: of `Examples`.
     """
 
@@ -311,14 +293,13 @@ class SFTChatDataset(Examples):
         self._choose_documents(lambda record: True)
 
     def _inspect(self, record: Record) -> tuple[int, float, int]:
-        """What is left of a conversation, how many tokens, and whether its prompt is empty."""
         tokens, is_response = self.form.conversation(record)
-        if not self.answer_only_loss:
-            if any(message.get("weight") == 0 for message in conversation_messages(record)):
-                raise UserError(
-                    "a message has 'weight' 0, but model.answer_only_loss=False trains on "
-                    "everything: set it to True, or remove the weights."
-                )
+        weights = [] if self.answer_only_loss else conversation_messages(record)
+        if any(message.get("weight") == 0 for message in weights):
+            raise UserError(
+                "a message has 'weight' 0, but model.answer_only_loss=False trains on "
+                "everything: set it to True, or remove the weights."
+            )
         limit, is_empty = self.max_seq_length + 1, not speaks_to_assistant(record)
         if len(tokens) <= limit:
             return WHOLE, len(tokens), is_empty
@@ -354,9 +335,7 @@ def _split_template(template: str, space_sensitive: bool) -> list[tuple[str, str
 
 
 def response_span(item: Mapping[str, Any]) -> tuple[int, int]:
-    """Where the response of an item of `Examples` begins and ends, the last of its parts that are
-    trained on; both are the number of its tokens if it has none.
-    """
+    """Where the last part of an item that is trained on begins and ends; of none, at its end."""
     trained = item["trained"]
     end = len(trained)
     while end and not trained[end - 1]:

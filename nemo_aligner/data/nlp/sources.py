@@ -1,12 +1,10 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a source of records is, and the kinds of them: jsonl files, tables, files of tokens.
+"""The sources of records: jsonl files, tables, files of tokens.
 
-`data_files.py` chooses among them, `records.py` checks and joins them. Rows of a table are read
-from an Arrow file that `datasets` maps into memory: it takes no memory of its own, and processes
-share it. A parquet file is copied to such a file once, a few rows at a time
-(`Dataset.from_parquet` holds a row group at a time, which may be the whole file). `datasets`,
-`pyarrow` and Megatron are imported when such a file is opened.
+Rows of a table are read from an Arrow file that `datasets` maps into memory, which processes
+share. A parquet file is copied to such a file once, a few rows at a time (`Dataset.from_parquet`
+holds a row group at a time, which may be the whole file).
 """
 
 import array
@@ -15,7 +13,7 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 
-class RecordSource(Protocol):
+class RecordSource:
     """The rows of one data file, or of one saved dataset.
 
     Attributes:
@@ -39,36 +37,31 @@ class RecordSource(Protocol):
         offsets: int64, what a later start needs to find the rows without `scan`; may be empty.
     """
 
-    path: Path
     unit: str
-    files: list[Path]
-    offsets: np.ndarray
 
-    def __len__(self) -> int:
-        """Number of rows; known after `scan`, or once `offsets` are set."""
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        self.path, self.files = path, files
+        self.offsets = np.zeros(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> Record:
-        """One row, read from disk."""
+        """One row, read from disk; after `scan`, or once `offsets` are set."""
+        raise NotImplementedError
 
     def scan(self) -> Iterator[tuple[int, Record]]:
         """All rows in order, each with its number in the file as messages give it."""
+        raise NotImplementedError
 
 
-class JsonLinesFile:
-    """A `RecordSource` over a file with one JSON object per line; blank lines do not count. The
-    content of a compressed one is its unpacked copy, or bytes.
+class JsonLinesFile(RecordSource):
+    """A file with one JSON object per line; blank lines do not count. The content of a compressed
+    one is its unpacked copy, or bytes.
     """
 
     unit = "line"
 
     def __init__(self, path: Path, content: Path | bytes) -> None:
-        self.path = path
+        super().__init__(path, [path])
         self.content = content
-        self.files = [path]
-        self.offsets = np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.offsets)
 
     def __getitem__(self, number: int) -> Record:
         # Opened anew each time: worker processes of a DataLoader would share the position in an
@@ -79,7 +72,6 @@ class JsonLinesFile:
             return record
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        """All records in order; only their byte offsets are kept."""
         offsets, offset = array.array("q"), 0
         with self._open() as file:
             for number, line in enumerate(file, start=1):
@@ -113,22 +105,14 @@ ROWS_AT_ONCE = 256
 BATCH_BYTES = 8 << 20
 
 
-class ArrowTable:
-    """A `RecordSource` over the rows of a `table` of `datasets`, which maps `arrow_files`; of one
-    in memory there are none.
-    """
+class ArrowTable(RecordSource):
+    """A `table` of `datasets`, which maps `arrow_files`; of one in memory there are none."""
 
     unit = "row"
 
     def __init__(self, path: Path, table: Any, files: list[Path], arrow_files: list[Path]) -> None:
-        self.path = path
-        self.table = table
-        self.files = files
-        self.arrow_files = arrow_files
-        self.offsets = np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self.table.num_rows)
+        super().__init__(path, files)
+        self.table, self.arrow_files = table, arrow_files
 
     def __getitem__(self, number: int) -> Record:
         return _without_nulls(self.table.fast_slice(int(number), 1).to_pylist()[0])
@@ -143,9 +127,7 @@ class ArrowTable:
                     yield number, _without_nulls(row)
 
     def _read_through(self) -> Iterator["pyarrow.RecordBatch"]:
-        """Batches of the files by plain reading: pages of a mapped file would count as memory of
-        this process until another one needs it.
-        """
+        """By plain reading: pages of a mapped file count as memory of this process."""
         import pyarrow as pa
 
         for path in self.arrow_files:
@@ -159,9 +141,7 @@ class ArrowTable:
 
 
 def _without_nulls(row: Record) -> Record:
-    """A row whose structs lack what is null in them: Arrow gives all structs of a column the same
-    fields, and does not know a null that was written from a field that was not there.
-    """
+    """A row whose structs lack what is null: Arrow gives all of a column the same fields."""
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, dict):
@@ -202,7 +182,7 @@ def open_parquet(path: Path, index_dir: str | None) -> ArrowTable:
 
 
 def open_arrow(path: Path) -> ArrowTable:
-    """The rows of an Arrow file, in its form for streams (as `datasets` writes) or for files."""
+    """The rows of an Arrow file, in its form for streams or for files."""
     import pyarrow as pa
     from datasets.table import InMemoryTable, MemoryMappedTable
 
@@ -276,26 +256,22 @@ _ARRAY_MODULES = ("numpy", *_MULTIARRAY)
 _ARRAY_NAMES = ("_reconstruct", "ndarray", "dtype", "scalar")
 
 
-class TokenFile:
-    """A `RecordSource` of records `{"text": tokens}`; of "mmap" the path has no ending."""
+class TokenFile(RecordSource):
+    """Records `{"text": tokens}`; of "mmap" the path has no ending."""
 
     unit = "document"
 
     def __init__(self, path: Path, data_impl: str) -> None:
         indexed = data_impl == "mmap"
-        self.path = path
+        files = [Path(f"{path}.idx"), Path(f"{path}.bin")] if indexed else [path]
+        super().__init__(path, files)
         self.documents = (_read_indexed if indexed else _read_array)(path)
-        self.files = [Path(f"{path}.idx"), Path(f"{path}.bin")] if indexed else [path]
-        self.offsets = np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.documents)
 
     def __getitem__(self, number: int) -> Record:
         return {"text": self.documents[number]}
 
     def scan(self) -> Iterator[tuple[int, Record]]:
-        for number in range(len(self)):
+        for number in range(len(self.documents)):
             try:
                 tokens = self.documents[number]
             except Exception as error:  # whatever reading a damaged file raises
@@ -342,16 +318,13 @@ def _read_array(path: Path) -> list[np.ndarray]:
         raise UserError(f"data file {path} does not exist.")
     try:
         with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
             form = np.lib.format
-            header = (
-                form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
-            )
-            if header(file)[2].hasobject:
+            old = form.read_magic(file) == (1, 0)
+            read = form.read_array_header_1_0 if old else form.read_array_header_2_0
+            if read(file)[2].hasobject:
                 array = _ArrayUnpickler(file).load()
             else:
-                file.seek(0)
-                array = np.load(file, allow_pickle=False)
+                array = np.load(path, allow_pickle=False)
         samples = [np.asarray(sample) for sample in array]
     except Exception as error:  # as above
         raise UserError(
@@ -362,7 +335,6 @@ def _read_array(path: Path) -> list[np.ndarray]:
         if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer):
             raise UserError(
                 f"{path}, document {number}: {sample.dtype} of shape {sample.shape}, but the "
-                "tokens of a text are whole numbers in one dimension. Packed sequences of DPO or "
-                "SFT cannot be read here."
+                "tokens of a text are whole numbers in one dimension."
             )
     return samples

@@ -1,11 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data of SteerLM: conversations whose responses have a label with the values of attributes,
-"quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
-
-Dong et al. 2023, arXiv:2310.05344. A regression reward model learns the attributes from labelled
-texts (`regression_records`), gives them to other conversations (`scored_turns`, `with_labels`),
-and the policy learns responses behind their labels (type VALUE_TO_TEXT).
+"""Data of SteerLM (Dong et al. 2023, arXiv:2310.05344): conversations whose responses have a label
+with the values of attributes, "quality:4,toxicity:0,...", in NeMo's chat format (`nemo_chat.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,13 +64,13 @@ def parse_label(text: str, attributes: Sequence[str]) -> dict[str, float]:
             number = float("nan")
         if not colon or number != number:
             raise UserError(
-                f"the label {text!r} is not one of attributes: write name:number, with commas "
-                f"between them, such as {encode_label(dict.fromkeys(attributes[:2], HIGHEST))}."
+                f"the label {text!r} is not one of attributes: write name:number, such as "
+                f"{encode_label(dict.fromkeys(attributes[:2], HIGHEST))}."
             )
         if name not in attributes:
             raise UserError(
                 f"the label {text!r} has the attribute {name!r}, which is none of "
-                f"{', '.join(attributes)}; correct it, or name your own with --attributes."
+                f"{', '.join(attributes)} (--attributes)."
             )
         values[name] = number
     return values
@@ -95,11 +91,9 @@ def read_attributes(text: str) -> tuple[str, ...]:
 
 
 def scored_turns(record: Record) -> list[tuple[int, str]]:
-    """What a regression reward model reads for each response of a conversation: the number of its
-    turn, and the text up to its end with the token that a label follows.
-
-    A response is a turn of a speaker whom the field `mask` does not name, but for the first turn.
-    The texts name speakers User and Assistant, and hold no labels.
+    """What a regression reward model reads for each response of a conversation (a turn of a
+    speaker whom `mask` does not name, but for the first): the number of its turn, and the text up
+    to its end with the token that a label follows, of speakers User and Assistant, unlabelled.
     """
     source = source_of_record(record)
     # Null and absent mean the prompt of the published models, "" means none.
@@ -114,8 +108,7 @@ def scored_turns(record: Record) -> list[tuple[int, str]]:
             found.append((number, text + NEMO_TOKENS.label_start))
     if not found:
         raise UserError(
-            "the conversation has no response: all speakers behind the first turn are masked "
-            f"({', '.join(source.masked)})."
+            "the conversation has no response: all speakers behind the first turn are masked."
         )
     return found
 
@@ -132,9 +125,7 @@ def with_labels(record: Record, labels: Mapping[int, str]) -> Record:
 def regression_records(
     record: Record, attributes: Sequence[str] = ALL_STEERLM_ATTRIBUTES
 ) -> list[Record]:
-    """A record `{"text": ..., "label": [number, ...]}` for each response that has a label; an
-    attribute without a value gets `model.regression.loss_mask_val`.
-    """
+    """A record `{"text": ..., "label": [number, ...]}` for each response that has a label."""
     found = []
     for number, text in scored_turns(record):
         label = record["conversations"][number].get("label")
@@ -152,9 +143,7 @@ def labelled_conversation(turns: Sequence[Mapping[str, Any]]) -> Record:
 
 
 def open_assistant_records(tree: Mapping[str, Any]) -> list[Record]:
-    """The conversations of a message tree of OpenAssistant, one for each path from its prompt to
-    a message without replies; a prompt without a reply is none.
-    """
+    """The conversations of a message tree of OpenAssistant, one for each path to a last reply."""
     try:
         return [labelled_conversation(path) for path in _paths(tree["prompt"]) if len(path) > 1]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -204,15 +193,13 @@ class SteerLM2Dataset(Examples):
          "responses": [{"from": "Assistant", "value": ..., "log(P(a|x,y))": number,
                         "log(P(y|x))": number, "log(Q(y|a,x))": number}, ...]}
 
-    in NeMo's chat format, the label before each response as in attribute-conditioned fine-tuning.
-    A prompt with a response of more than `max_seq_length` + 1 tokens is left out: the numbers of
-    a response belong to the whole of it. Prompts may have different numbers of responses.
+    in NeMo's chat format, the label before each response. A prompt with a response of more than
+    `max_seq_length` + 1 tokens is left out. Prompts may have different numbers of responses.
 
     Args:
-        max_seq_length, pad_to_max_length, data_cfg: of `Examples`.
         special_tokens: `model.data.chat_prompt_tokens`; None: those of NeMo.
-        options: `columns` and `index_mapping_dir`, where there is no `data_cfg`; others of NeMo's
-            data set of texts have no effect on this form.
+        options: `columns` and `index_mapping_dir`, where there is no `data_cfg`; others, of
+            NeMo's data set of texts, have no effect.
 
     Items: `responses`, a list of `Encoded`; `ws` and `log(Q(y|a,x))`, float64 arrays; `idx`.
     `collate_fn` makes batches of them.
@@ -259,8 +246,8 @@ class SteerLM2Dataset(Examples):
             last = Turn(speaker, response["value"], label)
             source = Source(record.get("system") or "", (*turns, last), others, VALUE_TO_TEXT)
             tokens, _is_response = self.form.encode(source)
-            # Not by the mask of the chat format, which looks for the token of `end_of_name` behind
-            # the label: a tokenizer may join that with a newline that the response begins with.
+            # Not by the mask of the chat format: a tokenizer may join `end_of_name` behind the
+            # label with a newline that the response begins with.
             opening = turn_text(Turn(speaker, "", label), VALUE_TO_TEXT, self.marks)
             opening = opening.removesuffix(self.marks.end_of_turn)
             prompt = self.tokenizer.text_to_ids(self._prompt_text(source, turns) + opening)
@@ -316,9 +303,8 @@ class SteerLM2Dataset(Examples):
         """Collate B items to a batch of width S; n is `num_responses`.
 
         Returns:
-            `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`, as
-            `Examples` makes them; `ws` and `log(Q(y|a,x))` float64 `[B, n]`. A
-            response that is missing has no label that counts.
+            `tokens`, `labels` int64, `loss_mask` float32 and `position_ids` `[B, n, S]`; `ws` and
+            `log(Q(y|a,x))` float64 `[B, n]`. Of a response that is missing no label counts.
         """
         n = self.num_responses
         missing = Encoded([self.tokenizer.eos_id] * 2, [False] * 2)

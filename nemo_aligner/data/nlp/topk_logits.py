@@ -16,10 +16,9 @@
 | `teacher` | checksum of the teacher's weights (`MegatronGPTModel.checksum_of_base`) |
 | `checksum` | XXH3 of all of these |
 
-n counts the positions with a `loss_mask` that is not 0: nothing is learned at the others. The
-arrays are the base64 text of their bytes (little-endian), which is exact, and read many times
-faster than numbers in JSON. NeMo-Aligner's own files, with nested lists of numbers for all S
-positions and without the last four fields, can be read too.
+n counts the positions with a `loss_mask` that is not 0. The arrays are the base64 text of their
+bytes (little-endian). NeMo-Aligner's own files, with nested lists of numbers for all S positions
+and without the last four fields, can be read too.
 """
 
 import base64
@@ -49,8 +48,7 @@ ARRAYS = {"topk_logits": "<f4", "topk_token_ids": "<i4", "log_sum_exp_logits": "
 class TopKExample(NamedTuple):
     """An example with the largest logits of its n positions that count."""
 
-    # tokens, labels: int64 [S]
-    tokens: np.ndarray
+    tokens: np.ndarray  # int64 [S], as the next
     labels: np.ndarray
     loss_mask: np.ndarray  # float32 [S]
     topk_logits: np.ndarray  # float32 [n, K]
@@ -83,20 +81,18 @@ def check_record(record: Record, fingerprint: str | None) -> None:
     missing = [key for key in (*EXAMPLE, *ARRAYS) if key not in record]
     if missing:
         raise UserError(
-            f"the line holds no logits of a teacher: {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing, it has {sorted(record)}. Write the "
-            "file with compute_topk_logits.py."
+            f"the line holds no logits of a teacher: {', '.join(missing)} missing, it has "
+            f"{sorted(record)}. Write the file with compute_topk_logits.py."
         )
     if "checksum" in record and record["checksum"] != _checksum(record):
         raise UserError(
-            "the line is not what was written (see its checksum): it is damaged or was changed; "
-            "copy the file again, or compute it again."
+            "the line is not what was written (see its checksum): copy or compute the file again."
         )
     theirs = record.get("tokenizer")
     if theirs is not None and fingerprint is not None and theirs != fingerprint:
         raise UserError(
             f"the logits are those of another tokenizer ({theirs}) than the student's "
-            f"({fingerprint}); compute them with a teacher that has the student's tokenizer."
+            f"({fingerprint}); compute them with a teacher that has it."
         )
 
 
@@ -128,7 +124,7 @@ def from_record(record: Record, top_k: int | None = None) -> TopKExample:
     if top_k is not None and top_k > logits.shape[1]:
         raise UserError(
             f"it has the {logits.shape[1]} largest logits, fewer than model.data.top_k={top_k}; "
-            f"set that to {logits.shape[1]} or less, or compute more."
+            "set that to less, or compute more."
         )
     logits = np.ascontiguousarray(logits[:, :top_k], dtype=np.float32)
     ids, log_sum_exp = ids[:, :top_k].astype(np.int64), log_sum_exp.astype(np.float32)
@@ -147,14 +143,8 @@ def _array(record: Record, key: str, counts: np.ndarray) -> np.ndarray:
 
 @accepts_nemo_aligner_call
 class KnowledgeDistillationDataset(FileDataset):
-    """Examples with the largest logits of a teacher. One longer than `seq_length` is left out; a
-    warning at start counts them.
-
-    Args:
-        tokenizer: of the student.
-        seq_length: longest example, in tokens.
-        data_cfg: `model.data`: `top_k` (of each position so many; None: all, of all files alike),
-            `columns`, `index_mapping_dir`.
+    """Examples with the largest logits of a teacher; `tokenizer`: of the student. Of each position
+    `top_k` are used, a key of `data_cfg` (None: all, of all files alike).
 
     Items: the fields of `TopKExample` as tensors, with the positions that do not count, [S, K] and
     [S], filled with 0. `collate_fn` makes batches of them.
@@ -202,7 +192,7 @@ class KnowledgeDistillationDataset(FileDataset):
             if count < rows:
                 raise UserError(
                     f"{path} holds {count} of {rows} lines: compute_topk_logits.py was stopped, "
-                    "or the file was cut. The same command again goes on where it ended."
+                    "or the file was cut; the same command goes on where it ended."
                 )
         numbers = np.unique(self.lines.numbers)
         if len(numbers) > 1:
@@ -238,7 +228,6 @@ class KnowledgeDistillationDataset(FileDataset):
         }
 
     def parts(self, item: dict[str, torch.Tensor], padding: int | None) -> tuple[Part, ...]:
-        """See the base class. The last label is trained on, and is no token of the example."""
         return (labelled_part(*(item[name] for name in EXAMPLE)),)
 
 
