@@ -9,7 +9,7 @@ with what this script writes.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -449,205 +449,7 @@ a server written with PyTriton, which have less:
 {table(("Missing", "What the client does"), missing)}"""
 
 
-# Statement -> the tests that fail if it is false, `file:function` below tests/.
-TESTS = {
-    "Scripts": {
-        "which scripts run, what they import": (
-            "unit/test_migration_scripts.py:test_a_script_finds_what_it_imports",
-            "unit/test_migration_scripts.py:test_a_script_finds_the_rest_with_the_runner",
-            "unit/test_migration_scripts.py:test_every_script_is_on_the_page",
-        ),
-        "steps of a script, their order, `exp_manager`": (
-            "unit/test_script_steps.py:test_a_job_starts_saves_and_resumes",
-            "unit/test_script_steps.py:test_nemos_callback_leaves_checkpoints_alone",
-            "unit/test_nemo_aligner_names.py:test_name_is_there",
-        ),
-        "errors of a user": (
-            "unit/test_migration_scripts.py:test_a_script_without_the_decorator_ends_with_a_traceback",
-        ),
-        "the runner": (
-            "unit/test_compat.py:test_runner_runs_a_script_as_python_would",
-            "unit/test_compat.py:test_a_normal_import_changes_nothing",
-            "unit/test_migration_scripts.py:test_the_runner_works_under_torchrun",
-        ),
-        "what stands in": (
-            "unit/test_compat.py:test_every_stand_in_can_be_imported",
-            "unit/test_compat.py:test_modules_can_be_imported_from_their_package",
-            "unit/test_compat.py:test_stand_ins_do_what_the_scripts_need",
-            "unit/test_compat.py:test_what_has_no_stand_in_says_so",
-        ),
-        "what such scripts write": (
-            "unit/test_migration_scripts.py:test_nemos_experiment_manager_writes_tensorboard_files_alone",
-        ),
-        "what of such scripts is checked": (
-            "unit/test_script_steps.py:test_every_job_is_checked_once_where_it_reads_its_checkpoint",
-            "unit/test_script_steps.py:test_a_script_without_checks_is_told_of_old_forms_and_unknown_keys",
-            "unit/test_script_steps.py:test_a_script_without_checks_is_refused_what_cannot_work",
-            "unit/test_ppo_trainer.py:test_the_steps_of_actor_and_critic_are_compared_once_before_the_first_rollout",
-            "functional/test_other_scripts.py:test_ppo_at_two_ranks_gives_the_numbers_of_our_scripts_and_resumes",
-        ),
-        "the reward server": (
-            "unit/test_migration_scripts.py:test_the_reward_server_of_the_last_revision_needs_another_import",
-        ),
-        "other scripts": (
-            "unit/test_migration_scripts.py:test_scripts_of_other_algorithms_cannot_run",
-            "unit/test_migration_scripts.py:test_scripts_that_write_data",
-        ),
-    },
-    "Commands": {
-        "forms of a command line": (
-            "unit/test_start_up.py:test_the_command_line_is_that_of_hydra",
-        ),
-        "who starts the processes": (
-            "functional/test_ppo_job.py:test_under_torchrun_its_number_of_processes_counts",
-            "unit/test_script_steps.py:test_ranks_of_srun_are_those_of_the_job",
-            "unit/test_script_steps.py:test_ranks_of_mpirun_are_those_of_the_job",
-            "unit/test_mpi_ranks.py:test_processes_of_one_node_get_their_ranks_and_one_port",
-        ),
-        "documented commands": (
-            "unit/test_documented_commands.py:test_a_documented_command_is_accepted_or_refused_with_its_reason",
-            "unit/test_documented_commands.py:test_every_documented_command_is_there",
-        ),
-        "forms with a warning": (
-            "unit/test_migration_keys.py:test_a_form_gives_its_note_in_its_jobs_alone",
-            "unit/test_migration_keys.py:test_a_rate_that_nobody_gives_is_pytorchs",
-            "unit/test_migration_keys.py:test_the_older_name_of_a_key_counts_where_the_newer_is_not_given",
-            "unit/test_migration_keys.py:test_recomputation_is_what_the_forms_say",
-            "unit/test_launch_experiment.py:test_without_experiment_manager_nothing_is_written_or_found",
-            "unit/test_sft_model.py:test_loss_and_gradient_equal_a_loop_over_response_tokens",
-        ),
-        "refused so far": (
-            "unit/test_migration_keys.py:test_what_is_refused_so_far_is_refused_with_its_remedy",
-        ),
-    },
-    "YAML keys": {
-        "its files are accepted, missing keys have defaults": (
-            "unit/test_documented_commands.py:test_a_yaml_file_of_nemo_aligner_is_accepted_unchanged",
-            "unit/test_config_defaults.py:test_a_missing_key_has_its_default",
-        ),
-        "unknown keys": (
-            "unit/test_config_checks.py:test_unknown_key_is_refused_with_the_nearest_one",
-        ),
-        "a key without effect gives its warning": (
-            "unit/test_migration_keys.py:test_every_key_without_effect_is_accepted_with_its_warning",
-        ),
-        "and has no effect": (
-            "unit/test_model_keys.py:test_every_key_without_effect_has_none",
-            "unit/test_migration_keys.py:test_keys_of_lightning_have_no_effect",
-            "unit/test_migration_keys.py:test_keys_of_the_experiment_have_no_effect",
-            "unit/test_migration_keys.py:test_keys_of_the_optimizer_have_no_effect",
-            "unit/test_migration_keys.py:test_keys_of_the_data_have_no_effect",
-            "unit/test_migration_keys.py:test_keys_of_sampling_have_no_effect",
-            "unit/test_migration_keys.py:test_keys_of_the_trainers_have_no_effect",
-            "unit/test_migration_keys.py:test_nothing_reads_a_key_without_effect",
-        ),
-        "values that are refused": (
-            "unit/test_migration_keys.py:test_every_other_value_is_refused_with_its_remedy",
-            "unit/test_model_keys.py:test_a_value_that_is_not_supported_is_refused_by_the_constructor",
-        ),
-    },
-    "Optimizers, schedules, losses, data": {
-        "optimizers": (
-            "unit/test_optim_recipes.py:test_three_updates_equal_pytorchs_optimizer",
-            "unit/test_optim_recipes.py:test_tables_cover_the_registries_of_nemo",
-            "unit/test_migration_keys.py:test_other_optimizers_are_refused",
-        ),
-        "schedules": (
-            "unit/test_optim_recipes.py:test_rates_by_formula",
-            "unit/test_migration_keys.py:test_a_schedule_reads_its_keys_and_no_others",
-            "unit/test_migration_keys.py:test_other_schedules_are_refused",
-        ),
-        "losses": (
-            "unit/test_labelled_pairs.py:test_loss_and_gradient_equal_a_loop_over_pairs",
-            "unit/test_regression_reward_model.py:test_loss_and_gradient_equal_a_loop_over_samples",
-        ),
-        "forms of data": (
-            "unit/test_token_files.py:test_tokens_give_the_items_of_their_texts",
-            "unit/test_migration_keys.py:test_other_forms_of_data_are_refused",
-        ),
-    },
-    "Names": {
-        "names and calls": (
-            "unit/test_nemo_aligner_names.py:test_name_is_there",
-            "unit/test_nemo_aligner_names.py:test_old_call_binds_each_argument_to_its_name",
-            "unit/test_old_calls.py:test_datasets_take_the_old_call",
-        ),
-        "names that cannot be used": (
-            "unit/test_migration_scripts.py:test_a_retired_name_says_what_to_do",
-        ),
-        "calls of another form": (
-            "unit/test_migration_scripts.py:test_calls_that_need_another_form",
-        ),
-        "methods that nothing calls": (
-            "unit/test_migration_scripts.py:test_a_method_that_nothing_calls_cannot_be_overridden_or_called",
-            "unit/test_migration_scripts.py:test_what_replaces_those_methods_is_there",
-        ),
-        "optimizer and schedule": (
-            "unit/test_migration_scripts.py:test_optimizer_and_schedule_are_those_of_megatron_core",
-        ),
-        "what is not here": (
-            "unit/test_migration_scripts.py:test_what_is_not_here_cannot_be_imported",
-        ),
-    },
-    "Checkpoints": {
-        "forms that load": (
-            "unit/test_nemo_forms.py:test_weights_of_each_rank",
-            "unit/test_nemo_forms.py:test_zarr",
-            "unit/test_nemo_forms.py:test_nemo2_folder",
-            "unit/test_megatron_folders.py:test_megatron_lm",
-            "distributed/test_nemo_forms.py:test_other_forms_load_at_another_split",
-        ),
-        "forms that are refused": (
-            "unit/test_nemo_forms.py:test_faults_of_rank_files_are_named",
-            "unit/test_nemo_forms.py:test_faults_of_zarr_are_named",
-            "unit/test_nemo_forms.py:test_folders_of_others_are_named",
-            "unit/test_migration_keys.py:test_training_checkpoints_of_nemo_aligner_are_refused",
-        ),
-        "resuming": (
-            "unit/test_script_steps.py:test_a_job_starts_saves_and_resumes",
-            "functional/test_ppo_job.py:test_a_pair_resumes_at_another_split",
-        ),
-        "tokenizers": (
-            "unit/test_tokenizers.py:test_megatron_gpt2_bpe",
-            "unit/test_tokenizers.py:test_megatron_sentencepiece",
-            "unit/test_tokenizers.py:test_tiktoken",
-            "unit/test_tokenizers.py:test_byte_level",
-            "unit/test_tokenizers.py:test_special_tokens_of_hugging_face",
-            "unit/test_tokenizers.py:test_special_tokens_of_sentencepiece",
-            "unit/test_tokenizers.py:test_what_cannot_be_built_is_refused",
-            "unit/test_migration_keys.py:test_libraries_of_other_tokenizers_are_refused",
-        ),
-    },
-    "Servers": {
-        "its clients": (
-            "unit/test_server_schema.py:test_endpoints_are_those_of_the_protocol",
-            "functional/test_reward_server.py:test_clients_that_name_their_tokenizer_and_others_at_once",
-        ),
-        "its servers and a user's own": (
-            "unit/test_served_model.py:test_what_a_server_does_not_list_is_not_sent",
-            "unit/test_served_model.py:test_an_update_is_sent_once_whatever_happens",
-            "functional/test_servers_of_others.py:test_a_critic_of_nemo_aligner_scores_trains_and_saves",
-            "functional/test_servers_of_others.py:test_ppo_runs_against_a_critic_of_nemo_aligner",
-        ),
-    },
-}
-
-
-def tests() -> str:
-    """Where each statement is tested."""
-    rows = [
-        (section, statement, code(f"tests/{test}" for test in each))
-        for section, statements in TESTS.items()
-        for statement, each in statements.items()
-    ]
-    return f"""## Tests
-
-Each statement of this page has tests that fail if it is false:
-
-{table(("Section", "Statement", "Tests"), rows)}"""
-
-
-SECTIONS: tuple[Callable[[], str], ...] = (
+SECTIONS = (
     scripts,
     commands,
     yaml_keys,
@@ -655,7 +457,6 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     names,
     checkpoints,
     servers,
-    tests,
 )
 
 
