@@ -7,7 +7,7 @@
 #   docker run --gpus all --ipc=host --network=host -it nemo-aligner-mcore
 #
 # BASE_IMAGE: an image with the CUDA toolkit, PyTorch 2.6 to 2.13 and Python 3.10 to 3.12, such as
-# NVIDIA's PyTorch container; docs/versions.md compares two of its releases with our ranges.
+# NVIDIA's PyTorch container; docs/jobs.md compares two of its releases with our ranges.
 # --ipc=host (or --shm-size=1g): NCCL and Triton's processes share memory through /dev/shm, whose
 # default size is 64 MB.
 ARG BASE_IMAGE

@@ -15,7 +15,7 @@
 # make test-full    all tests but those of make chaos: every split, both fronts, the long jobs
 # make chaos        faults in the phases of a job, and what came of them; CHAOS=all: every fault in every phase
 # make bench        benchmarks against Hugging Face and TRL (25 to 28 minutes); writes benchmarks/results/*.json
-#                   and the tables of docs/performance.md
+#                   and the tables of benchmarks/figures.md
 # make mutants      plant faults in copies of the code, one by one, and see a test fail for each
 # make golden       run three steps of every job, show which numbers of tests/golden have changed, and
 #                   store them there; make test compares

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent
 INSTALL_REQUIRES = [
     "torch>=2.6,<2.14",  # 2.6: needed by NeMo and Megatron Core; 2.13 is what the tests ran with
     "nemo_toolkit[common]>=3.0.0,<3.1",  # exp_manager, hydra_runner, .nemo; [core] lacks einops
-    # 0.17 and later need Python 3.12; docs/megatron_core.md says how to move to the next series
+    # 0.17 and later need Python 3.12; docs/architecture.md says how to move to the next series
     "megatron-core>=0.16.1,<0.17; python_version < '3.12'",
     "megatron-core>=0.19.2,<0.20; python_version >= '3.12'",  # the newest that the tests ran with
     # Megatron Core 0.19 imports it, on a CPU too, without saying so

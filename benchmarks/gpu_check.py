@@ -8,8 +8,8 @@
 The parts run one after another, each within its own limit: a selection of `make test-gpu`, the
 table of `one_gpu.py` (against Hugging Face, and vLLM where it can be imported), the profile of
 `gpu_profile.py`, and memory against `nemo-aligner plan`. `--out` gets a log and the figures of
-each, `gpu_check.json` with all of them, and `gpu_check.md`, the tables of docs/gpu.md. Without a
-GPU the parts are only named.
+each, `gpu_check.json` with all of them, and `gpu_check.md`, their tables. Without a GPU the parts
+are only named.
 """
 
 import argparse

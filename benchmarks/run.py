@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run the benchmarks, one after another, and write their figures into docs/performance.md.
+"""Run the benchmarks, one after another, and write their figures into benchmarks/figures.md.
 
     python benchmarks/run.py --page
 
@@ -25,7 +25,7 @@ import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGE, PLOT = ROOT / "docs/performance.md", ROOT / "docs/assets/performance.svg"
+PAGE, PLOT = ROOT / "benchmarks/figures.md", ROOT / "docs/assets/performance.svg"
 CURVES = ROOT / "docs/assets"
 # In this order; those of start-up choose their threads themselves.
 BENCHMARKS = (

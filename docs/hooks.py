@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of the documentation site: pages that live elsewhere in the repository, API pages of the
-rooms, and links that work both in the repository and on the site.
+rooms, links that work both in the repository and on the site, and former names of pages.
 """
 
 import os
@@ -18,11 +18,33 @@ PAGES = {
     "README.md": "index.md",
     "examples/quickstart/README.md": "quickstart.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/figures.md": "figures.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
+# Former pages -> where their content is.
+MOVED = {
+    "constitutional_ai": "algorithms.html#constitutional-ai",
+    "differences": "migration.html#differences",
+    "distillation": "algorithms.html#distillation",
+    "dpo": "preferences.html",
+    "environments": "rewards.html#environments",
+    "glossary": "architecture.html#glossary",
+    "gpu": "performance.html#on-a-gpu",
+    "hugging_face": "models.html",
+    "kto": "preferences.html#kto",
+    "lora": "models.html#lora",
+    "megatron_core": "architecture.html#megatron-core",
+    "operations": "troubleshooting.html",
+    "plan": "parallelism.html#will-it-fit",
+    "reinforce": "ppo.html#reinforce",
+    "reliability": "troubleshooting.html",
+    "spin": "preferences.html#spin",
+    "steerlm": "algorithms.html#steerlm",
+    "versions": "jobs.html#versions",
+}
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -70,3 +92,10 @@ def site_link(label: str, target: str, source: str) -> str:
         path.removeprefix("docs/") if re.fullmatch(r"docs/.*\.md", path) else None
     )
     return label if page is None else f"[{label}]({page}{hash_sign}{anchor})"
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Send readers of former pages on."""
+    for page, target in MOVED.items():
+        text = f'<!doctype html><meta http-equiv="refresh" content="0; url={target}">\n'
+        (Path(config.site_dir) / f"{page}.html").write_text(text, encoding="utf-8")

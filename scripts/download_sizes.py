@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an installation downloads, by package: the table of docs/versions.md.
+"""What an installation downloads, by package; docs/jobs.md has the sums.
 
     python scripts/download_sizes.py requirements/py311.lock 'torch==2.13.0' --top 12
 

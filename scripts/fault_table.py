@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/reliability.md, from a report of the matrix of faults.
+"""Each cell of the matrix of faults, which docs/troubleshooting.md sums up, from its report.
 
     CHAOS=all CHAOS_REPORT=chaos.jsonl make chaos
     PYTHONPATH=. python scripts/fault_table.py chaos.jsonl

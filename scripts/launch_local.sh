@@ -12,8 +12,8 @@
 #     -- examples/nlp/gpt/train_gpt_ppo_actor.py trainer.devices=2 ...
 #
 # A job that was killed, has lost its peer or failed (any exit code but 0, 2, 75 and 76; see
-# docs/operations.md) starts again with the same command, and resumes from the last checkpoint of
-# both. When the actor has finished, or ends for another reason, the server is asked to end. The
+# docs/troubleshooting.md) starts again with the same command, and resumes from the last
+# checkpoint of both. When the actor has finished, or ends for another reason, the server is asked to end. The
 # exit code is that of the actor, or 2 if the server ended with that. SIGTERM, SIGUSR1 and Ctrl-C
 # ask the actor to save and end.
 #

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/parallelism.md, from the figures of the matrix of splits.
+"""The rows of the table of docs/parallelism.md, from the figures of the matrix of splits.
 
     MATRIX=all MATRIX_REPORT=matrix.jsonl make test-full ARGS="-k test_matrix"
     python scripts/matrix_table.py matrix.jsonl

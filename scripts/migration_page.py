@@ -1,11 +1,11 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/migration.md from the lists that the code itself uses:
+"""Writes the second part of docs/migration.md from the lists that the code itself uses:
 
     python scripts/migration_page.py
 
-A section of the page is a function of `SECTIONS`, which returns Markdown. A test compares the page
-with what this script writes.
+The first part, up to the line `MARK`, is written by hand. A section of the second is a function of
+`SECTIONS`, which returns Markdown. A test compares the page with what this script writes.
 """
 
 from collections import defaultdict
@@ -134,13 +134,7 @@ CHANGED_CALLS: dict[str, str] = {
     ),
     f"{_CLIENTS}:SaveFuture.__init__": "`RemoteGPTRMCriticClient.save` makes it; do not build one",
 }
-INTRODUCTION = """# From NeMo-Aligner
-
-<!-- Written by scripts/migration_page.py from the lists that the code uses; do not edit. -->
-
-What happens to the scripts, commands, YAML keys, names, checkpoints and clients of NeMo-Aligner
-0.7.0; keys and names are also those of its last revision. Where numbers differ on purpose, see
-[Differences from NeMo-Aligner](differences.md)."""
+MARK = "<!-- Written by scripts/migration_page.py from here on; do not edit. -->"
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -238,6 +232,8 @@ Its scripts that write data are not here:
 
 def commands() -> str:
     """The forms of a command line, and each documented command."""
+    documented = documented_commands()
+    told = [row for row in documented if row[-1] != "accepted"]
     forms = [(old.form, code(old.jobs), old.happens) for old in OLD_FORMS]
     later = [(f"`{key}`", f"`{job}`", remedy) for (job, key), (_, remedy) in LATER.items()]
     return f"""## Commands
@@ -246,9 +242,10 @@ def commands() -> str:
 what they meant. `python script.py trainer.devices=N` starts the other processes itself; torchrun,
 srun and mpirun work as well.
 
-The commands that NeMo-Aligner documents:
+Of the {len(documented)} commands that NeMo-Aligner documents and tests,
+{len(documented) - len(told)} are accepted as they are. The others:
 
-{table(("Where", "Script", "Here"), documented_commands())}
+{table(("Where", "Script", "Here"), told)}
 
 These forms are accepted with a warning:
 
@@ -462,7 +459,8 @@ SECTIONS = (
 
 def page() -> str:
     """The whole page."""
-    return "\n\n".join([INTRODUCTION, *(section() for section in SECTIONS)]) + "\n"
+    by_hand = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    return by_hand + "\n\n".join([MARK, *(section() for section in SECTIONS)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """The game of `guessing.py` as an agent: a program that finds the policy of a training job at an
-OpenAI-compatible address (docs/environments.md, "Agents").
+OpenAI-compatible address (docs/rewards.md, "Agents").
 
     pip install openai
     python guessing_agent.py http://127.0.0.1:5600

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of the `verifiers` package as agents (docs/environments.md, "Agents"): one that
+"""Environments of the `verifiers` package as agents (docs/rewards.md, "Agents"): one that
 `verifiers.load_environment` knows, by its name, with its arguments as JSON.
 
     pip install "verifiers<0.2" reasoning-gym

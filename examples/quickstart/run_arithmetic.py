@@ -71,6 +71,12 @@ STEPS = (
     Option("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
 SEQUENCE = {"model.ppo.loss_reduction": "sequence"}
+# Without a hard range a few large updates on a rollout take the policy too far.
+SMALL_UPDATES = {
+    "model.optim.lr": 2e-4,
+    "model.optim.sched.min_lr": 2e-5,
+    "trainer.ppo.ppo_epochs": 8,
+}
 OBJECTIVES = {
     "clip": {},
     "dapo": {"model.ppo.ratio_eps_high": 0.28, "trainer.ppo.dynamic_sampling_rounds": 3},
@@ -85,14 +91,16 @@ OBJECTIVES = {
         "model.ppo.policy_loss": "cispo",
         "model.ppo.ratio_eps": 1.0,
         "model.ppo.ratio_eps_high": 0.28,
+        **SMALL_UPDATES,
     },
-    "sapo": {"model.ppo.policy_loss": "sapo", **SEQUENCE},
+    "sapo": {"model.ppo.policy_loss": "sapo", **SEQUENCE, **SMALL_UPDATES},
     "gmpo": {"model.ppo.policy_loss": "gmpo", "model.ppo.ratio_eps": 0.4, **SEQUENCE},
     "clip_cov": {"trainer.ppo.covariance.rule": "clip", "trainer.ppo.covariance.fraction": 0.002},
     "kl_cov": {
         "trainer.ppo.covariance.rule": "kl",
         "trainer.ppo.covariance.fraction": 0.002,
         "model.ppo.ratio_eps": 1.0,
+        **SMALL_UPDATES,
     },
 }
 OBJECTIVE = Option(

@@ -6,7 +6,7 @@ Every alarm watches a metric. Some end the run, on all ranks together, because n
 could be trusted: a policy that is not its reference at step 0, rewards, losses and gradients that
 are not finite (`training/finite.py`), replicas that drift apart (`parallel/replicas.py`). The
 others warn past a threshold of the section `alarms` (null switches one off): once when the state
-begins, and not again until it has ended. docs/metrics.md lists them all.
+begins, and not again until it has ended. docs/troubleshooting.md lists them all.
 
 Shapes: B samples of a rollout on this rank, N over all data-parallel (DP) ranks, S padded length.
 Tensors per transition are `[B, S-1]`; `nemo_aligner.core.types` has their alignment.

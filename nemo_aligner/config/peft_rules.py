@@ -1,6 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The section `model.peft`: which layers get LoRA adapters, and of which form (docs/lora.md)."""
+"""The section `model.peft`: which layers get LoRA adapters, and of which form (docs/models.md)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -20,10 +20,10 @@ from nemo_aligner.config.jobs import JOBS
 
 # Of the commands that use a trained policy, with the page of docs/ that explains their keys.
 COMMAND_PAGES = {
-    "generate": "generate_evaluate",
-    "evaluate": "generate_evaluate",
-    "compute_topk_logits": "distillation",
-    "inference_teacher": "distillation",
+    "generate": "config",
+    "evaluate": "config",
+    "compute_topk_logits": "config",
+    "inference_teacher": "config",
 }
 CONFIG_NAMES = tuple(name for name in JOBS if name not in COMMAND_PAGES)
 

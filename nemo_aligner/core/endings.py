@@ -23,7 +23,7 @@ _folder_of_rank_zero: Path | None = None  # the same, on another rank
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all scripts and commands; docs/operations.md says what to do about each.
+    """Exit codes of all scripts and commands; docs/troubleshooting.md says what to do about each.
 
     After those of `RUN_AGAIN` the same command continues the work.
     """

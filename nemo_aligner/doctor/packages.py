@@ -150,7 +150,7 @@ def cuda(torch: ModuleType | None, gpus: list[str]) -> Finding:
 
 
 BROKEN_ENGINE = (
-    "Install the release of Transformer Engine that fits this torch (docs/versions.md), or remove "
+    "Install the release of Transformer Engine that fits this torch (docs/jobs.md), or remove "
     "it: pip uninstall transformer-engine"
 )
 

@@ -64,7 +64,7 @@ def parser() -> CommandParser:
         usage="%(prog)s SOURCE [SOURCE] --reward REWARD [--prompts FILE] [--out FOLDER] "
         "[key=value ...]",
         description=DESCRIPTION,
-        epilog="Every setting is explained in docs/generate_evaluate.md.",
+        epilog="Every setting is explained in docs/config.md.",
     )
     result.add_argument("--reward", help="reward model, or path/to/file.py:function")
     result.add_argument("--prompts", metavar="FILE", help="jsonl, lines as for PPO")

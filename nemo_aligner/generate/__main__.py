@@ -32,7 +32,7 @@ def parser() -> CommandParser:
         prog="nemo-aligner generate",
         usage="%(prog)s MODEL [--prompts FILE --out FILE] [--chat | --plain] [key=value ...]",
         description=DESCRIPTION,
-        epilog="Every setting is explained in docs/generate_evaluate.md.",
+        epilog="Every setting is explained in docs/config.md.",
     )
     result.add_argument("--prompts", metavar="FILE", help="jsonl, lines as for PPO")
     result.add_argument("--out", metavar="FILE", help="jsonl to write the responses to")

@@ -48,7 +48,7 @@ def train_ppo(cfg: DictConfig) -> None:
 
     With `model.ppo.environment.path=file.py:Class` samples have several turns, and the rewards
     come from a Python class in processes of this job; with `model.ppo.environment.port` from
-    agents that talk to the policy over HTTP (docs/environments.md).
+    agents that talk to the policy over HTTP (docs/rewards.md).
     """
     with long_imports():
         from nemo_aligner.algorithms.ppo import PPOTrainer

@@ -78,10 +78,10 @@ def serve_reward(cfg: DictConfig) -> None:
             inference.reward_fn=path/to/file.py:function
 
     The server runs until SIGTERM or SIGINT. A regression model that does not merge its attributes
-    gives all of them (docs/steerlm.md). A function, `(prompts, responses, lengths) -> scores`, is
-    served by one process with `inference.reward_fn_workers` workers; the .nemo gives the tokenizer
-    only. With `inference.rewards_per` step or token both give rewards of the steps or tokens of a
-    response.
+    gives all of them (docs/algorithms.md). A function, `(prompts, responses, lengths) -> scores`,
+    is served by one process with `inference.reward_fn_workers` workers; the .nemo gives the
+    tokenizer only. With `inference.rewards_per` step or token both give rewards of the steps or
+    tokens of a response.
     """
     if cfg.inference.reward_fn is None:
         _serve_model(cfg)
@@ -204,7 +204,7 @@ def serve_teacher(cfg: DictConfig) -> None:
             inference.port=5556 inference.top_k=100
 
     The server gives its largest logits behind each token of the samples that it is sent, and the
-    log-prob of the next one, until SIGTERM or SIGINT. docs/distillation.md says more.
+    log-prob of the next one, until SIGTERM or SIGINT. docs/algorithms.md says more.
     """
     with long_imports():
         from nemo_aligner.algorithms.reward_server import TeacherServer, no_sentences

@@ -61,7 +61,7 @@ def train_steerlm2(cfg: DictConfig) -> None:
             model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
     Lines hold a prompt, its attributes and several responses with three log-probs each
-    (docs/steerlm.md).
+    (docs/algorithms.md).
     """
     with long_imports():
         from nemo_aligner.data.nlp.builders import build_steerlm2_dataset
@@ -86,9 +86,9 @@ def train_spin(cfg: DictConfig) -> None:
         nemo-aligner train spin pretrained_checkpoint.restore_from_path=sft.nemo \
             model.data.train_ds.file_path=train.jsonl model.data.validation_ds.file_path=val.jsonl
 
-    The data are those of supervised fine-tuning (docs/spin.md): conversations in NeMo's chat
-    format, with `model.data.chat_template=tokenizer` and `model.data.chat=False` in that template,
-    or with `model.data.chat=False` alone lines `{"input": ..., "output": ...}`.
+    The data are those of supervised fine-tuning (docs/preferences.md): conversations in NeMo's
+    chat format, with `model.data.chat_template=tokenizer` and `model.data.chat=False` in that
+    template, or with `model.data.chat=False` alone lines `{"input": ..., "output": ...}`.
     """
     with long_imports():
         from nemo_aligner.algorithms.spin import SPINTrainer, spin_custom_collate
@@ -110,8 +110,8 @@ def train_dpo(cfg: DictConfig) -> None:
             "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl]}"
 
     Lines are `{"prompt": ..., "chosen": ..., "rejected": ...}`, texts or conversations
-    (docs/dpo.md). The checkpoint is also the reference policy: a copy of its weights in host
-    memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
+    (docs/preferences.md). The checkpoint is also the reference policy: a copy of its weights in
+    host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
         from nemo_aligner.algorithms.dpo import DPOTrainer
@@ -129,8 +129,8 @@ def train_kto(cfg: DictConfig) -> None:
             "model.data.data_prefix={train: [a.jsonl], validation: [b.jsonl]}"
 
     Lines are `{"prompt": ..., "response": ..., "preference": "chosen" or "rejected"}`, texts or
-    conversations (docs/kto.md). The checkpoint is also the reference policy: a copy of its weights
-    in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
+    conversations (docs/preferences.md). The checkpoint is also the reference policy: a copy of its
+    weights in host memory, or with `model.peft.peft_scheme=lora` the model without its adapters.
     """
     with long_imports():
         from nemo_aligner.algorithms.kto import KTOTrainer
@@ -150,7 +150,7 @@ def train_distill(cfg: DictConfig) -> None:
             pretrained_checkpoint.restore_from_path=student.nemo \
             "model.data.data_prefix={train: [train.jsonl], validation: [validation.jsonl]}"
 
-    The first command writes the logits (docs/distillation.md). With
+    The first command writes the logits (docs/algorithms.md). With
     `model.knowledge_distillation.on_policy.fraction` they come from a served teacher
     (`serve teacher`) instead, also for responses that the student gives itself.
     """
@@ -188,7 +188,7 @@ def logits(cfg: DictConfig) -> None:
 
     The data are those of supervised fine-tuning, and so are the keys below `data` (docs/data.md).
     Stopped, the same command goes on where it ended; `start_from_idx` and `end_at_idx` share the
-    examples out to several jobs, each with a file of its own. docs/distillation.md says more.
+    examples out to several jobs, each with a file of its own. docs/algorithms.md says more.
     """
     with long_imports():
         from nemo_aligner.algorithms.topk_logits import write_topk_logits

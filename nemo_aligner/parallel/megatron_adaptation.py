@@ -440,7 +440,7 @@ def resolve(module_name: str, dotted: str) -> tuple[Any, str, Any]:
         raise ImportError(
             f"{module_name}.{dotted}, which nemo_aligner touches, is not found ({error}); "
             f"megatron-core {megatron.core.__version__} is installed. Install the releases that "
-            "setup.py names; docs/megatron_core.md says how to move to another."
+            "setup.py names; docs/architecture.md says how to move to another."
         ) from error
 
 

@@ -4,7 +4,7 @@
 the releases that this project runs with: 0.16 on Python 3.10 and 3.11, 0.19 on 3.12.
 
 `megatron_adaptation.SWITCHED` lists what is touched. What depends on the release looks at what is
-there rather than at the version, and says which release has what; `docs/megatron_core.md` says how
+there rather than at the version, and says which release has what; `docs/architecture.md` says how
 to move to the next release.
 """
 

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory a job takes, and which split to start it with: `nemo-aligner plan`.
 
-Everything here is arithmetic on a configuration: no ranks, no tensors. docs/plan.md explains the
-formulas and says what was measured.
+Everything here is arithmetic on a configuration: no ranks, no tensors. docs/parallelism.md
+explains the formulas and says what was measured.
 """

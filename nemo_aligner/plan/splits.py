@@ -34,8 +34,8 @@ RECOMPUTE_KEYS = {
     "activations_checkpoint_num_layers": 1,
 }
 LEAST_TOKENS = 1024  # of a sample on a context-parallel rank
-# A rule of thumb for the order of candidates, not a measured speed (docs/plan.md): what each
-# choice multiplies the time of a step by.
+# A rule of thumb for the order of candidates, not a measured speed (docs/parallelism.md): what
+# each choice multiplies the time of a step by.
 FULL_RECOMPUTE_COST = 1.3
 TP_COST, PP_COST, CP_COST, EP_COST = 0.05, 0.05, 0.1, 0.02  # per doubling
 NEARLY_FULL, NEARLY_FULL_COST = 0.95, 1.05  # of what may be used; little is left for a surprise

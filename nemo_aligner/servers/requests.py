@@ -8,7 +8,7 @@ ranks; between two of them the server works on other requests. How a request is 
 request alone, never on who else waits, and a slice has whole micro-batches of it, with the same
 samples in each: so a score has the same bits as if the request had been scored in one go. (With
 context, sequence or virtual pipeline parallelism, or with `dynamic_micro_batch_tokens`,
-micro-batches may be others; see docs/operations.md.)
+micro-batches may be others; see docs/jobs.md.)
 
 A *piece* is a part of the rows of a train request that is too large for one body: a request of its
 own with the same `request_id` and with `piece` = [its first row, rows of the whole]. The server

@@ -15,7 +15,7 @@
 An operation that raises the same type of error on every rank fails its request alone, and the
 server goes on. If only some ranks fail, the process groups cannot be trusted any more, and the job
 ends with an error. Either way the client gets the cause in one line; each rank logs its traceback.
-What a stop request does: docs/operations.md.
+What a stop request does: docs/jobs.md.
 """
 
 import concurrent.futures

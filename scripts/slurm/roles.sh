@@ -12,7 +12,7 @@
 # Submit it again to resume from the last checkpoints. That happens by itself up to MAX_REQUEUES
 # times: ten minutes before the time limit SLURM sends SIGUSR1, and at a pre-emption too if it is
 # configured so (PreemptParameters=send_user_signal). The job then saves, with its critic, and
-# leaves with an exit code that says so (docs/operations.md).
+# leaves with an exit code that says so (docs/troubleshooting.md).
 
 set -euo pipefail
 

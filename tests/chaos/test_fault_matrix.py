@@ -6,7 +6,7 @@ numbers of an undisturbed one, to the bit.
 
 `make chaos` runs each fault of each process once and SIGKILL in each phase, `CHAOS=all make chaos`
 all cells, `make test` those of `SELECTED`. With CHAOS_REPORT=FILE each cell adds
-a line to FILE, from which scripts/fault_table.py makes the table of docs/reliability.md.
+a line to FILE, from which scripts/fault_table.py makes a table.
 """
 
 import json

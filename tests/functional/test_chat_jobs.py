@@ -178,5 +178,5 @@ def test_conversations_of_several_turns_train_adapters(
     assert read_metrics(whole, "train_rollouts/init_policy_kl")[0] == 0
     assert max(read_metrics(whole, "train_rollouts/turns")) > 1
     for name in metric_names(whole):
-        if "sampling_ratio" not in name:  # docs/environments.md says why
+        if "sampling_ratio" not in name:  # docs/rewards.md says why
             assert read_metrics(parts, name) == read_metrics(whole, name), name

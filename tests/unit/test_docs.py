@@ -23,6 +23,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks/README.md",
+    ROOT / "benchmarks/figures.md",
     ROOT / "examples/quickstart/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
@@ -210,7 +211,8 @@ def rows_of_tables(text):
 
 
 def test_every_difference_is_told_from_both_sides():
-    rows = rows_of_tables((ROOT / "docs/differences.md").read_text(encoding="utf-8"))
+    text = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    rows = rows_of_tables(text.split("\n## ")[1])
     headers = [row for row in rows if row[0] == "What"]
     differences = [row for row in rows if row[0] != "What"]
     assert len(differences) >= 35
@@ -259,11 +261,12 @@ def test_readme_and_results_tell_of_the_same_run():
         for name, before, after in re.findall(r"│ (.+?) │ (\S+) +│ (\S+) +│", readme)
     }
     results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    quickstart = results.split("## Rejection sampling")[0]
-    row = re.search(r"(?m)^\| 0 \| (\S+) → (\S+) \| (\S+) → (\S+) \| (\S+) \|$", quickstart)
-    assert told["validation reward"] == row.group(1, 2)
-    assert told["gold score (-1 to 1)"] == row.group(3, 4)
-    assert told["KL to the reference, per token"] == ("0.000", row.group(5))
+    rows = rows_of_tables(results)
+    first = next(number for number, row in enumerate(rows) if row[0] == "`quickstart`")
+    seed_0 = {row[2]: tuple(row[3].split(" → ")) for row in rows[first : first + 3]}
+    assert told["validation reward"] == seed_0["validation reward"]
+    assert told["gold score (-1 to 1)"] == seed_0["gold score"]
+    assert told["KL to the reference, per token"] == seed_0["KL per token (`k1`)"]
 
 
 def test_results_count_the_planted_faults():
@@ -278,12 +281,10 @@ def test_no_placeholder_is_left_where_a_figure_belongs(page):
 
 
 def test_every_walkthrough_has_three_seeds():
-    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    seeds = []
+    rows = rows_of_tables((ROOT / "docs/results.md").read_text(encoding="utf-8"))
+    figures = {row[0].strip("`"): row[3:6] for row in rows}
     for target in ("quickstart", "rs", "dpo", "kto", "spin", "arithmetic"):
-        section = results.split(f'make {target} ARGS="--seed N"')[1].split("\n## ")[0]
-        seeds.append(re.findall(r"(?m)^\| (\d) \|", section))
-    assert seeds == [["0", "1", "2"]] * 6
+        assert all("→" in figure for figure in figures[target]), target
 
 
 # -------------------------------------------------------------------------------------------- site

@@ -320,7 +320,7 @@ def test_a_larger_tokenizer_is_refused(write_folder):
 
 
 def test_the_table_of_the_page_lists_the_architectures():
-    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     rows = re.findall(r"^\| .*? \| `(\w+)` \| yes \| yes \| yes \| yes \| (.*) \|$", page, re.M)
     experts = {"mixtral", "qwen2_moe", "qwen3_moe"}
     splits = {name: "TP, PP, EP" if name in experts else "TP, PP" for name in ARCHITECTURES}

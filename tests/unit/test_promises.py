@@ -46,14 +46,14 @@ def of_parallelism(parts: dict[str, str]) -> list[str]:
 
 
 def of_differences(parts: dict[str, str]) -> list[str]:
-    return first_cells("\n".join(parts.values()), "What")
+    return first_cells(parts["Differences"], "What")
 
 
 PAGES = {
     "README.md": of_readme,
-    "docs/reliability.md": of_reliability,
+    "docs/troubleshooting.md": of_reliability,
     "docs/parallelism.md": of_parallelism,
-    "docs/differences.md": of_differences,
+    "docs/migration.md": of_differences,
 }
 
 

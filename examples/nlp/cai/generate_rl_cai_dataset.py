@@ -10,7 +10,7 @@ data for train_reward_model.py, the prompts for train_gpt_ppo_actor.py.
 
 Each of both is a policy of this project, or served with OpenAI's chat protocol (--url, or --host
 and --port; --ngc-url and --ngc-model). Stopped, the same command goes on where it ended. See
-docs/constitutional_ai.md.
+docs/algorithms.md.
 """
 
 import ast

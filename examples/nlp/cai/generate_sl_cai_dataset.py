@@ -11,7 +11,7 @@ responses and revises them; the revisions are data for train_gpt_sft.py (model.d
 
 The model is a policy of this project (--model), or served with OpenAI's chat protocol (--url, or
 --host and --port). Stopped, the same command goes on where it ended. See
-docs/constitutional_ai.md.
+docs/algorithms.md.
 """
 
 import json

@@ -10,6 +10,6 @@
     peft.py            adapters of a folder of PEFT, read and written
 
 Nothing here computes on weights: tensors are taken apart, put together and transposed, so that
-what is written is what was read, bit for bit. docs/hugging_face.md says how to add an
+what is written is what was read, bit for bit. docs/models.md says how to add an
 architecture.
 """

@@ -52,7 +52,7 @@ class OnPolicy:
     Attributes:
         fraction: **new**: share of the updates that learn from the student's own responses; a
             served teacher then gives the logits of all updates
-            ([distillation.md](distillation.md#on-policy)). null: the data have them
+            ([distillation](algorithms.md#on-policy-distillation)). null: the data have them
         rollout_micro_batch_size: **new**: responses that a rank generates together, which bounds
             the memory of their cached keys; another takes the place of one that has ended. null:
             its whole share of the global batch

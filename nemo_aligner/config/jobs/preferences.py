@@ -73,7 +73,7 @@ class WeighedPreferences(Preferences):
             negative log-likelihood of the chosen responses
         ref_log_probs_dir: **new**: folder in which the log-probs of the reference policy are kept
             for all epochs and jobs, so that no copy of its weights is; null: they are computed
-            for each batch ([dpo.md](dpo.md#log-probs-that-are-kept))
+            for each batch ([DPO](preferences.md#log-probs-that-are-kept))
     """
 
     sft_average_log_probs: bool = key("${.preference_average_log_probs}")

@@ -33,7 +33,7 @@ class SFTAlarms(Alarms):
 
     Attributes:
         effective_responses: **new**, of `train_steerlm2.py` alone: threshold of an alarm, see
-            [metrics.md](metrics.md#alarms); null switches it off
+            [alarms](troubleshooting.md#alarms); null switches it off
     """
 
     effective_responses: float | None = key(1.05, at_least=1)
@@ -46,7 +46,7 @@ class SteerLM2:
     Attributes:
         micro_batch_size, forward_micro_batch_size: of `train_steerlm2.py` alone: responses per
             micro-batch, and per forward pass that gives their weights. The sizes of `train_ds`
-            count prompts ([SteerLM](steerlm.md#steerlm-20))
+            count prompts ([SteerLM](algorithms.md#steerlm-20))
     """
 
     micro_batch_size: int = key(1, at_least=1)

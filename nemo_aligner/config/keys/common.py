@@ -35,7 +35,7 @@ class ServerMachines(Machines):
 
     Attributes:
         hang_timeout_s: **new**: a job that makes no progress for so many seconds ends with exit
-            code 77; null: never. See [operations.md](operations.md#a-job-that-hangs)
+            code 77; null: never. See [troubleshooting](troubleshooting.md#a-job-that-hangs)
         max_time: wall-clock limit, `DD:HH:MM:SS`; the job saves and ends with exit code 75 (a
             critic serves until it is stopped). See also `max_time_per_run`
         enable_checkpointing, use_distributed_sampler, max_epochs, max_steps: Lightning's own
@@ -71,7 +71,7 @@ class Alarms:
     """
 
     OTHERS: ClassVar[str] = (  # what fields of subclasses mean
-        "**new**: thresholds of alarms, see [metrics.md](metrics.md); null switches one off"
+        "**new**: thresholds of [alarms](troubleshooting.md#alarms); null switches one off"
     )
     replica_check_interval: int | None = key(10, at_least=0)
 

@@ -354,7 +354,7 @@ class Peft:
     Attributes:
         peft_scheme: `lora`; `none` trains every weight
         restore_from_path: adapters to start from (`.nemo`, checkpoint folder, [PEFT
-            folder](hugging_face.md)); their form wins over `lora_tuning`
+            folder](models.md)); their form wins over `lora_tuning`
     """
 
     peft_scheme: str | None = key("none")
@@ -382,10 +382,10 @@ class TrainedModel(Model):
     Attributes:
         global_batch_size: samples of one update over all ranks: a multiple of `micro_batch_size` x
             data-parallel size
-        save_hf: write a [Hugging Face folder](hugging_face.md) beside the checkpoints: True at
+        save_hf: write a [Hugging Face folder](models.md) beside the checkpoints: True at
             the end of the job, `every_checkpoint` with each checkpoint (a critic server, which
             has no end, takes only this); of adapters a [PEFT
-            folder](hugging_face.md#hugging-face-peft-folders)
+            folder](models.md#adapters-of-hugging-face-peft)
     """
 
     micro_batch_size: int = key(1, at_least=1, fallback=1)
@@ -413,7 +413,8 @@ class Regression:
         loss_mask_val: a label of this value does not count. All others have the same weight, so a
             sample with fewer labels weighs less
         loss_func: of a regression model: `regression` (mean squared error), or for pairs of lines
-            with a preference `regular_bt`, `margin_bt`, `scaled_bt` ([jobs.md](jobs.md))
+            with a preference `regular_bt`, `margin_bt`, `scaled_bt`
+            ([reward model](algorithms.md#reward-model))
         load_rm_head_weights: start from the head in the checkpoint too, not only from its
             language model
     """
@@ -448,7 +449,7 @@ class RewardHead:
         output_sequence: one value per token
         use_avg_pool, pad_token_id: head over the mean of all positions instead of the last token;
             **new**: the last token is the last other than this one ([Hugging
-            Face](hugging_face.md#architectures)); null: as in the checkpoint
+            Face](models.md#architectures)); null: as in the checkpoint
         force_head_dtype: dtype of the head. A reward-model server keeps the checkpoint's: with a
             bfloat16 head its rewards differ from those of a combined critic in the third digit
         forward_micro_batch_size: samples of one forward pass without gradient

@@ -79,7 +79,7 @@ class Environment:
 
     Attributes:
         path: **new**: `path/to/file.py:Class`, a Python class that replies to responses and gives
-            the rewards ([environments.md](environments.md)); null: a response is a sample
+            the rewards ([environments](rewards.md#environments)); null: a response is a sample
         max_turns: **new**: responses in a conversation, at most
         workers, timeout_s: **new**: processes that run the class, for each copy of the policy's
             weights; seconds for a reply
@@ -87,7 +87,7 @@ class Environment:
             one after the other; its conversation ends. null: the job ends with one line that shows
             the response and the cause
         port: **new**: in place of `path`, where agents find the policy as a chat model over HTTP
-            ([agents](environments.md#agents)); of several copies of the weights the second listens
+            ([agents](rewards.md#agents)); of several copies of the weights the second listens
             at the next port, and so on
         host, token_file: **new**: where it listens, this machine alone unless told otherwise; file
             with the token that agents send as the API key, null: `NEMO_ALIGNER_TOKEN`, if it is

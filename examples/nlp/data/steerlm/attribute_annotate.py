@@ -8,7 +8,7 @@ whole numbers from 0 to 4, in the labels that SteerLM learns from.
         --port=1424
 
 Every response gets a new label, and the conversation the type VALUE_TO_TEXT. Stopped, the same
-command goes on where it ended. See docs/steerlm.md.
+command goes on where it ended. See docs/algorithms.md.
 """
 
 from pathlib import Path

@@ -7,7 +7,7 @@
 
 writes train.jsonl and val.jsonl. With `--preference` each two neighbouring conversations are the
 responses to one prompt, and the value of quality is the strength of the preference, for
-`model.regression.loss_func=scaled_bt`. See docs/steerlm.md.
+`model.regression.loss_func=scaled_bt`. See docs/algorithms.md.
 """
 
 from nemo_aligner.data.nlp.steerlm import ALL_STEERLM_ATTRIBUTES, help_steer_record

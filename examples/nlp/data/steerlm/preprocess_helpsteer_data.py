@@ -4,7 +4,7 @@
 
     python preprocess_helpsteer_data.py --output_directory=data/helpsteer
 
-writes train.jsonl and val.jsonl. See docs/steerlm.md.
+writes train.jsonl and val.jsonl. See docs/algorithms.md.
 """
 
 from nemo_aligner.data.nlp.steerlm import HELPSTEER_ATTRIBUTES, help_steer_record

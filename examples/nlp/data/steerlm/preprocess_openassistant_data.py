@@ -7,7 +7,7 @@ for SteerLM.
 
 reads the message trees `2023-04-12_oasst_all.trees.jsonl.gz` in that folder, which it downloads
 from the Hugging Face Hub if the file is not there, and writes train.jsonl and val.jsonl beside it.
-See docs/steerlm.md.
+See docs/algorithms.md.
 """
 
 import random

@@ -6,7 +6,7 @@
     python process_to_regression_format.py --input-file=train.jsonl --output-file=train_reg.jsonl
 
 An attribute that a label does not name gets -100, which the reward model leaves out of its loss.
-See docs/steerlm.md.
+See docs/algorithms.md.
 """
 
 from nemo_aligner.core.errors import UserError
