@@ -104,13 +104,7 @@ def build_our_rank(
     at: countdown.Folders, precision: str, way: str, rank: int, ranks: int, port: int
 ) -> dict[str, Callable]:
     """Our generation on one rank, of the cases that are measured in that way."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ.update(measure.rank_environment(rank, ranks, port))
     size = TENSOR_PARALLEL[way]
     parts = {
         name: case.of_rank(rank // size, ranks // size)

@@ -10,13 +10,13 @@ thread, the median of `--repeats` runs; merging and restoring count as generatio
 """
 
 import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import countdown
+import measure
 import torch
 from omegaconf import OmegaConf
 
@@ -24,13 +24,13 @@ from nemo_aligner.generation import GenerationParams
 from nemo_aligner.models.nlp.gpt.megatron_gpt_ppo_actor import MegatronGPTActorModel
 from nemo_aligner.training.optim import train_on_batch
 
-VOCABULARY = 8192
+VOCABULARY = countdown.VOCABULARY
 MODEL = {
-    "num_layers": 8,
-    "hidden_size": 256,
-    "ffn_hidden_size": 704,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
+    "num_layers": countdown.LAYERS,
+    "hidden_size": countdown.HIDDEN,
+    "ffn_hidden_size": countdown.FFN,
+    "num_attention_heads": countdown.HEADS,
+    "num_query_groups": countdown.GROUPS,
     "normalization": "rmsnorm",
     "activation": "swiglu",
     "position_embedding_type": "rope",
@@ -38,26 +38,12 @@ MODEL = {
     "share_embeddings_and_output_weights": False,
     "encoder_seq_length": 256,
     "max_position_embeddings": 256,
-    "override_vocab_size": VOCABULARY,
     "micro_batch_size": 4,
     "global_batch_size": 16,
 }
 OPTIM = {"name": "distributed_fused_adam", "lr": 1e-4, "sched": {"name": "constant"}}
 PPO = {"length_params": {"max_length": 128}, "forward_micro_batch_size": 16}
 SAMPLES, PROMPT, WIDTH = 16, 32, 160
-
-
-def tokenizer_folder(folder: str) -> str:
-    """A Hugging Face tokenizer of `VOCABULARY` words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<eos>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.save_pretrained(folder)
-    return folder
 
 
 def actor(tokenizer: str, precision: str, tuning: dict | None) -> MegatronGPTActorModel:
@@ -74,24 +60,6 @@ def actor(tokenizer: str, precision: str, tuning: dict | None) -> MegatronGPTAct
         # Small, so that both policies generate as many tokens.
         model.init_peft({"peft_scheme": "lora", "lora_tuning": {**tuning, "alpha": 0.01}})
     return model
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """CPU seconds of one call."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
-
-
-def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median CPU seconds of each function, called in turns, after one call that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            spent = seconds(function)
-            if repeat:
-                times[name].append(spent)
-    return {name: statistics.median(spent) for name, spent in times.items()}
 
 
 def generation(model: MegatronGPTActorModel, context: Callable[[], AbstractContextManager]):
@@ -145,14 +113,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = tokenizer_folder(str(Path(folder, "tokenizer")))
+        tokenizer = str(Path(folder, "tokenizer"))
+        countdown.write_tokenizer(Path(tokenizer))
         whole = actor(tokenizer, args.precision, None)
         adapted = actor(
             tokenizer,
             args.precision,
             {"target_modules": ["all"], "adapter_dim": args.dim, "row_init_method": "normal"},
         )
-    found = in_turns(
+    found = measure.seconds_in_turns(
         {
             "all weights": generation(whole, nullcontext),
             "added": generation(adapted, nullcontext),
@@ -163,7 +132,9 @@ def main() -> None:
     print(f"{SAMPLES} samples of {PROMPT} + {WIDTH - PROMPT} tokens, {args.precision}")
     for name, spent in found.items():
         print(f"generation, {name}: {spent:.2f} s, {found['all weights'] / spent:.2f} x")
-    steps = in_turns({"all weights": updates(whole), "LoRA": updates(adapted)}, args.repeats)
+    steps = measure.seconds_in_turns(
+        {"all weights": updates(whole), "LoRA": updates(adapted)}, args.repeats
+    )
     for name, model in (("all weights", whole), ("LoRA", adapted)):
         count = sum(p.numel() for p in model.unwrapped()[0].parameters() if p.requires_grad)
         print(

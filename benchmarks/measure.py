@@ -15,6 +15,7 @@ stands above them on the page, and `curves` what is drawn: `{label: {x: y, ...},
 """
 
 import argparse
+import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -23,11 +24,14 @@ import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 LIBRARIES = ("torch", "megatron-core", "transformers", "nemo-toolkit", "numpy")
 Row = dict[str, Any]
@@ -63,6 +67,39 @@ def busy_seconds() -> float:
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, fields)
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What PyTorch reads on a rank of this machine; they meet at `port`."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
+
+
+def run_ranks(command: Sequence[str], ranks: int) -> None:
+    """Run a command on so many ranks and wait for them; `SystemExit`: one of them failed."""
+    from nemo_aligner.servers.ports import find_free_port
+
+    port = find_free_port()
+    of_rank = [rank_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
+    processes = [subprocess.Popen(command, env=os.environ | each) for each in of_rank]
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            time.sleep(0.5)
+        if any(codes):
+            raise SystemExit(f"a process of {ranks} failed; see its error above")
+    finally:
+        for process in processes:
+            process.kill()  # one that waits for another that is gone
+
+
+def tree_cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process and its descendants have used."""
+    total, process = 0.0, psutil.Process(pid)
+    for member in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            times = member.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 class Side:
@@ -199,12 +236,20 @@ def in_turns(
 
 def seconds_of(function: Callable[[], object], repeats: int) -> float:
     """Median CPU seconds of a function in this process, after one call that does not count."""
-    found = []
+    return seconds_in_turns({"": function}, repeats)[""]
+
+
+def seconds_in_turns(
+    functions: Mapping[str, Callable[[], object]], repeats: int
+) -> dict[str, float]:
+    """As `seconds_of`, of several functions that take turns."""
+    found: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats + 1):
-        start = time.process_time()
-        function()
-        found.append(time.process_time() - start)
-    return statistics.median(found[1:])
+        for name, function in functions.items():
+            start = time.process_time()
+            function()
+            found[name].append(time.process_time() - start)
+    return {name: statistics.median(each[1:]) for name, each in found.items()}
 
 
 def pair_row(case: str, figures: dict[str, Figures], **more: Any) -> Row:

@@ -19,15 +19,16 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
+
+import countdown  # noqa: E402  (the environment comes first)
+import measure as measure_with  # noqa: E402
 
 RESPONSE, MICRO_BATCHES, OPTIMIZER = 8, 2, "distributed_fused_adam"
 SMALL = dict(num_layers=4, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=8)
@@ -201,22 +202,6 @@ GPU_CASES = {
         **_LARGE | dict(vocab=50257),
     ),
 }
-
-
-def make_tokenizer(folder: Path, vocab: int) -> str:
-    """Folder of a Hugging Face tokenizer with `vocab` ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {f"w{i}": i for i in range(vocab - 2)} | {"[UNK]": vocab - 2, "<eos>": vocab - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<eos>"])
-    target = folder / f"tokenizer{vocab}"
-    target.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(target / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-    (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(target)
 
 
 def model_section(case: dict[str, Any], tokenizer: str) -> dict[str, Any]:
@@ -507,37 +492,11 @@ def work(names: list[str], folder: Path) -> None:
     with (folder / f"rank{rank}-of-{os.environ.get('WORLD_SIZE', 1)}.jsonl").open("a") as file:
         for name in names:
             case = (CASES | GPU_CASES)[name]
-            section = model_section(case, make_tokenizer(folder / f"rank{rank}", case["vocab"]))
+            tokenizer = folder / f"rank{rank}" / f"tokenizer{case['vocab']}"
+            countdown.write_tokenizer(tokenizer, case["vocab"])
+            section = model_section(case, str(tokenizer))
             line = [name, rank, predict(case, section, rank), measure(case, section)]
             print(json.dumps(line), file=file, flush=True)
-
-
-def start(names: list[str], ranks: int, folder: Path) -> None:
-    """Run cases of so many ranks in processes of their own, and wait for them."""
-    from nemo_aligner.servers.ports import find_free_port
-
-    port = find_free_port()
-    processes = []
-    for rank in range(ranks):
-        env = dict(os.environ)
-        if ranks > 1:
-            env |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        command = [sys.executable, __file__, "--worker", str(folder), *names]
-        processes.append(subprocess.Popen(command, env=env))
-    try:
-        while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            time.sleep(0.5)
-        if any(codes):
-            raise SystemExit(f"a process of {ranks} failed; see its error above")
-    finally:
-        for process in processes:
-            process.kill()  # one that waits for another that is gone
 
 
 def table(folder: Path) -> str:
@@ -588,11 +547,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         alone = [name for name in names if known[name].get("ranks", 1) == 1]
         try:
+            command = [sys.executable, __file__, "--worker", folder]
             if alone:
-                start(alone, 1, Path(folder))
+                measure_with.run_ranks([*command, *alone], 1)
             for name in names:  # process groups cannot be made anew, so in new processes
                 if name not in alone:
-                    start([name], known[name]["ranks"], Path(folder))
+                    measure_with.run_ranks([*command, name], known[name]["ranks"])
         finally:
             print(table(Path(folder)))
 

@@ -14,9 +14,7 @@ so for them that is the busiest rank's. The clock itself depends on what others 
 
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -136,28 +134,6 @@ def rank_main(folder: Path, repeats: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def measured(folder: Path, repeats: int) -> list[measure.Row]:
-    """Start the ranks and wait for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--rank-of", str(folder), "--repeats", str(repeats)]
-    world = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            command, env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        if any([process.wait(600) for process in processes]):
-            raise SystemExit("a rank failed; see its error above")
-    finally:
-        for process in processes:
-            process.kill()
-    return json.loads((folder / "rows.json").read_text())
-
-
 def main() -> None:
     parser = measure.arguments(__doc__, repeats=1)
     parser.add_argument("--rank-of", type=Path, help="used by the benchmark itself")
@@ -169,7 +145,9 @@ def main() -> None:
         folder = Path(name)
         (folder / "hugging_face").symlink_to(at.hugging_face)
         (folder / "nemo").symlink_to(at.nemo)
-        rows = measured(folder, args.repeats)
+        command = [sys.executable, __file__, "--rank-of", name, "--repeats", str(args.repeats)]
+        measure.run_ranks(command, RANKS)
+        rows = json.loads((folder / "rows.json").read_text())
     measure.report("reshard", "Generation on two ranks", rows, args.json)
 
 

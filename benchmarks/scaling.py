@@ -32,6 +32,7 @@ import measure
 import torch
 from gpu_costs import Shape, assumptions
 from gpu_steps import gpu_curves, gpu_rows, phase_rows
+from ppo_step import Prompts, collate
 from step_simulation import (
     Workload,
     generate,
@@ -313,40 +314,11 @@ GENERATION = {shared: f"generation, {way}" for shared, way in WAYS.items()}
 REDUCTION = "reduction"
 
 
-class Prompts(torch.utils.data.Dataset):
-    """The prompts of the skewed responses."""
-
-    def __init__(self) -> None:
-        self.tokens = countdown.prompts(LENGTHS, PROMPT)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"idx": index, "input_ids": self.tokens[index]}
-
-
-def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """An `InferenceBatch`."""
-    return {
-        "text": torch.stack([item["input_ids"] for item in items]),
-        "length": torch.full((len(items),), PROMPT),
-        "loss_multiplier": torch.ones(len(items)),
-        "idx": torch.tensor([item["idx"] for item in items]),
-    }
-
-
 def work(rank: int, ranks: int, port: int, at: countdown.Folders, repeats: int, send: Any) -> None:
     """One rank of a job: sends its CPU seconds of each part, a list for each, and the lengths of
     the responses, which now and then are not those that the prompts ask for.
     """
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ.update(measure.rank_environment(rank, ranks, port))
     torch.set_num_threads(1)
     from nemo_aligner.algorithms import rollouts
     from nemo_aligner.data.nlp.batch_iterators import DefaultBatchIterator, StoreBatchIterator
@@ -368,7 +340,7 @@ def work(rank: int, ranks: int, port: int, at: countdown.Folders, repeats: int, 
     def rollout(shared: bool) -> dict[str, Tensor]:
         own = [list(ticket) for ticket in SKEWED.tickets[rank::ranks]]
         kind = StoreBatchIterator if shared else DefaultBatchIterator
-        prompts = kind(iter(own), len(own), Prompts(), collate)
+        prompts = kind(iter(own), len(own), Prompts(LENGTHS), collate)
         model.set_eval()
         with measured(GENERATION[shared]):
             repeated = rollouts.repeat_prompts(prompts, 1, 0, 0)

@@ -21,13 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import countdown
 import measure
-import psutil
 
+from nemo_aligner.launch.remarks import VERBOSE
 from nemo_aligner.servers.ports import find_free_port
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples/nlp/gpt"
-END_OF_TEXT = "<|endoftext|>"
 LENGTH, PROMPTS = 48, 16
 MODEL = {
     "num_layers": 2,
@@ -89,25 +89,17 @@ PARTS = (
 def write_inputs(folder: Path) -> None:
     """A policy, a reward model and prompts."""
     from omegaconf import OmegaConf
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     from nemo_aligner.models.nlp.gpt.megatron_gpt_model import MegatronGPTModel
     from nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model import MegatronGPTRewardModel
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
-    fast.save_pretrained(folder / "tokenizer")
+    countdown.write_tokenizer(folder / "tokenizer", 257)
     names = {"library": "huggingface", "type": str(folder / "tokenizer")}
     config = OmegaConf.create({**MODEL, "micro_batch_size": 2, "tokenizer": names})
     MegatronGPTModel(config).save_to(str(folder / "policy.nemo"))
     config.output_sequence = False
     MegatronGPTRewardModel(config).save_to(str(folder / "rm.nemo"))
-    lines = [json.dumps({"text": f"film {i}"}) + "\n" for i in range(PROMPTS)]
+    lines = [json.dumps({"text": f"w1 w{i + 2}"}) + "\n" for i in range(PROMPTS)]
     (folder / "p.jsonl").write_text("".join(lines))
 
 
@@ -122,21 +114,8 @@ def start(script: str, log: Path, overrides: Mapping[str, Any]) -> subprocess.Po
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**environment, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"},
+            env={**environment, VERBOSE: "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"},
         )
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds that a process and its living descendants have used."""
-    total = 0.0
-    process = psutil.Process(pid)
-    for member in [process, *process.children(recursive=True)]:
-        try:
-            times = member.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-        except psutil.NoSuchProcess:
-            continue  # it has ended since it was listed
-    return total
 
 
 def start_both(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, float]]:
@@ -166,7 +145,7 @@ def start_both(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, 
                     if (job, part) in ends or not path.exists():
                         continue
                     if text in path.read_text(errors="replace"):
-                        cpu = cpu_seconds(jobs[job].pid)
+                        cpu = measure.tree_cpu_seconds(jobs[job].pid)
                         ends[job, part] = {"end_s": now, "cpu_s": cpu}
                 missing = [part for part in PARTS if part[:2] not in ends]
                 ended = [name for name, job in jobs.items() if job.poll() is not None]
@@ -174,7 +153,7 @@ def start_both(inputs: Path, limit_s: float) -> dict[tuple[str, str], dict[str, 
                     log = (folder / missing[0][2]).with_suffix(".log").read_text()[-3000:]
                     raise RuntimeError(f"{now:.0f} s, {ended} ended, without {missing}:\n{log}")
             capacity = (time.monotonic() - began) * (os.cpu_count() or 1)
-            own = sum(cpu_seconds(job.pid) for job in jobs.values())
+            own = sum(measure.tree_cpu_seconds(job.pid) for job in jobs.values())
             others = max(measure.busy_seconds() - busy - own, 0.0) / capacity
             ends["", ""] = {"others": others}
             return ends

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from typing import Any
 
 import measure
-import psutil
 
 from nemo_aligner.config.server_rules import FRONTENDS
 from nemo_aligner.servers.ports import find_free_port
@@ -128,13 +127,7 @@ def post(port: int, body: bytes, reply_size: int) -> None:
 
 def cpu_seconds(processes: list[subprocess.Popen[bytes]]) -> float:
     """CPU seconds that these processes and their descendants have used."""
-    total = 0.0
-    for process in processes:
-        parent = psutil.Process(process.pid)
-        for member in [parent, *parent.children(recursive=True)]:
-            times = member.cpu_times()
-            total += times.user + times.system
-    return total
+    return sum(measure.tree_cpu_seconds(process.pid) for process in processes)
 
 
 def take_turns(

@@ -12,26 +12,15 @@ The 8100 sums of two numbers from 10 to 99 are split once: a sum of a validation
 training file, nor does the same sum with its numbers swapped. The same seed writes the same bytes.
 """
 
-import argparse
 import random
 from pathlib import Path
 
-from make_data import END_OF_TEXT, save_tokenizer, write_jsonl
+from make_data import END_OF_TEXT, run_script, save_tokenizer, write_jsonl
 
 NUMBERS = range(10, 100)
 NUM_VALIDATION = 512
 CHARACTERS = "0123456789+="
 UNKNOWN = "<|unknown|>"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    make_data(args.out, args.seed)
 
 
 def make_data(out: Path, seed: int) -> None:
@@ -79,4 +68,4 @@ def character_tokenizer():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, make_data)

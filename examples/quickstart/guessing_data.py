@@ -12,12 +12,11 @@ The games are played without a plan: each guess is any digit, whatever the hints
 learns from them is to guess in the right form, and no more. The same seed writes the same bytes.
 """
 
-import argparse
 import random
 import sys
 from pathlib import Path
 
-from make_data import END_OF_TEXT, save_tokenizer, write_jsonl
+from make_data import END_OF_TEXT, run_script, save_tokenizer, write_jsonl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "environments"))
 
@@ -26,16 +25,6 @@ from guessing import DIGITS, END_OF_GUESS, LESS, MORE, GuessingGame  # noqa: E40
 PROMPT = "?"
 NUM_GAMES, NUM_VALIDATION = 4096, 512
 UNKNOWN = "<|unknown|>"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    make_data(args.out, args.seed)
 
 
 def make_data(out: Path, seed: int) -> None:
@@ -79,4 +68,4 @@ def word_tokenizer():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, make_data)

@@ -25,7 +25,7 @@ spaces, so prompt and response have the same tokens whether they are tokenized t
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import grammar
@@ -43,14 +43,15 @@ SIZES = {
 }
 
 
-def main() -> None:
+def run_script(doc: str | None, make: Callable[[Path, int], None]) -> None:
+    """What `python make_data.py --out DIR [--seed 0]` does, and scripts like it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, made if missing")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    make_data(args.out, args.seed)
+    make(args.out, args.seed)
 
 
 def make_data(out: Path, seed: int) -> None:
@@ -177,4 +178,4 @@ def save_tokenizer(tokenizer, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(__doc__, make_data)

@@ -27,7 +27,7 @@ from jobs import Job
 from narrator import Phase
 from outcome import first_and_last, read_jsonl
 from reviews import BATCH_SIZE, GOLD, MAX_RESPONSE, SEQ_LENGTH
-from walkthrough import Ending, Steps, Walk
+from walkthrough import Ending, Option, Walk
 
 GENERATE = [sys.executable, "-m", "nemo_aligner.generate"]
 
@@ -51,7 +51,7 @@ class Algorithm:
     name: str
     short: str
     title: str
-    steps: Steps
+    steps: Option
     data: str
     batch_size: int
     shown: dict[str, str]

@@ -21,7 +21,7 @@ from gold import gold_score
 from jobs import Job
 from narrator import Phase
 from outcome import REWARD, Score, first_and_last
-from walkthrough import Steps, Walk
+from walkthrough import Option, Walk
 
 SEQ_LENGTH = 56  # the longest prompt has about 20 tokens
 MAX_RESPONSE = 32  # reviews of the grammar have at most 30 tokens with the end
@@ -48,7 +48,7 @@ GOLD = Score(
     "gold", "gold score", lambda sample: gold_score(sample["response"]), 0.3, scale="(-1 to 1)"
 )
 SCORES = (REWARD, GOLD)
-STEPS = (Steps("--sft-steps", 300), Steps("--rm-steps", 100))
+STEPS = (Option("--sft-steps", 300), Option("--rm-steps", 100))
 
 
 def phases(args) -> dict[str, Phase]:

@@ -8,13 +8,8 @@ cores, without a download.
 Every phase after the first is one of the project's own scripts in its own process, as on a
 cluster. Each job writes to `RUN_DIR/<job>.log` and `RUN_DIR/<job>/`. This file only chooses sizes
 and starts the jobs.
-
-Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
-clear), 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was
-stopped.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -33,29 +28,25 @@ from commands import (
 from jobs import Job
 from narrator import Phase
 from reviews import BATCH_SIZE, MAX_RESPONSE, SEQ_LENGTH
-from walkthrough import Ending, Steps, Switch, Walk
+from walkthrough import Ending, Option, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
 ROLLOUT_SIZE = 128  # a rollout makes two updates
-LORA = Switch("--lora", "train adapters (LoRA) instead of all weights, in all jobs after SFT")
-STEPS = Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples")
+LORA = Option(
+    "--lora", False, "train adapters (LoRA) instead of all weights, in all jobs after SFT"
+)
+STEPS = Option("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples")
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    args = walkthrough.parse_args(argv, __doc__, "quickstart", (STEPS, *reviews.STEPS, LORA))
     headline = {"train_rollouts/rewards": "reward", "train_rollouts/init_policy_kl": "KL"}
     phases = reviews.phases(args)
     phases["ppo"] = Phase(
         "PPO with a served critic", args.steps, 50, "train_rollouts/rewards", headline
     )
     return walkthrough.run(args, phases, story, lambda: Ending("ppo_actor", "PPO", reviews.SCORES))
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    return walkthrough.parse_args(
-        argv, __doc__, "quickstart", (STEPS, *reviews.STEPS), switches=(LORA,)
-    )
 
 
 def story(walk: Walk) -> None:

@@ -14,13 +14,11 @@ project's own scripts in its own process, as on a cluster; see `RUN_DIR/<job>.lo
 With `--estimator grpo` (or rloo) there is no critic: the policy generates several responses to
 each sum, and the advantage of a response is its reward compared with those of the others. With
 `--objective NAME` it learns from these by another objective of docs/ppo.md.
-
-Exit code: 0 if the share of exact responses rose clearly (`outcome.py` says what is clear), 1 if
-not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was stopped.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,12 @@ from commands import (
 from jobs import Job
 from narrator import Phase
 from outcome import Score, read_jsonl
-from walkthrough import Ending, Steps, Variant, Walk
+from walkthrough import Ending, Option, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
 REWARD_FUNCTION = Path(__file__).resolve().parents[1] / "rewards" / "arithmetic.py"
-SEQ_LENGTH = 16
+SEQ_LENGTH = 16  # also of a game: a prompt, four guesses of two tokens, three hints
 MAX_RESPONSE = 5  # the longest result has 3 digits, and the end token follows
 SFT_BATCH_SIZE = 128
 # A reward of 0 or 1 says little, so an update that is more than noise needs many samples.
@@ -69,8 +67,8 @@ ARCHITECTURE = {
 # Of 100 held-out sums, 20 more are right.
 MIN_RISE = 0.2
 STEPS = (
-    Steps("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples"),
-    Steps("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
+    Option("--steps", 50, f"PPO steps, each a rollout of {ROLLOUT_SIZE} samples"),
+    Option("--sft-steps", 180, "the more, the better the policy that PPO starts from"),
 )
 SEQUENCE = {"model.ppo.loss_reduction": "sequence"}
 # Without a hard range a few large updates on a rollout take the policy too far.
@@ -105,12 +103,12 @@ OBJECTIVES = {
         **SMALL_UPDATES,
     },
 }
-OBJECTIVE = Variant(
+OBJECTIVE = Option(
     "--objective",
     tuple(OBJECTIVES),
     "of the policy (docs/ppo.md); all but clip, the default, compare responses, as grpo does",
 )
-ESTIMATOR = Variant(
+ESTIMATOR = Option(
     "--estimator",
     ("gae", "grpo", "rloo"),
     "of the advantages; only gae, the default, has a critic",
@@ -118,20 +116,9 @@ ESTIMATOR = Variant(
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    phases = {
-        "data": Phase("Sums and tokenizer", 1, 1),
-        "sft": Phase(
-            "Supervised fine-tuning", args.sft_steps, 35, "train/loss", {"train/loss": "loss"}
-        ),
-        "ppo": Phase(
-            "PPO with a code reward",
-            args.steps,
-            90,
-            "train_rollouts/rewards",
-            {"train_rollouts/rewards": "exact", "train_rollouts/init_policy_kl": "KL"},
-        ),
-    }
+    args = walkthrough.parse_args(argv, __doc__, "arithmetic", (*STEPS, ESTIMATOR, OBJECTIVE))
+    shown = {"train_rollouts/rewards": "exact", "train_rollouts/init_policy_kl": "KL"}
+    phases = phases_of(args, "Sums and tokenizer", 35, "PPO with a code reward", 90, shown)
     return walkthrough.run(
         args,
         phases,
@@ -140,8 +127,16 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    return walkthrough.parse_args(argv, __doc__, "arithmetic", STEPS, (ESTIMATOR, OBJECTIVE))
+def phases_of(
+    args: argparse.Namespace, data: str, sft_s: int, ppo: str, ppo_s: int, shown: dict[str, str]
+) -> dict[str, Phase]:
+    """The phases of `ppo_story`: two titles, planned seconds, and the metrics beside PPO."""
+    loss = {"train/loss": "loss"}
+    return {
+        "data": Phase(data, 1, 1),
+        "sft": Phase("Supervised fine-tuning", args.sft_steps, sft_s, "train/loss", loss),
+        "ppo": Phase(ppo, args.steps, ppo_s, "train_rollouts/rewards", shown),
+    }
 
 
 def exact_responses(data: Path) -> Score:
@@ -160,24 +155,38 @@ def exact_responses(data: Path) -> Score:
 
 def story(walk: Walk) -> None:
     """Run all phases; raises `JobFailed` when one of the scripts fails."""
-    run_dir, seed, steps = walk.run_dir, walk.args.seed, walk.args.steps
 
     def write_data() -> str:
-        arithmetic_data.make_data(run_dir / "data", seed)
+        arithmetic_data.make_data(walk.run_dir / "data", walk.args.seed)
         return f"{arithmetic_data.NUM_VALIDATION} of 8100 sums are held out"
 
+    sft = sft_job(walk.run_dir, walk.args.seed, walk.args.sft_steps)
+    ppo_story(walk, write_data, sft, actor_job, RESPONSES, OBJECTIVES[walk.args.objective])
+
+
+def ppo_story(
+    walk: Walk,
+    write_data: Callable[[], str],
+    sft: Job,
+    actor: Callable[[Path, int, int, dict], Job],
+    responses: int,
+    objective: dict[str, Any],
+) -> None:
+    """Data, SFT, and PPO by the job that `actor` makes: with a critic server, or with `responses`
+    to each prompt that are compared, which each `objective` but the default one needs.
+    """
+    run_dir, seed, steps = walk.run_dir, walk.args.seed, walk.args.steps
     walk.do("data", write_data)
-    walk.follow("sft", sft_job(run_dir, seed, walk.args.sft_steps))
-    servers, started = (), "starting"
-    objective, estimator = OBJECTIVES[walk.args.objective], walk.args.estimator
+    walk.follow("sft", sft)
+    estimator, servers, started = walk.args.estimator, (), "starting"
     if estimator == "gae" and not objective:
         port = find_free_port()
         servers = (critic_job(run_dir, seed, steps, port),)
-        started = f"starting the critic server on port {port}"
-        advantages = with_critic(port)
+        started, advantages = f"starting the critic server on port {port}", with_critic(port)
     else:
-        advantages = without_critic("grpo" if estimator == "gae" else estimator) | objective
-    walk.follow("ppo", actor_job(run_dir, seed, steps, advantages), servers, started)
+        compared = "grpo" if estimator == "gae" else estimator
+        advantages = without_critic(compared, responses) | objective
+    walk.follow("ppo", actor(run_dir, seed, steps, advantages), servers, started)
 
 
 def sft_job(
@@ -186,12 +195,13 @@ def sft_job(
     steps: int,
     name: str = "sft",
     architecture: dict[str, Any] = ARCHITECTURE,
+    warmup: int = 20,
 ) -> Job:
-    """A tiny GPT learns to add from random weights and is stopped half-way."""
+    """A tiny GPT learns from random weights, and is stopped half-way."""
     overrides = {
         **training(run_dir / name, seed, SEQ_LENGTH),
         **from_scratch(run_dir / "data", architecture, SFT_BATCH_SIZE, steps),
-        **optimizer(lr=3e-3, warmup=20),
+        **optimizer(lr=3e-3, warmup=warmup),
         "model.data.train_ds.prompt_template": "{input}{output}",
     }
     return script_job("SFT", "train_gpt_sft.py", run_dir / name, overrides, threads=2)
@@ -207,7 +217,7 @@ def critic_job(run_dir: Path, seed: int, steps: int, port: int) -> Job:
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
         "trainer.ppo.host": "127.0.0.1",
         "trainer.ppo.port": port,
-        "trainer.ppo.combine_rm_and_critic_server": False,
+        "trainer.ppo.combine_rm_and_critic_server": False,  # rewards come from elsewhere
         "trainer.ppo.max_steps": (CRITIC_WARMUP + steps) * (ROLLOUT_SIZE // BATCH_SIZE),
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
@@ -221,46 +231,54 @@ def with_critic(port: int) -> dict:
     return {
         "remote_critic_rm.critic.port": port,
         "remote_critic_rm.init_timeout_s": 120,
-        # Responses have 3 or 4 tokens: the whole reward may count for each of them.
+        # Responses have few tokens: the whole reward may count for each of them.
         "trainer.ppo.gae_lambda": 1.0,
         "trainer.ppo.critic_warmup_steps": CRITIC_WARMUP,
         "model.ppo.num_rollout_samples": ROLLOUT_SIZE,
     }
 
 
-def without_critic(estimator: str) -> dict:
-    """The actor's settings for as many responses to fewer sums, compared with each other."""
+def without_critic(estimator: str, responses: int = RESPONSES) -> dict:
+    """The actor's settings for as many responses to fewer prompts, compared with each other."""
     return {
         "trainer.ppo.advantage_estimator": estimator,
-        "model.ppo.num_rollout_samples": ROLLOUT_SIZE // RESPONSES,
-        "model.ppo.num_rollouts_per_prompt": RESPONSES,
+        "model.ppo.num_rollout_samples": ROLLOUT_SIZE // responses,
+        "model.ppo.num_rollouts_per_prompt": responses,
     }
 
 
 def actor_job(run_dir: Path, seed: int, steps: int, advantages: dict) -> Job:
-    """PPO from the SFT model.
+    """PPO with a code reward.
 
     Args:
         advantages: settings of what becomes an advantage, and whatever shall be otherwise.
     """
     overrides = {
+        "trainer.ppo.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
+        "trainer.ppo.reward_fn_workers": 1,  # the function takes microseconds
+        # Truncated responses are not trained on, so only the distance to the SFT model keeps the
+        # end token likely after a wrong number.
+        "trainer.ppo.initial_policy_kl_penalty": 0.05,
+        "model.ppo.length_params.max_length": MAX_RESPONSE,
+        **advantages,
+    }
+    return policy_job(run_dir, seed, steps, overrides)
+
+
+def policy_job(run_dir: Path, seed: int, steps: int, settings: dict) -> Job:
+    """PPO from the SFT model, with `settings` of the task and of its advantages."""
+    overrides = {
         **training(run_dir / "ppo_actor", seed, SEQ_LENGTH),
         **policy_training("trainer.ppo", steps),
         **optimizer(lr=1e-3),
         "pretrained_checkpoint.restore_from_path": nemo_file(run_dir, "sft"),
-        "trainer.ppo.reward_fn": f"{REWARD_FUNCTION}:exact_answer",
-        "trainer.ppo.reward_fn_workers": 1,  # the function takes microseconds
         "trainer.ppo.ppo_epochs": PPO_EPOCHS,
-        # Truncated responses are not trained on, so only the distance to the SFT model keeps the
-        # end token likely after a wrong number.
-        "trainer.ppo.initial_policy_kl_penalty": 0.05,
         "model.global_batch_size": BATCH_SIZE,
         "model.micro_batch_size": BATCH_SIZE,
-        "model.ppo.rollout_micro_batch_size": advantages["model.ppo.num_rollout_samples"],
+        "model.ppo.rollout_micro_batch_size": settings["model.ppo.num_rollout_samples"],
         "model.ppo.num_val_samples": arithmetic_data.NUM_VALIDATION,
-        "model.ppo.length_params.max_length": MAX_RESPONSE,
         "model.data.data_prefix": data_prefix(run_dir / "data", "prompts"),
-        **advantages,
+        **settings,
     }
     return script_job("PPO actor", "train_gpt_ppo_actor.py", run_dir / "ppo_actor", overrides)
 

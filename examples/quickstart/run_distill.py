@@ -10,10 +10,6 @@ The student has half the teacher's width and depth, and sees no pair and no scor
 teacher finds probable. With `--on-policy` it learns that of its own responses, from the served
 teacher. Then student and teacher respond to held-out prompts. Every phase after the first is one
 of the project's own commands in its own process; see `RUN_DIR/<job>.log`.
-
-Exit code: 0 if the student's gold score rose clearly (`outcome.py` says what is clear) to nearly
-the teacher's, 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if
-it was stopped.
 """
 
 import sys
@@ -27,10 +23,10 @@ from commands import from_scratch, nemo_file, on_cpu, optimizer, schedule, scrip
 from jobs import Job
 from narrator import Phase
 from outcome import read_jsonl
-from preferences import respond, responses_job, write_samples
+from preferences import respond, responses_job, training_job, write_samples
 from reviews import BATCH_SIZE, GOLD, MAX_RESPONSE, SEQ_LENGTH
-from run_dpo import dpo_job
-from walkthrough import Ending, Steps, Switch, Walk
+from run_dpo import DPO
+from walkthrough import Ending, Option, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
@@ -39,17 +35,15 @@ REVIEWS = 1000  # by the teacher
 TOP_K = 20
 SHARE = 0.8  # of the way to the teacher's gold score that the student must go
 STEPS = (
-    Steps("--steps", 120, "updates of the distillation, each on 64 reviews"),
-    Steps("--dpo-steps", 60, "updates of the teacher's DPO, each on 32 pairs"),
+    Option("--steps", 120, "updates of the distillation, each on 64 reviews"),
+    Option("--dpo-steps", 60, "updates of the teacher's DPO, each on 32 pairs"),
     reviews.STEPS[0],
 )
-ON_POLICY = Switch(
-    "--on-policy", "the student learns from its own responses; the teacher is served"
-)
+ON_POLICY = Option("--on-policy", False, "learn from own responses; the teacher is served")
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = walkthrough.parse_args(argv, __doc__, "distill", STEPS, switches=(ON_POLICY,))
+    args = walkthrough.parse_args(argv, __doc__, "distill", (*STEPS, ON_POLICY))
     args.rm_steps = 1  # of a phase that this walk-through does not have
     phases = {name: phase for name, phase in reviews.phases(args).items() if name != "rm"}
     pairs = {"train/loss": "loss", "train/acc": "accuracy", "train/margin": "margin"}
@@ -82,7 +76,8 @@ def story(walk: Walk) -> None:
     run_dir, args = walk.run_dir, walk.args
     reviews.up_to_the_policy(walk)
     student = student_job(run_dir, args.seed, student_steps(args))
-    walk.follow("dpo", dpo_job(run_dir, args.seed, args.dpo_steps), beside=(student,))
+    teacher = training_job(DPO, run_dir, args.seed, args.dpo_steps)
+    walk.follow("dpo", teacher, beside=(student,))
     prompts = run_dir / "data" / "prompts_distill.jsonl"
     lines = (run_dir / "data" / "prompts_train.jsonl").read_text(encoding="utf-8").splitlines(True)
     prompts.write_text("".join(lines[:REVIEWS]), encoding="utf-8")

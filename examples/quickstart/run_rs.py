@@ -9,13 +9,8 @@ The first three phases are those of `run.py`. Then the policy generates several 
 prompt, the server's reward model scores them, and the policy is trained on the best one with the
 likelihood loss. There is no critic. Every phase after the first is one of the project's own
 scripts in its own process, as on a cluster; see `RUN_DIR/<job>.log`.
-
-Exit code: 0 if the validation reward and the gold score rose clearly (`outcome.py` says what is
-clear), 1 if not, 2 if a job failed or the arguments make no sense, 128 + signal number if it was
-stopped.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -34,19 +29,19 @@ from commands import (
 from jobs import Job
 from narrator import Phase
 from reviews import BATCH_SIZE, MAX_RESPONSE, SEQ_LENGTH
-from walkthrough import Ending, Steps, Walk
+from walkthrough import Ending, Option, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
 NUM_PROMPTS = 128  # per step: two updates on the best response to each
 RESPONSES = 4  # to each prompt
-STEPS = Steps(
+STEPS = Option(
     "--steps", 30, f"RS steps, each {NUM_PROMPTS} prompts with {RESPONSES} responses to each"
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+    args = walkthrough.parse_args(argv, __doc__, "rs", (STEPS, *reviews.STEPS))
     headline = {
         "train_rollouts/global_rewards": "reward",
         "train_rollouts/selected_rewards": "of the best",
@@ -58,10 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     return walkthrough.run(
         args, phases, story, lambda: Ending("rs_actor", "rejection sampling", reviews.SCORES)
     )
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    return walkthrough.parse_args(argv, __doc__, "rs", (STEPS, *reviews.STEPS))
 
 
 def story(walk: Walk) -> None:

@@ -10,9 +10,6 @@ itself: there are neither scores nor other people's bad reviews. After half of t
 opponent is the policy of that moment. Then the policies before and after respond to held-out
 prompts. Every phase after the first is one of the project's own commands in its own process; see
 `RUN_DIR/<job>.log`.
-
-Exit code: 0 if the gold score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job
-failed or the arguments make no sense, 128 + signal number if it was stopped.
 """
 
 import sys
@@ -20,11 +17,10 @@ from pathlib import Path
 
 import make_data
 import preferences
-from jobs import Job
 from outcome import read_jsonl
 from preferences import Algorithm
 from reviews import BATCH_SIZE, MAX_RESPONSE
-from walkthrough import Steps
+from walkthrough import Option
 
 ITERATIONS = 2
 
@@ -56,7 +52,7 @@ SPIN = Algorithm(
     name="spin",
     short="SPIN",
     title="Self-play fine-tuning",
-    steps=Steps("--steps", 100, "updates of SPIN, each on 32 pairs"),
+    steps=Option("--steps", 100, "updates of SPIN, each on 32 pairs"),
     data="reviews",
     batch_size=BATCH_SIZE // 2,  # pairs
     shown={"train/acc": "accuracy", "train/margin": "margin"},
@@ -67,11 +63,6 @@ SPIN = Algorithm(
 
 def main(argv: list[str] | None = None) -> int:
     return preferences.main(argv, __doc__, SPIN)
-
-
-def spin_job(run_dir: Path, seed: int, steps: int) -> Job:
-    """The SFT model learns to tell the kinder reviews from its own."""
-    return preferences.training_job(SPIN, run_dir, seed, steps)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ The student responds to sums itself, and how probable the teacher finds each of 
 advantage of that token; no reward says what is right. SFT learns from as many responses, all of
 them the teacher's and none seen twice. The measure is that of `run_arithmetic.py`. Every phase
 after the first is one of the project's own commands in its own process; see `RUN_DIR/<job>.log`.
-
-Exit code: 0 if PPO took the student's share of exact responses nearly to the teacher's, 1 if not,
-2 if a job failed or the arguments make no sense, 128 + signal number if it was stopped.
 """
 
 import math
@@ -39,7 +36,7 @@ from run_arithmetic import (
     sft_job,
 )
 from run_distill import teacher_job
-from walkthrough import Ending, Steps, Walk
+from walkthrough import Ending, Option, Walk
 
 from nemo_aligner.servers.ports import find_free_port
 
@@ -50,9 +47,9 @@ SFT_LEARNING_RATE = 2e-3  # beside it, one update on each batch
 SHARE = 0.9  # of the way to the teacher's share of exact responses that the student must go
 CLEAR = 0.1  # rise of a share of 512 responses, three standard errors
 STEPS = (
-    Steps("--steps", 160, f"updates of PPO, and of SFT beside it, each on {BATCH_SIZE} responses"),
-    Steps("--sft-steps", 240, "of the student before that; it must be right now and then"),
-    Steps("--teacher-steps", 240, "of SFT of the teacher; the fewer, the more it errs"),
+    Option("--steps", 160, f"updates of PPO and of SFT beside it, each on {BATCH_SIZE} responses"),
+    Option("--sft-steps", 240, "of the student before that; it must be right now and then"),
+    Option("--teacher-steps", 240, "of SFT of the teacher; the fewer, the more it errs"),
 )
 
 

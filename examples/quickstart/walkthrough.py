@@ -1,10 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the walk-throughs share: arguments, the course of a run, and the verdict at its end.
-
-Exit codes: 0 if every score rose clearly (`outcome.py` says what is clear), 1 if not, 2 if a job
-failed or the arguments make no sense, 128 + signal number if the run was stopped.
-"""
+"""What the walk-throughs share: arguments, the course of a run, and the verdict at its end."""
 
 import argparse
 import json
@@ -13,79 +9,60 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from jobs import Interrupted, Job, JobFailed, Jobs
 from narrator import Narrator, Phase, clock_text
 from outcome import NoOutcome, Outcome, Score, read_outcome
 
-
-@dataclass(frozen=True)
-class Steps:
-    """A number of training steps that the user may choose."""
-
-    option: str  # --steps
-    default: int
-    help: str = ""
+EXIT_CODES = """\
+Exit code: 0 if every score rose clearly (outcome.py says what is clear), 1 if not, 2 if a job
+failed or the arguments make no sense, 128 + signal number if it was stopped.
+"""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One of several variants that the user may choose."""
-
-    option: str  # --estimator
-    values: tuple[str, ...]  # the first is the default
-    help: str = ""
-
-
-@dataclass(frozen=True)
-class Switch:
-    """An argument that is there or not.
+class Option:
+    """An argument: a number of steps, one of several names, or a switch.
 
     Attributes:
-        option: such as "--lora".
-        help: what it does.
+        default: a number from 1 up; the names, of which the first is the default; or False.
     """
 
-    option: str
-    help: str
+    option: str  # --steps
+    default: int | tuple[str, ...]
+    help: str = ""
 
 
-GPU = Switch("--gpu", "run each job on a GPU in bf16, in place of the CPU in fp32")
+GPU = Option("--gpu", False, "run each job on a GPU in bf16, in place of the CPU in fp32")
 ON_GPU = ("trainer.accelerator=gpu", "trainer.precision=bf16")  # the last of two overrides counts
 
 
 def parse_args(
-    argv: list[str] | None,
-    doc: str,
-    name: str,
-    choices: Sequence[Steps],
-    variants: Sequence[Variant] = (),
-    switches: Sequence[Switch] = (),
+    argv: list[str] | None, doc: str | None, name: str, options: Sequence[Option]
 ) -> argparse.Namespace:
-    """`run_dir` (created if missing), `seed`, `gpu`, one number per entry of `choices`, one name
-    per entry of `variants` and True or False per entry of `switches`; exits with 2 if they make
-    no sense.
+    """`run_dir` (created if missing), `seed`, `gpu`, and a value per entry of `options`; exits
+    with 2 if they make no sense.
     """
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--run-dir", type=Path, help=f"new or empty folder; default runs/{name}-<time>"
     )
     parser.add_argument("--seed", type=int, default=0)
-    for choice in choices:
-        parser.add_argument(choice.option, type=int, default=choice.default, help=choice.help)
-    for variant in variants:
-        parser.add_argument(
-            variant.option, choices=variant.values, default=variant.values[0], help=variant.help
-        )
-    for switch in (GPU, *switches):
-        parser.add_argument(switch.option, action="store_true", help=switch.help)
+    for each in (*options, GPU):
+        kind: dict[str, Any] = {"type": int, "default": each.default}
+        if each.default is False:
+            kind = {"action": "store_true"}
+        elif isinstance(each.default, tuple):
+            kind = {"choices": each.default, "default": each.default[0]}
+        parser.add_argument(each.option, help=each.help, **kind)
     args = parser.parse_args(argv)
-    for choice in choices:
-        value = getattr(args, choice.option.removeprefix("--").replace("-", "_"))
-        if value < 1:
-            parser.error(f"{choice.option} is {value}; it must be at least 1")
+    for each in options:
+        value = getattr(args, each.option.removeprefix("--").replace("-", "_"))
+        if type(value) is int and value < 1:
+            parser.error(f"{each.option} is {value}; it must be at least 1")
     if args.seed < 0:
         parser.error(f"--seed is {args.seed}; it must not be negative")
     if args.run_dir is None:

@@ -35,12 +35,41 @@ def says(finding, status, words=""):
 # ---------------------------------------------------------------------------------------- packages
 
 
+UNLIMITED = machine.resource.RLIM_INFINITY
+
+
+def c_library(system, *libc):
+    return packages.c_library(system, "x86_64", libc)
+
+
 @pytest.mark.parametrize(
-    ("version", "status"),
-    [((3, 9, 18), MISSING), ((3, 10, 0), OK), ((3, 12, 9), OK), ((3, 13, 0), MISSING)],
+    ("check", "given", "status", "words"),
+    [
+        (packages.python, (3, 9, 18), MISSING, ""),
+        (packages.python, (3, 10, 0), OK, ""),
+        (packages.python, (3, 12, 9), OK, ""),
+        (packages.python, (3, 13, 0), MISSING, ""),
+        (lambda libc: c_library("Linux", "glibc", libc), "2.35", OK, ""),
+        (lambda libc: c_library("Linux", "glibc", libc), "2.100", OK, ""),
+        (lambda libc: c_library("Linux", "glibc", libc), "2.31", MISSING, ""),
+        (lambda system: c_library(system, "", ""), "Linux", MISSING, ""),  # musl
+        (lambda system: c_library(system, "", ""), "Darwin", MISSING, ""),
+        (lambda given: machine.clock(*given), (2026, 0.001), OK, "2026"),
+        (lambda given: machine.clock(*given), (1970, 0.0), WARNING, "1970"),
+        (lambda given: machine.clock(*given), (2026, -3600.0), WARNING, "-3600.00 s"),
+        (machine.memory, 0, WARNING, ""),
+        (machine.memory, GB // 2, MISSING, ""),
+        (machine.memory, 2 * GB, WARNING, ""),
+        (machine.memory, 9 * GB, OK, ""),
+        (machine.cores, 1, WARNING, ""),
+        (machine.open_files, (1024, 524288), OK, ""),
+        (machine.open_files, (512, 524288), WARNING, ""),
+        (machine.open_files, (64, 64), MISSING, ""),
+        (machine.open_files, (UNLIMITED, UNLIMITED), OK, ""),
+    ],
 )
-def test_python(version, status):
-    says(packages.python(version), status)
+def test_what_a_value_means(check, given, status, words):
+    says(check(given), status, words)
 
 
 def test_pythons_are_those_of_setup_py():
@@ -53,20 +82,6 @@ def test_libpython(monkeypatch):
     says(packages.libpython(), MISSING, r"shared library libpython.*\. Use a Python built with")
     monkeypatch.setattr(triton_environment, "find_libpython", lambda: "/opt/lib")
     says(packages.libpython(), OK, "/opt/lib")
-
-
-@pytest.mark.parametrize(
-    ("system", "libc", "status"),
-    [
-        ("Linux", ("glibc", "2.35"), OK),
-        ("Linux", ("glibc", "2.100"), OK),
-        ("Linux", ("glibc", "2.31"), MISSING),
-        ("Linux", ("", ""), MISSING),  # musl
-        ("Darwin", ("", ""), MISSING),
-    ],
-)
-def test_c_library(system, libc, status):
-    says(packages.c_library(system, "x86_64", libc), status)
 
 
 def test_the_c_library_is_that_of_the_installed_wheel():
@@ -218,18 +233,11 @@ def test_localhost(monkeypatch, addresses, status):
     says(machine.name_of_this_machine(), status)
 
 
-@pytest.mark.parametrize(
-    ("free", "status"), [(10 * MB, MISSING), (64 * MB, WARNING), (GB, OK), (2 * GB, OK)]
-)
-def test_shared_memory(monkeypatch, tmp_path, free, status):
-    monkeypatch.setattr(machine, "space", lambda _path: (2 * GB, free))
-    says(machine.shared_memory(tmp_path), status, "2.00 GiB|docker run --shm-size")
-
-
 @pytest.mark.parametrize(("free", "status"), [(10 * MB, MISSING), (GB, WARNING), (80 * GB, OK)])
-def test_disk(monkeypatch, tmp_path, free, status):
+def test_disk_and_shared_memory(monkeypatch, tmp_path, free, status):
     monkeypatch.setattr(machine, "space", lambda _path: (100 * GB, free))
     says(machine.disk("runs", tmp_path / "not" / "there", "Name another one"), status)
+    says(machine.shared_memory(tmp_path), MISSING if free == 10 * MB else OK, "100.00 GiB")
     assert not list(tmp_path.iterdir())
 
 
@@ -262,29 +270,10 @@ def test_temporary_folders(monkeypatch, tmp_path):
     says(finding, MISSING, "No usable temporary directory")
 
 
-@pytest.mark.parametrize(
-    ("year", "drift", "status", "words"),
-    [
-        (2026, 0.001, OK, "2026"),
-        (1970, 0.0, WARNING, "1970"),
-        (2026, -3600.0, WARNING, "-3600.00 s"),
-    ],
-)
-def test_clock(year, drift, status, words):
-    says(machine.clock(year, drift), status, words)
-
-
 def test_a_jump_of_the_clock_is_measured(monkeypatch):
     times = iter([1000.0, 1060.0])
     monkeypatch.setattr(machine.time, "time", lambda: next(times))
     assert machine.measure_clocks()[1] == pytest.approx(60, abs=5)
-
-
-@pytest.mark.parametrize(
-    ("available", "status"), [(0, WARNING), (GB // 2, MISSING), (2 * GB, WARNING), (9 * GB, OK)]
-)
-def test_memory(available, status):
-    says(machine.memory(available), status)
 
 
 def test_the_control_group_limits_memory(monkeypatch, tmp_path):
@@ -295,24 +284,6 @@ def test_the_control_group_limits_memory(monkeypatch, tmp_path):
     assert machine.available_memory() == 3000
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.available_memory() > 5000
-
-
-@pytest.mark.parametrize(("count", "status"), [(1, WARNING), (2, OK)])
-def test_cores(count, status):
-    says(machine.cores(count), status)
-
-
-@pytest.mark.parametrize(
-    ("limits", "status"),
-    [
-        ((1024, 524288), OK),
-        ((512, 524288), WARNING),
-        ((64, 64), MISSING),
-        ((machine.resource.RLIM_INFINITY, machine.resource.RLIM_INFINITY), OK),
-    ],
-)
-def test_open_files(limits, status):
-    says(machine.open_files(limits), status)
 
 
 # ----------------------------------------------------------------------------------------- command

@@ -18,7 +18,7 @@ from nemo_aligner.core.tokenizer import tokenizer_fingerprint
 from nemo_aligner.evaluate import page
 from nemo_aligner.evaluate.__main__ import main
 from nemo_aligner.evaluate.measures import Number, Scored, measure
-from nemo_aligner.evaluate.page import render, share_below, spread
+from nemo_aligner.evaluate.page import render
 from nemo_aligner.evaluate.rewards import tokens_of
 from nemo_aligner.generate.__main__ import main as generate
 from nemo_aligner.generate.responses import Response, read_responses, write_responses
@@ -292,12 +292,6 @@ def test_page_stands_alone_and_escapes_texts():
         len(shown) == len(set(shown)) == 24
     )  # samples, from the largest gain to the largest loss
     assert shown[0] == 39 and shown[5] == 0
-
-
-def test_samples_and_shares():
-    assert spread([5, 6, 7], 4) == [5, 6, 7]
-    assert spread(list(range(100)), 4) == [0, 33, 66, 99]
-    assert share_below([2.0, 1.0, 2.0, 5.0]) == {1.0: 0.25, 2.0: 0.75, 5.0: 1.0}
 
 
 def test_sampling_has_the_defaults_of_ppo():

@@ -25,7 +25,7 @@ import commands  # noqa: E402
 import jobs  # noqa: E402
 import outcome  # noqa: E402
 import reviews  # noqa: E402
-from narrator import Narrator, Phase, clock_text  # noqa: E402
+from narrator import Narrator, Phase  # noqa: E402
 
 # --------------------------------------------------------------------------------------- narrator
 
@@ -95,15 +95,6 @@ def test_bars_on_a_terminal():
         and "reward 0.25" in text.getvalue()
         and "10/10" in text.getvalue()
     )
-
-
-def test_clock_text():
-    assert [clock_text(seconds) for seconds in (0, 59.6, 75, 3600)] == [
-        "0:00",
-        "1:00",
-        "1:15",
-        "60:00",
-    ]
 
 
 def test_metrics_tail_waits_for_whole_lines(tmp_path):
@@ -218,11 +209,6 @@ def test_numbers_of_the_outcome_by_hand(tmp_path):
 def test_what_is_not_a_clear_rise(tmp_path, after, why):
     write_samples(tmp_path, [(GOOD, 1.0), (BAD, -1.0)] * 50, after)
     assert not outcome.read_outcome(tmp_path, reviews.SCORES).learned, why
-
-
-def test_a_big_rise_of_very_few_samples_is_not_clear(tmp_path):
-    write_samples(tmp_path, [(GOOD, 1.0), (BAD, -1.0)], [(GOOD, 2.0), (GOOD, 1.5)])
-    assert not outcome.read_outcome(tmp_path, reviews.SCORES).learned
 
 
 def test_too_little_to_judge(tmp_path):

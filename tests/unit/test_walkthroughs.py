@@ -8,6 +8,7 @@ Scripts of a few lines take the place of the project's own, which have their own
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,6 @@ sys.path.insert(0, str(QUICKSTART))
 import commands  # noqa: E402
 import make_data  # noqa: E402
 import preferences  # noqa: E402
-import reviews  # noqa: E402
 import run  # noqa: E402
 import run_arithmetic  # noqa: E402
 import run_distill  # noqa: E402
@@ -38,6 +38,8 @@ import run_kto  # noqa: E402
 import run_rs  # noqa: E402
 import run_spin  # noqa: E402
 import run_teacher  # noqa: E402
+import walkthrough  # noqa: E402
+from outcome import read_jsonl  # noqa: E402
 
 from tests.cases import some_of  # noqa: E402
 
@@ -314,13 +316,8 @@ def test_walk_that_does_not_learn_exits_with_one(tmp_path, scripts, capsys, name
     ("name", "script"),
     [
         ("run", "serve_ppo_critic.py"),
-        ("run", "train_gpt_ppo_actor.py"),
-        ("run_rs", "train_reward_model.py"),
-        ("run_rs", "serve_reward_model.py"),
-        ("run_dpo", "train_gpt_dpo.py"),
         ("run_dpo", "generate.py"),
-        ("run_distill", "../synthetic_data_gen/compute_topk_logits.py"),
-        ("run_teacher", "serve_teacher.py"),
+        ("run_teacher", "train_gpt_ppo_actor.py"),
     ],
 )
 def test_failing_job_shows_its_last_lines(tmp_path, scripts, capsys, name, script):
@@ -435,100 +432,61 @@ def test_senseless_arguments(name, arguments, message, capsys, tmp_path):
 def test_folder_of_an_old_run_is_refused(tmp_path, capsys):
     (tmp_path / "old").write_text("")
     with pytest.raises(SystemExit):
-        run.parse_args(["--run-dir", str(tmp_path)])
+        run.main(["--run-dir", str(tmp_path)])
     assert f"{tmp_path} is not empty" in capsys.readouterr().err
 
 
-def jobs_of(name: str, run_dir: Path, steps: int) -> list[tuple]:
-    """(job, name of its configuration) of a walk-through that chooses `steps` for all of its
-    jobs.
-    """
-    critic, reward = 5556, 5555
-    walk = WALKS[name]
-    if name == "run_arithmetic":
-        return [
-            (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
-            (walk.actor_job(run_dir, 0, steps, walk.with_critic(critic)), "gpt_ppo_actor"),
-            (walk.actor_job(run_dir, 0, steps, walk.without_critic("grpo")), "gpt_ppo_actor"),
-        ]
-    if name == "run_guessing":
-        actors = (walk.with_critic(critic), walk.without_critic("grpo"))
-        return [
-            (walk.sft_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.critic_job(run_dir, 0, steps, critic), "gpt_ppo_critic"),
-            *((walk.actor_job(run_dir, 0, steps, each), "gpt_ppo_actor") for each in actors),
-        ]
-    first = [
-        (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
-        (reviews.reward_model_job(run_dir, 0, steps), "training_rm"),
-    ]
-    if name == "run_dpo":  # its responses are not a script's job
-        return [
-            (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.dpo_job(run_dir, 0, steps), "gpt_dpo"),
-        ]
-    if name == "run_kto":
-        return [
-            (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.kto_job(run_dir, 0, steps), "gpt_kto"),
-        ]
-    if name == "run_spin":
-        pair = {"prompt": "A film:", "chosen": " Kind.", "rejected": " Unkind."}
-        (run_dir / "data").mkdir(exist_ok=True)
-        for split in ("train", "validation"):
-            make_data.write_jsonl(run_dir / "data" / f"preferences_{split}.jsonl", [pair])
-        return [
-            (reviews.sft_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.spin_job(run_dir, 0, steps), "gpt_spin"),
-        ]
-    if name == "run_distill":
-        own = walk.on_policy(run_dir, reward)
-        files = {"model.data.data_prefix": ["reviews.jsonl"]}
-        return [
-            (walk.student_job(run_dir, 0, steps), "gpt_sft"),
-            (walk.logits_job(run_dir), "compute_topk_logits"),
-            (walk.distillation_job(run_dir, 0, steps, files), "gpt_knowledge_distillation"),
-            (walk.teacher_job(run_dir, reward), "inference_teacher"),
-            (walk.distillation_job(run_dir, 0, steps, own), "gpt_knowledge_distillation"),
-        ]
-    if name == "run_teacher":
-        return [
-            (walk.sft_job(run_dir, 0, steps, "student", walk.NARROW), "gpt_sft"),
-            (walk.actor_job(run_dir, 0, steps, walk.advantages(run_dir, reward)), "gpt_ppo_actor"),
-            (walk.imitation_job(run_dir, 0, steps), "gpt_sft"),
-        ]
-    if name == "run_rs":
-        server, actor = (
-            walk.reward_server_job(run_dir, reward),
-            walk.actor_job(run_dir, 0, steps, reward),
-        )
-        return [*first, (server, "inference_rm"), (actor, "gpt_rs_actor")]
-    server, actor = (
-        walk.critic_job(run_dir, 0, steps, critic),
-        walk.actor_job(run_dir, 0, steps, critic),
-    )
-    return [*first, (server, "gpt_ppo_critic"), (actor, "gpt_ppo_actor")]
+def started_jobs(walk, arguments: list[str], monkeypatch) -> list[tuple]:
+    """(job, name of its configuration) of all scripts that a walk-through starts; none runs."""
+    jobs = []
+
+    def follow(walk, _phase, job, servers=(), _detail="", beside=(), **_options):
+        (prompt, *_) = read_jsonl(walk.run_dir / "data" / "prompts_validation.jsonl")
+        sample = {"prompt": prompt["text"], "response": "", "step": 0, "reward": 0}
+        for each in (*servers, job, *beside):
+            (each.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (each.folder / "checkpoints" / f"{each.folder.name}.nemo").touch()
+            for name in ("responses", "val_samples"):
+                make_data.write_jsonl(each.folder / f"{name}.jsonl", [sample])
+            script = Path(each.command[1])
+            if script.name != "generate.py":
+                folder = "synthetic_data_gen" if "synthetic" in script.parts[-2] else "gpt"
+                text = (QUICKSTART.parent / "nlp" / folder / script.name).read_text()
+                jobs.append((each, re.search('config_name="(.*?)"', text)[1]))
+
+    monkeypatch.setattr(walkthrough.Walk, "follow", follow)
+    monkeypatch.setattr(walkthrough, "conclude", lambda *_outcome: 0)
+    assert walk.main(arguments) == 0
+    return jobs
 
 
-@some_of("steps", [1, 50, 200])
-@pytest.mark.parametrize("name", WALKS)
-def test_overrides_are_keys_of_the_configurations_and_have_an_effect(tmp_path, name, steps):
+@pytest.mark.parametrize("steps", [1, 200])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, ()) for name in WALKS),
+        ("run", ("--lora",)),
+        ("run_guessing", ("--estimator", "grpo")),
+        ("run_distill", ("--on-policy",)),
+        *(("run_arithmetic", ("--objective", name)) for name in run_arithmetic.OBJECTIVES),
+    ],
+)
+def test_overrides_are_keys_of_the_configurations_and_have_an_effect(
+    tmp_path, scripts, monkeypatch, name, more, steps
+):
     from hydra import compose, initialize_config_dir
 
     from nemo_aligner.config.checks import check_config
     from nemo_aligner.launch.command_line import forced
 
-    for trained in ("sft", "rm", "dpo", "student"):  # by the jobs before
-        checkpoint = tmp_path / "it's a run" / trained / "checkpoints" / f"{trained}.nemo"
-        checkpoint.parent.mkdir(parents=True)
-        checkpoint.write_text("weights")
+    arguments = ["--run-dir", str(tmp_path / "it's a run"), *more]
+    arguments += ["--steps", str(steps), "--sft-steps", str(steps)]
+    jobs = started_jobs(WALKS[name], arguments, monkeypatch)
     with initialize_config_dir(str(QUICKSTART.parents[1] / "conf"), version_base=None):
-        for job, config_name in jobs_of(name, tmp_path / "it's a run", steps):
+        for job, config_name in jobs:
             cfg = compose(config_name, overrides=[*map(forced, job.command[2:])])
-            assert (
-                check_config(cfg, config_name, visible_devices=0, env={}) == []
-            )  # no notes about keys without effect
+            # No notes about keys without effect.
+            assert check_config(cfg, config_name, visible_devices=0, env={}) == []
             if "exp_manager" in cfg:  # a reward server writes no metrics
                 assert cfg.exp_manager.explicit_log_dir == str(job.folder)
 
