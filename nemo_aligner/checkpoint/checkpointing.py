@@ -72,17 +72,6 @@ class CheckpointedModel(Protocol):
     def save_config_to(self, folder: Path) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A checkpoint that is being written."""
-
-    save: dist_ckpt.Save  # of the large files
-    # writing, folder, state: of `CheckpointCallback._begin`; `writing` is its temporary name
-    writing: Path
-    folder: Path
-    state: dict[str, Any]
-
-
 @dataclass(eq=False, repr=False)
 class CheckpointCallback:
     """Saves and loads the training state of one job.
@@ -120,7 +109,10 @@ class CheckpointCallback:
     # Number of the save that the weights in memory come from, as rank 0 knows it; None: not known.
     save_number: int | None = field(default=None, init=False)
     folder: Path | None = field(default=None, init=False)  # of that save
-    _begun: _Begun | None = field(default=None, init=False)
+    # What is being written: its large files, its temporary name, its folder, its `state.json`.
+    _begun: tuple[dist_ckpt.Save, Path, Path, dict[str, Any]] | None = field(
+        default=None, init=False
+    )
 
     def __post_init__(self) -> None:
         check_save_hf(self.save_hf)
@@ -182,7 +174,7 @@ class CheckpointCallback:
 
     def check_save(self) -> None:
         """Do `finish_save` if all ranks have written their parts; all ranks call it."""
-        if self._begun is not None and all(gathered(self._begun.save.is_written())):
+        if self._begun is not None and all(gathered(self._begun[0].is_written())):
             self.finish_save()
 
     def finish_save(self) -> None:
@@ -192,12 +184,13 @@ class CheckpointCallback:
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        with self._removed_if_failed(begun.writing):
-            checksums = begun.save.finish()
-            with failing_together(begun.folder):
+        save, writing, folder, state = begun
+        with self._removed_if_failed(writing):
+            checksums = save.finish()
+            with failing_together(folder):
                 if parallel_state.get_rank() == 0:
-                    self._finish_writing(begun, checksums)
-        self.folder = begun.folder
+                    self._finish_writing(writing, folder, state, checksums)
+        self.folder = folder
 
     def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
         """Begin to write `folder`, with `state` in its `state.json`."""
@@ -218,7 +211,7 @@ class CheckpointCallback:
                 {_rng_file(writing): _rng_bytes()},
                 in_background,
             )
-        self._begun = _Begun(save, writing, folder, state)
+        self._begun = (save, writing, folder, state)
 
     def _export(self, folder: Path, is_train_end: bool) -> None:
         """Write what is asked for beside the checkpoint `folder`, whose weights are in memory."""
@@ -251,12 +244,13 @@ class CheckpointCallback:
                 shutil.rmtree(writing, ignore_errors=True)
             raise
 
-    def _finish_writing(self, begun: _Begun, checksums: Checksums) -> None:
+    def _finish_writing(
+        self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
+    ) -> None:
         """Complete what was written, give it its place, and remove outdated checkpoints."""
-        writing, folder = begun.writing, begun.folder
         previous = folders.complete_checkpoints(self.root)
         number = previous[-1][1]["save_number"] + 1 if previous else 0
-        text = json.dumps({"save_number": number, **begun.state}, indent=1)
+        text = json.dumps({"save_number": number, **state}, indent=1)
         (writing / folders.STATE_FILE).write_text(text)
         self.model.save_config_to(writing)
         known = {f"{CHECKPOINT_WEIGHTS}/{name}": found for name, found in checksums.items()}

@@ -263,11 +263,8 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in the folder of a job, or in its folder of checkpoints."""
-    for root in (folder / CHECKPOINTS, folder):
-        found = complete_checkpoints(root)
-        if found:
-            return found[-1][0]
-    return None
+    found = complete_checkpoints(folder / CHECKPOINTS) or complete_checkpoints(folder)
+    return found[-1][0] if found else None
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:

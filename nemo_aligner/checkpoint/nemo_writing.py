@@ -137,14 +137,9 @@ def write_nemo(
     *,
     as_directory: bool = False,
 ) -> None:
-    """Write a `.nemo` to a file system that all ranks share; all ranks call it.
-
-    It is written beside its final place and renamed, so that a reader never sees half of it.
-
-    `as_directory` leaves a directory instead of packing a tar file.
-
-    Raises:
-        SaveError: on all ranks; there is no space, or the system cannot write. Nothing is left.
+    """Write a `.nemo` to a file system that all ranks share; all ranks call it. It is written
+    beside its final place and renamed: a reader never sees half of it. `as_directory`: a folder
+    instead of a tar file. `SaveError`, on all ranks: it cannot be written. Nothing is left.
     """
     path = Path(path).expanduser().absolute()
     weights = _with_attention_states(sharded_weights)
@@ -244,15 +239,11 @@ def _finish(
     tar: tarfile.TarFile | None = None,
 ) -> None:
     """Add configuration, tokenizer and manifest to `folder`, and give it its place and form.
-
-    Args:
-        checksums: of the large files of the weights, by name.
-        tar: the file to pack into, open, if it holds a part already.
+    `checksums`: of the large files of the weights; `tar`: open, if it holds a part already.
     """
     write_config(folder, config)
-    write_manifest(
-        folder, {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
-    )
+    known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
+    write_manifest(folder, known)
     if as_directory:
         replace_folder(path, folder)
         sync_folder(path.parent)
