@@ -150,7 +150,10 @@ def load_function(path: str, name: str) -> tuple[Call, Any]:
         raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
     if inspect.iscoroutinefunction(function):
         raise LoadError(f"'{name}' is an async function; write it as a plain one")
-    columns = columns_of(function)
+    try:
+        columns = columns_of(function)
+    except ValueError as error:  # of some functions written in C
+        raise LoadError(f"{error}; call it in a function of your own") from None
     try:
         inspect.signature(function).bind(
             [], [], [], **{column: [] for column in columns if column != ALL_COLUMNS}

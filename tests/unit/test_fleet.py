@@ -448,3 +448,17 @@ BrokenPipeError: [Errno 32] Broken pipe
     failed = f"nemo_aligner.servers.server_loop.{OperationFailedError.__qualname__}: FORWARD"
     for text in (failed, f"the reward function failed: {cause_in(trace)}"):
         assert isinstance(read(text), ServerRequestError)
+
+
+def test_a_lost_probe_does_not_take_back_a_server_that_hangs():
+    with fleet_of(None, None) as (running, *_):
+        servers = running.ready().fleet
+        server = servers.servers[0]
+        with servers._lock:
+            server.hung, server.missed = True, 0
+            for probe in range(1, fleet.MAX_MISSED_PROBES + 1):
+                servers._note_probe(server, None, "no reply")
+                assert server.hung == (probe < fleet.MAX_MISSED_PROBES)
+            server.hung = True
+            servers._note_probe(server, 503, "not ready")
+            assert not server.hung

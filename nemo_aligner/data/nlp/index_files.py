@@ -173,7 +173,8 @@ def keep_copy(
 def _folders(data: Path, index_dir: str | None) -> list[Path]:
     """Where the files of `data` may lie, in the order in which they are tried."""
     chosen = Path(index_dir) if index_dir else (data if data.is_dir() else data.parent) / FOLDER
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{base}/huggingface"
     cache = os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets"
     return [chosen, Path(cache).expanduser() / "nemo_aligner"]
 
