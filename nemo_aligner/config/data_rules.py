@@ -40,7 +40,8 @@ def check_parts(files: Mapping) -> None:
     known = all(key in PARTS or key.startswith("validation") for key in files)
     if not known or not files.get("train"):
         raise ConfigError(
-            f"model.data.data_prefix has the keys {', '.join(files)}; use train, validation, test."
+            f"model.data.data_prefix has the keys {', '.join(files)}; give train, and if need be "
+            "validation and test."
         )
 
 

@@ -226,7 +226,7 @@ def test_a_policy_with_another_tokenizer_is_refused(port, tiny_tokenizer, revers
 
     other = AutoTokenizer(reversed_tokenizer_dir)
     with pytest.raises(
-        ServerRequestError, match="policy's tokenizer .300 tokens.*name in rm_model_file a .nemo"
+        ServerRequestError, match="policy's tokenizer .300 tokens.*'s .nemo in rm_model_file"
     ):
         ask(port, rollout(other, PAIRS), other)
     assert ask(port, rollout(tiny_tokenizer, PAIRS), tiny_tokenizer) == expected(
@@ -299,7 +299,7 @@ def test_requests_that_do_not_say_where_the_answer_begins_are_refused(port, tiny
     with ModelClient(
         f"http://127.0.0.1:{port}", "reward_model", inference_timeout_s=patience(30)
     ) as client:
-        with pytest.raises(Exception, match="1 'sentences' came, but the reward function"):
+        with pytest.raises(Exception, match="1 'sentences' came, but for the reward function"):
             client.infer_batch(sentences=np.array([[b"a text"]]))
 
 

@@ -338,7 +338,7 @@ def test_what_cannot_be_served_is_one_clear_error(
             (
                 tmp_path / "critic.nemo",
                 find_free_port(),
-                ["model.output_sequence=True", "the reward model that"],
+                ["model.output_sequence=True", "serve a reward model"],
             ),
             (rm_file, busy, [f"127.0.0.1:{busy}", "inference.port"]),
         ]

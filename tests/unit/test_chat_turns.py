@@ -343,7 +343,7 @@ def test_samples_of_turns_in_several_files_and_packs(tokenizers, write):
     assert sorted(number for pack in packed.packs for number in pack) == [0, 1, 2]
     with pytest.raises(ConfigError, match="one_turn_per_sample=True trains on one turn"):
         sft(first, tokenizers["qwen3"], one_turn_per_sample=True, answer_only_loss=False)
-    with pytest.raises(ConfigError, match="one_turn_per_sample=True is for chat templates"):
+    with pytest.raises(ConfigError, match="one_turn_per_sample=True is not for"):
         chat_form({"chat": True, "one_turn_per_sample": True}, tokenizers["qwen3"])
 
 

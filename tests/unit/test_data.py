@@ -311,7 +311,7 @@ def test_a_key_says_where_the_prompt_of_whole_texts_ends(write, texts, tiny_toke
         path = write(*lines, name="bad.jsonl")
         with pytest.raises(UserError, match=r"field 'prompt' is missing.* model.data.prompt_end"):
             make([path], tiny_tokenizer, 64)
-    with pytest.raises(ConfigError, match="says where the prompt of a plain text ends"):
+    with pytest.raises(ConfigError, match="is for plain texts"):
         RLHFDataset([path], tiny_tokenizer, 64, data | {"chat": True})
 
 
@@ -657,7 +657,7 @@ def test_data_prefix_refusals(texts, tiny_tokenizer):
     path = texts(["a"])
     cases = [
         (None, {}, "data_prefix is not set"),
-        ({"validation": [path]}, {}, "it needs train"),
+        ({"validation": [path]}, {}, "give train, and"),
         ({"train": [path], "valid": [path]}, {}, "keys train, valid"),
         ({"train": [0.5, path, path]}, {}, r"\[0.5, .*a blend is a list of weights above 0 and f"),
         ({"train": [0, path, 1, path]}, {}, "a blend is a list of weights above 0 and files"),

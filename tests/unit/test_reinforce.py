@@ -144,7 +144,7 @@ def test_an_old_kl_is_warned_about(monkeypatch):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"num_rollouts_per_prompt": 1}, "trainer.reinforce.num_rollouts_per_prompt=1; set it to"),
+        ({"num_rollouts_per_prompt": 1}, "trainer.reinforce.num_rollouts_per_prompt=1; raise it"),
         ({"model_gbs": 5}, "model.reinforce.num_rollout_samples=8 x trainer.reinforce.num_roll"),
         ({"max_epochs": 2}, "trainer.reinforce.max_epochs=2 needs a random sampler"),
     ],

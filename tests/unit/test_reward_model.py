@@ -118,7 +118,7 @@ def test_standardization(tiny_tokenizer_dir):
     standard = {"enable": True, "mean": 2.0, "std": 0.5}
     scaled = make_model(tiny_tokenizer_dir, reward_standardization=standard).infer(inputs)
     torch.testing.assert_close(scaled, (raw - 2.0) / 0.5)
-    with pytest.raises(ConfigError, match="reward_standardization.std; set it"):
+    with pytest.raises(ConfigError, match="reward_standardization.std is not set"):
         make_model(tiny_tokenizer_dir, reward_standardization={"enable": True, "mean": 0.0})
 
 
