@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that hold adapters (and heads) instead of all weights.
 
-Their configuration has the section `lora_base`, which names the checkpoint of the base and its
-checksum, beside `peft`, which says what the adapters look like. Read as a model, such a checkpoint
-is its base with the adapters merged in.
-
-Keys of the adapters: `<key of the linear layer>lora.<number of the transformer layer>.a` and
-`.b`, for example `model.decoder.layers.self_attention.linear_qkv.lora.1.a`.
+Their section `lora_base` names the checkpoint of the base and its checksum; `peft` describes the
+adapters. Keys: `<key of the linear layer>lora.<number of the layer, from 1>.a` and `.b`, such as
+`model.decoder.layers.self_attention.linear_qkv.lora.1.a`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +38,7 @@ from nemo_aligner.core.errors import UserError
 
 BASE_SECTION = "lora_base"
 _HEAD, _OUTPUT_LAYER = "model.rm_head.weight", "model.output_layer.weight"
-# The weights that the checksum of a base reads: those that can have adapters.
+# The weights that the checksum of a base reads.
 _CHECKED = tuple(f"{path}.weight" for path in TARGETS.values())
 
 
@@ -50,8 +47,7 @@ class Base:
     """The model that adapters belong to."""
 
     path: str | None  # of its checkpoint; None: of a model with random weights
-    # of its weights (`checksum_of_source`); None: not recorded, in folders of PEFT that others
-    # wrote
+    # Of its weights (`checksum_of_source`); None: not recorded, in folders of PEFT of others.
     checksum: str | None
 
     def to_config(self) -> dict[str, Any]:
@@ -59,12 +55,12 @@ class Base:
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a tensor, by its key or its name in a state dict, belongs to an adapter."""
+    """Whether a tensor, by its key or its name in a state dict, is an adapter's."""
     return ADAPTER in key
 
 
 def base_in(config: DictConfig) -> Base | None:
-    """The base that the configuration of a checkpoint names; None: it holds all weights."""
+    """The base that a configuration names; None: it holds all weights."""
     section = config.get(BASE_SECTION)
     if section is None:
         return None
@@ -81,7 +77,7 @@ def settings_in(config: DictConfig) -> LoRASettings:
 
 
 def checksum_of_source(source: TensorSource) -> str:
-    """Hexadecimal checksum of some rows (`checked_rows`) of weights that can have adapters."""
+    """Hexadecimal checksum of the rows `checked_rows` of weights that can have adapters."""
     total = 0
     for key, index in pieces(source):
         if not key.endswith(_CHECKED) or is_adapter(key):
@@ -89,7 +85,7 @@ def checksum_of_source(source: TensorSource) -> str:
         name, number = unnumbered(key)
         layer = index[0] if number is None else number
         rows, columns = source.shapes()[key][-2:]
-        # Whole, because reading a part of a stored weight may read all of it each time.
+        # Whole: reading a part of a stored weight may read all of it each time.
         values = source.read(key, (*index, slice(0, rows), slice(0, columns)))
         for row in lora.checked_rows(rows):
             total += lora.base_checksum(name, values[row], layer, row, 0)
@@ -99,8 +95,8 @@ def checksum_of_source(source: TensorSource) -> str:
 def checksum_of_model(
     sharded: Mapping[str, Mapping[str, Any]], add_over_ranks: Callable[[Tensor], Any]
 ) -> str:
-    """Checksum of a model, equal to `checksum_of_source` of its checkpoint; all ranks call it.
-    `add_over_ranks` adds an int64 tensor up over all ranks of the job, in place.
+    """`checksum_of_source` of a model in memory; all ranks call it. `add_over_ranks` adds an int64
+    tensor up over all ranks, in place.
     """
     total = 0
     for chunk in sharded.values():
@@ -133,9 +129,7 @@ def _digits(total: int) -> str:
 
 
 def check_base(expected: Base, found: str, what: str, where: str) -> None:
-    """Check that adapters, called `what`, belong to a model `where` with the checksum `found`, if
-    they say to which; else raise `UserError`.
-    """
+    """`UserError` if adapters (`what`) name another base than `found`, the checksum `where`."""
     if expected.checksum not in (None, found):
         raise UserError(
             f"{what} are adapters of another base: they were trained on "
@@ -150,15 +144,15 @@ def check_base(expected: Base, found: str, what: str, where: str) -> None:
 def merged(
     base: TensorSource, adapters: TensorSource, settings: LoRASettings, config: Mapping[str, Any]
 ) -> TensorSource:
-    """A base with adapters merged into its weights, and their heads. Sums are computed in float64
-    and have the dtype of the base. `UserError`: the adapters do not fit the base.
+    """A base with adapters merged in, and their heads; `UserError`: they do not fit. Sums are
+    computed in float64 and have the dtype of the base.
     """
     return EitherName(_MergedTensors(EitherName(base), adapters, settings, config))
 
 
 @dataclass(eq=False)
 class _MergedTensors:
-    """A `TensorSource` of `merged`, each layer's by its number."""
+    """The source that `merged` returns, with layers by number."""
 
     base: TensorSource
     adapters: TensorSource
@@ -193,8 +187,8 @@ class _MergedTensors:
         b = whole_tensor(self.adapters, adapter + "b")
         if self.settings.variant == "canonical":
             b = expanded(b, stem, self.config)
-        # In float64 a part of a weight, merged alone, is the same as in the whole, also at another
-        # split or on another machine: the checksum of adapters on adapters depends on it.
+        # In float64 parts merge as the whole does, at any split and on any machine: the checksum
+        # of adapters on adapters depends on it.
         change = lora.delta(a, b[rows], self.settings.scale, torch.float64)
         return (values.double() + change).to(values.dtype)
 
@@ -229,10 +223,8 @@ def expanded(b: Tensor, path: str, model: Mapping[str, Any]) -> Tensor:
 
 
 def _adapted_layers(keys: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Key of a linear layer as it is for all layers, up to its last dot -> numbers of the layers
-    with an adapter -> keys of these but for `a` or `b`.
-
-    In models whose layers differ the keys have the layers' numbers from 0 too.
+    """Stem of a linear layer as for all layers -> numbers of adapted layers -> their keys but for
+    `a` or `b`. Where layers differ, keys have the layers' numbers from 0 too.
     """
     result: dict[str, dict[int, str]] = {}
     for key in keys:

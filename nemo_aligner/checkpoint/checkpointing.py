@@ -3,10 +3,9 @@
 """Training checkpoints: one folder each, over `megatron.core.dist_checkpointing`.
 
     <log dir>/checkpoints/<filename with metrics>/
-        weights/             model, optimizer and schedule; loads at another TP / PP / DP. Also a
-                         reference policy that changes during training
-        model_config.yaml    the model's configuration, with the tokenizer's files beside it, as in
-                             a `.nemo`: the folder can be used like one
+        weights/             model, optimizer, schedule and a reference policy that changes; loads
+                             at another TP / PP / DP
+        model_config.yaml    and the tokenizer's files: the folder can be used like a `.nemo`
         rng/rank_00000.pt    random-number states of each rank
         state.json           counters of the trainer, monitored metrics, number of the save, what
                              the job was made from (`made_from.py`)
@@ -14,13 +13,9 @@
         COMPLETE             written last, with the checksum of the former; a folder without it is
                              ignored and removed
 
-A checkpoint is written under a temporary name, synchronized with the disk, renamed and marked as
-complete; only then are old ones removed. One whose files are not what was written is set aside,
-and the one before is taken.
-
-With `async_save` the files are written from a copy in host memory while the job goes on, and all
-of the rest, from the check of what was written to the mark, comes when every rank has written its
-part and all of them look (`check_save`) or need to know (`finish_save`).
+Old checkpoints are removed after the new one is complete. A damaged one is set aside, and the one
+before is taken. With `async_save` files are written from a copy in host memory; the rest comes
+when all ranks see that all are written (`check_save`), or need to know (`finish_save`).
 """
 
 import contextlib
@@ -77,39 +72,35 @@ class CheckpointCallback:
     """Saves and loads the training state of one job.
 
     Raises:
-        ConfigError: another value of `save_hf`, or `async_save` with what is written beside every
-            checkpoint.
+        ConfigError: an unknown `save_hf`, or `async_save` with exports at every checkpoint.
         UserError: `save_hf`, and Hugging Face cannot express the model.
-        SaveError: on all ranks; what is to be written has a name or a folder that cannot be.
+        SaveError: on all ranks; a name or a folder cannot be written.
     """
 
     log_dir: str | Path  # folder of the job, shared by all ranks, in which is `checkpoints`
     model: CheckpointedModel
-    # optimizer, scheduler: from `model.setup_megatron_optimization`
+    # From `model.setup_megatron_optimization`.
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     _: KW_ONLY
     name: str  # of the final `.nemo`
     filename: str = "checkpoint-{step}"  # template of folders (`{metric}` or `{metric:format}`)
-    # Keep the `save_top_k` checkpoints with the best `monitor` ("max" or "min") besides the last
-    # two; -1 keeps all, 0 only the last two.
+    # Keep the `save_top_k` best ("max" or "min") and the last two; -1: all, 0: the last two only.
     monitor: str | None = None
     mode: str = "max"
     save_top_k: int = 1
     save_nemo_on_train_end: bool = True  # write `<name>.nemo` at the end of training
     always_save_nemo: bool = False  # write it with every checkpoint
-    # Write the Hugging Face folder `<name>-hf` at the end of training (True), or replace it with
-    # every checkpoint ("every_checkpoint").
+    # Write the folder `<name>-hf` at the end (True) or each time (EVERY_CHECKPOINT).
     save_hf: bool | str | None = False
     async_save: bool = False  # write checkpoints in the background, all but the last one
     enabled: bool = True  # False writes nothing (`exp_manager.create_checkpoint_callback`)
-    # What the job is made from (`made_from.py`); a checkpoint of something else is refused. None:
-    # not compared.
+    # A checkpoint of something else is refused; None: not compared.
     made_from: MadeFrom | None = None
-    # Number of the save that the weights in memory come from, as rank 0 knows it; None: not known.
+    # Number of the save that the weights are from, on rank 0; None: not known.
     save_number: int | None = field(default=None, init=False)
     folder: Path | None = field(default=None, init=False)  # of that save
-    # What is being written: its large files, its temporary name, its folder, its `state.json`.
+    # What is being written, its temporary name, its folder, its `state.json`.
     _begun: tuple[dist_ckpt.Save, Path, Path, dict[str, Any]] | None = field(
         default=None, init=False
     )
@@ -135,18 +126,17 @@ class CheckpointCallback:
         is_train_end: bool = False,
         trainer_state: dict[str, Any] | None = None,
     ) -> Path | None:
-        """Write a checkpoint, then remove those that are neither among the best nor the last two;
-        all ranks call it. With `async_save` it returns when the state is copied, after the end of
-        the save before. Returns the folder, or None if checkpoints are switched off.
+        """Write a checkpoint, then remove outdated ones; all ranks call it. Returns the folder, or
+        None if checkpoints are switched off. `async_save`: first finishes the save before, and
+        returns when the state is copied.
 
         Args:
-            is_train_end: the last save of the job: write the `.nemo` too, if asked for.
+            is_train_end: the last save of the job: write the exports too.
             trainer_state: counters that `load_latest` returns, JSON values.
 
         Raises:
-            SaveError: on all ranks; there is no space, or the system cannot write this checkpoint
-                or, with `async_save`, could not write the one before. Those from before are
-                untouched.
+            SaveError: on all ranks; this one or, with `async_save`, the one before could not be
+                written. Earlier checkpoints are untouched.
         """
         if not self.enabled:
             return None
@@ -173,14 +163,12 @@ class CheckpointCallback:
         return self._begun is not None
 
     def check_save(self) -> None:
-        """Do `finish_save` if all ranks have written their parts; all ranks call it."""
+        """`finish_save` if all ranks have written their parts; all ranks call it."""
         if self._begun is not None and all(gathered(self._begun[0].is_written())):
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Complete the checkpoint that is being written, if one is; all ranks call it.
-        `SaveError`, on all ranks: it could not be written. Those from before are untouched.
-        """
+        """Complete the checkpoint being written, if any; all ranks call it. `SaveError` on all."""
         begun, self._begun = self._begun, None
         if begun is None:
             return
@@ -193,7 +181,6 @@ class CheckpointCallback:
         self.folder = folder
 
     def _begin(self, folder: Path, state: dict[str, Any], in_background: bool) -> None:
-        """Begin to write `folder`, with `state` in its `state.json`."""
         writing = folder.with_name(folder.name + folders.WRITING_SUFFIX)
         with self._removed_if_failed(writing):
             with failing_together(writing):
@@ -214,7 +201,7 @@ class CheckpointCallback:
         self._begun = (save, writing, folder, state)
 
     def _export(self, folder: Path, is_train_end: bool) -> None:
-        """Write what is asked for beside the checkpoint `folder`, whose weights are in memory."""
+        """Write exports; the weights of `folder` are in memory."""
         with progress.expected(False):
             if self.always_save_nemo or (is_train_end and self.save_nemo_on_train_end):
                 self.model.save_to(str(self.root / f"{self.name}.nemo"))
@@ -225,8 +212,8 @@ class CheckpointCallback:
                 (folder / folders.EXPORTED).touch()
 
     def finish_export(self) -> None:
-        """Write what a job writes at the end of its training, if it died between its last
-        checkpoint and that; all ranks call it, with the weights of that checkpoint in memory.
+        """Write the exports that a job which died after its last checkpoint did not; all ranks
+        call it, with the weights of that checkpoint in memory.
         """
         folder = self.folder
         if not self.enabled or folder is None:
@@ -247,7 +234,6 @@ class CheckpointCallback:
     def _finish_writing(
         self, writing: Path, folder: Path, state: dict[str, Any], checksums: Checksums
     ) -> None:
-        """Complete what was written, give it its place, and remove outdated checkpoints."""
         previous = folders.complete_checkpoints(self.root)
         number = previous[-1][1]["save_number"] + 1 if previous else 0
         text = json.dumps({"save_number": number, **state}, indent=1)
@@ -272,7 +258,6 @@ class CheckpointCallback:
         logging.info(f"saved checkpoint {folder}")
 
     def _sharded_state(self, is_loading: bool, with_reference: bool) -> dict[str, Any]:
-        """Of model, optimizer and schedule, and a reference policy if there is one and wanted."""
         metadata = {
             "distrib_optim_sharding_type": optimizer_forms.FULLY_RESHARDABLE,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -292,9 +277,7 @@ class CheckpointCallback:
     # --- loading --------------------------------------------------------------------------------
 
     def saved_at(self, counter: str) -> dict[int, str]:
-        """Absolute folder of each complete checkpoint, by the trainer's counter `counter`; of two
-        at the same count the newer one. Those that the job has gone back behind are left out.
-        """
+        """Absolute folders of complete checkpoints, not abandoned; at equal counts the newer."""
         return {
             int(state["trainer"][counter]): str(path.resolve())
             for path, state in folders.complete_checkpoints(self.root)
@@ -304,9 +287,8 @@ class CheckpointCallback:
     def newest_sound(
         self, accept: Callable[[dict[str, Any]], bool] = lambda _state: True
     ) -> Path | None:
-        """The newest checkpoint whose files are what was written, and whose `state.json` is one to
-        `accept`, else None; all ranks call it. Damaged ones that are newer are set aside: they are
-        renamed, and the log names them. Those that the job has gone back behind are passed over.
+        """The newest undamaged checkpoint with a `state.json` to `accept`, or None; all ranks call
+        it. Newer damaged ones are renamed; those that the job has gone back behind are left out.
         """
         while True:
             chosen: Path | None = None
@@ -322,7 +304,7 @@ class CheckpointCallback:
                 return folder
 
     def is_sound(self, folder: Path) -> bool:
-        """Whether a checkpoint is what was written; else it is set aside. All ranks call it."""
+        """Whether a checkpoint is undamaged; else it is set aside. All ranks call it."""
         try:
             check_files_together(folder)
         except DamagedFileError as error:
@@ -333,15 +315,13 @@ class CheckpointCallback:
         return True
 
     def load_latest(self, resume_from: str | Path | None = None) -> dict[str, Any] | None:
-        """Load a checkpoint into model, optimizer, schedule and random-number generators:
-        `resume_from` (`exp_manager.resume_from_checkpoint`), else the newest complete one that is
-        not damaged; all ranks call it. Returns the trainer's counters, or None if there is no
-        checkpoint.
+        """Load model, optimizer, schedule and random-number generators from `resume_from`, else
+        the newest sound checkpoint; all ranks call it. Returns the trainer's counters, or None if
+        there is no checkpoint.
 
         Raises:
-            DamagedFileError: `resume_from` is not what was written.
-            UserError: `resume_from` is not a complete checkpoint, or there are only checkpoints of
-                NeMo-Aligner, which would have gone on from them.
+            DamagedFileError: `resume_from` is damaged.
+            UserError: `resume_from` is not complete, or all checkpoints are NeMo-Aligner's.
         """
         barrier()
         folder = self.newest_sound() if resume_from is None else Path(resume_from)
@@ -361,9 +341,8 @@ class CheckpointCallback:
         return self.load_sound(folder)
 
     def load_at(self, counter: str, count: int) -> dict[str, Any]:
-        """Load the newest checkpoint whose counter `counter` is `count`; returns the counters. All
-        ranks call it. `UserError`: there is none that is not damaged; nothing has changed in
-        memory.
+        """Load the newest checkpoint with `counter` at `count`; returns the counters. All ranks
+        call it. `UserError`: there is no sound one; nothing has changed in memory.
         """
         folder = self.newest_sound(lambda state: state["trainer"].get(counter) == count)
         if folder is None:
@@ -374,13 +353,11 @@ class CheckpointCallback:
         return self.load_sound(folder)
 
     def start_anew(self) -> None:
-        """Note that the weights in memory are no checkpoint's: the next save abandons all."""
+        """The weights in memory are no checkpoint's: the next save abandons all."""
         self.save_number = -1
 
     def load_sound(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint that is complete, and whose files were compared with their checksums
-        (`is_sound`); all ranks call it. Returns the trainer's counters.
-        """
+        """Load a complete checkpoint after `is_sound`; returns the counters. All ranks call it."""
         stored = folders.read_state(folder)
         assert stored is not None, f"{folder} is not complete"
         if self.made_from is not None:

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checksums of the files of a checkpoint or a `.nemo`, computed while they are written.
 
-The manifest `CHECKSUMS.xxh128` has one line for each other file below its folder, in the form of
-`xxhsum`: `xxh128sum --check CHECKSUMS.xxh128` compares them without this package. XXH3 with 128
-bits is the standard that is fast enough for files of gigabytes (docs/jobs.md has the numbers); it
-finds damage, not forgery.
+The manifest `CHECKSUMS.xxh128` lists all other files below its folder, in the form of `xxhsum`:
+`xxh128sum --check CHECKSUMS.xxh128`. XXH3 finds damage, not forgery (docs/jobs.md: its speed).
 """
 
 import contextlib
@@ -33,7 +31,7 @@ Checksums = dict[str, str]  # path below the folder -> hexadecimal digits
 
 _LINE = re.compile(r"(?P<checksum>[0-9a-f]{32})  (?P<name>.+)")
 _BLOCK_BYTES = 4 << 20
-# Written right after it was read for its checksum, such a block is still in the processor's cache.
+# Read for its checksum, then written: a block of this size stays in the processor's cache.
 _CACHED_BYTES = 1 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -79,12 +77,8 @@ class _Stream:
 class ChecksummedFiles(FileSystem):
     """The files that PyTorch's writer of distributed checkpoints makes, with their checksums.
 
-    Args:
-        open_weights: opens the large files, given their names, in another place.
-
-    Attributes:
-        checksums: of each file that was written, by its name.
-        error: the first that the system reported; PyTorch's own, after it, hides what happened.
+    `open_weights` opens the large files, given their names, in another place. `error` is the first
+    that the system reported, which PyTorch's own hides.
     """
 
     def __init__(
@@ -112,7 +106,7 @@ class ChecksummedFiles(FileSystem):
 
 
 def file_checksum(file: IO[bytes]) -> str:
-    """Checksum of the rest of a file, which is open for reading."""
+    """Checksum of the rest of an open file."""
     found = xxhash.xxh3_128()
     while block := file.read(_BLOCK_BYTES):
         found.update(block)
@@ -121,7 +115,7 @@ def file_checksum(file: IO[bytes]) -> str:
 
 
 def write_durably(path: Path, content: bytes) -> str:
-    """Write a file as a whole or not at all, also after a loss of power; returns its checksum."""
+    """Write a file as a whole or not at all, even if power fails; returns its checksum."""
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
         file.write(content)
@@ -133,7 +127,7 @@ def write_durably(path: Path, content: bytes) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the system keep which files a folder has, also after a loss of power."""
+    """Keep the names of a folder's files if power fails."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -142,9 +136,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, known: Mapping[str, str]) -> str:
-    """Write the manifest of `folder`, whose files then survive a loss of power; one process calls
-    it. Returns its checksum. `known`: checksums of files that were computed while they were
-    written, and that are synchronized; the others, which are small, are read.
+    """Write the manifest of `folder`, whose files then survive a loss of power; returns its
+    checksum. One process calls it. `known`: files already synchronized; the others are read.
     """
     found = dict(known)
     for path in sorted(folder.rglob("*")):
@@ -160,7 +153,7 @@ def write_manifest(folder: Path, known: Mapping[str, str]) -> str:
 
 
 def save_error(path: Path, error: OSError, needed: int | None = None) -> SaveError:
-    """The error about `path`, which could not be written, where `needed` bytes were to be."""
+    """The error about `path`, which could not be written; `needed`: bytes."""
     if error.errno not in _NO_SPACE:
         return SaveError(f"{path} cannot be written: {error}.")
     size = "" if needed is None else f"{_megabytes(needed)} are needed, "
@@ -181,7 +174,7 @@ def _free_space(path: Path) -> str:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Check that `needed` bytes fit into `folder`; else `SaveError`. One process calls it."""
+    """`SaveError` if `needed` bytes do not fit into `folder`. One process calls it."""
     filesystem = os.statvfs(folder)
     if filesystem.f_blocks and filesystem.f_bavail * filesystem.f_frsize < needed:
         raise save_error(folder, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed)
@@ -219,7 +212,7 @@ def read_manifest(folder: Path) -> Checksums | None:
 
 @functools.cache
 def warn_without(path: Path) -> None:
-    """Warn, once per process, that the files at `path` cannot be checked."""
+    """Warn, once per process, that `path` has no checksums."""
     logging.warning(
         f"{path} has no {MANIFEST}: this package wrote it before it had checksums, or other "
         "software did. Damage to its files would not be noticed."
@@ -229,21 +222,15 @@ def warn_without(path: Path) -> None:
 def check_folder(
     folder: Path, select: Callable[[str], bool] = lambda _name: True, rank: int = 0, size: int = 1
 ) -> None:
-    """Compare the files of `folder` with its manifest. A folder without one gets a warning.
-
-    Args:
-        select: says of a file, by its path below the folder, whether it is compared.
-        rank, size: compare one of `size` shares.
-
-    Raises:
-        DamagedFileError: a file is missing or another one, or not in the manifest, which was cut;
-            names all such files.
+    """Compare files of `folder` that `select` takes, by their paths below it, with its manifest;
+    without one warn. `rank`, `size`: compare one of `size` shares. `DamagedFileError` names all
+    that are missing, changed or not listed.
     """
     checksums = read_manifest(folder)
     if checksums is None:
         return
     there: list[str] = []
-    # The manifest of a complete checkpoint, which gets further files, is compared with its mark.
+    # A complete checkpoint gets further files; its manifest is compared with its mark.
     if not (folder / MARKER).is_file():
         files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
         there = [path.relative_to(folder).as_posix() for path in files]
@@ -252,7 +239,7 @@ def check_folder(
 
 
 def check_files_together(folder: Path, select: Callable[[str], bool] = lambda _name: True) -> None:
-    """As `check_folder`, by all ranks, each of which reads a share; the error is that of all."""
+    """`check_folder` by all ranks, each of which reads a share; an error is raised on all."""
     outcome: str | None = None
     try:
         check_folder(folder, select, parallel_state.get_rank(), parallel_state.get_world_size())
@@ -287,7 +274,7 @@ def _compare(
     checksums: Checksums,
     opened: Callable[[str], IO[bytes]],
 ) -> None:
-    """Check that files that are `there` are listed, and that the files `names` are as listed."""
+    """Check that what is `there` is listed, and that `names` are as listed."""
 
     def found(name: str) -> str | None:
         try:

@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed checkpoints are read as data: no file of one can run code.
 
-PyTorch reads two of their members with Python's pickle, which calls whatever a file names: the
-table of contents `.metadata`, and objects beside the tensors. Here the first is read by an
-unpickler that knows the classes of such tables and nothing else, before PyTorch reads it; the
-second as `torch.load(weights_only=True)` reads them. Megatron Core reads `common.pt` so, where a
-job resumes; of other checkpoints it is not read.
+PyTorch reads the table of contents `.metadata`, and objects beside the tensors, with Python's
+pickle, which calls what a file names. Here the table is first read by an unpickler that knows only
+its classes; objects are read, as `common.pt` is, as by `torch.load(weights_only=True)`.
 """
 
 import argparse
@@ -34,18 +32,17 @@ from torch.distributed.checkpoint.planner import SavePlan
 from nemo_aligner.checkpoint.forms import BACKEND_FILE, METADATA_FILE, form_of_weights
 from nemo_aligner.core.errors import UserError
 
-# What a checkpoint holds beside tensors. Megatron Core 0.16 reads this file; 0.19 keeps the same
-# in an object among the tensors, but reads the file where there is one.
+# What is beside tensors: Megatron Core 0.16 reads the file; 0.19 an object, or the file if there.
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state"
 
 
 class _Path(PurePosixPath):
-    """What a path in a table becomes."""
+    """A path in a table."""
 
 
 def _member(kind: Any, name: str) -> enum.Enum:
-    """The member of an enumeration, which Python 3.11.0 to 3.11.3 stores as a call of getattr."""
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 stores as a call of getattr."""
     if isinstance(kind, enum.EnumMeta) and name in kind.__members__:
         return kind.__members__[name]
     raise UserError(f"it asks for {name!r} of {kind!r}, which may run code; do not use this file")
@@ -64,13 +61,13 @@ def _classes(module: Any) -> dict[tuple[str, str], type]:
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATHS = ("Path", "PosixPath", "PurePosixPath")
-# All that a table of contents may name. Megatron Core puts the savers' plans into it.
+# All that a table may name. Megatron Core puts the savers' plans into it.
 _NAMES: dict[tuple[str, str], Any] = {
     **_classes(metadata),
     **_classes(planner),
     **_classes(filesystem),
     **_classes(older_metadata),  # up to PyTorch 2.2
-    # Of Megatron Core up to 0.15: with a field more, about optimizers.
+    # Megatron Core's up to 0.15, with one more field, about optimizers.
     (_MEGATRON, "MCoreMetadata"): Metadata,
     (_MEGATRON, "MCoreSavePlan"): SavePlan,
     **{("torch", k): found for k, found in vars(torch).items() if isinstance(found, torch.dtype)},
@@ -83,7 +80,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-# What files of Megatron hold beside tensors, and modules whose objects stay unread.
+# What files of Megatron hold beside tensors; objects of these modules stay unread.
 _OBJECTS = {
     f"{kind.__module__}.{kind.__name__}": kind
     for kind in (argparse.Namespace, types.SimpleNamespace, io.BytesIO)
@@ -102,9 +99,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(stream: Any, path: Path) -> Metadata:
-    """The table of contents of a distributed checkpoint; `UserError`: the file is damaged, or
-    names what is not part of such a table.
-    """
+    """The table of contents of a checkpoint; `UserError`: damaged, or names something else."""
     try:
         found = _MetadataUnpickler(stream).load()
     except UserError as error:
@@ -117,12 +112,11 @@ def read_metadata(stream: Any, path: Path) -> Metadata:
 
 
 def damaged(path: Path, error: Exception) -> UserError:
-    """The error about a file or a checkpoint that cannot be read."""
     return UserError(f"{path} is damaged or incomplete ({reason(error)}); copy it again.")
 
 
 def reason(error: BaseException) -> str:
-    """Why something was not read, in one line; without PyTorch's advice to let it run code."""
+    """Why something was not read, in one line, without PyTorch's advice to let it run code."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -134,9 +128,8 @@ def reason(error: BaseException) -> str:
 
 
 def load_plain(file: Path, fault: str, owner: str, classes: list[Any], mmap: bool = False) -> Any:
-    """What `torch.save` wrote into `file`: tensors, plain values and objects of `classes`. With
-    others `UserError`, which says `fault`, such as "... cannot be read as tensors", and that the
-    file may be no `owner`'s.
+    """What `torch.save` wrote into `file`: tensors, plain values and objects of `classes`, else
+    `UserError`: `fault`, such as "... cannot be read as tensors"; the file may be no `owner`'s.
     """
     try:
         with torch.serialization.safe_globals(classes):
@@ -149,8 +142,8 @@ def load_plain(file: Path, fault: str, owner: str, classes: list[Any], mmap: boo
 
 
 def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
-    """The table of contents of the distributed checkpoint in `folder` (among `files`, or those of
-    this machine), whose other small files are there and whole. Errors as of `read_metadata`.
+    """The table of contents in `folder`, among `files` (None: of this machine), whose other small
+    files are there and whole. Errors as of `read_metadata`.
     """
     files = files or FileSystem()
 
@@ -180,15 +173,12 @@ def read_table(folder: Path, files: FileSystem | None = None) -> Metadata:
 
 @contextmanager
 def objects_as_data(folder: str | Path) -> Iterator[None]:
-    """Let PyTorch load objects beside tensors only where `torch.load(weights_only=True)` does;
-    else `UserError`.
-    """
+    """Let PyTorch load only plain data beside tensors (`weights_only=True`); else `UserError`."""
     own: Callable[..., None] = DefaultLoadPlanner.load_bytes
 
     def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
         try:
-            # Megatron Core wraps some objects once more.
-            with torch.serialization.safe_globals([io.BytesIO]):
+            with torch.serialization.safe_globals([io.BytesIO]):  # wrapped by Megatron Core
                 torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise UserError(
@@ -206,7 +196,7 @@ def objects_as_data(folder: str | Path) -> Iterator[None]:
 
 
 class _Inert:
-    """Stands for an object of Megatron or numpy, whose class is not imported and not needed."""
+    """Stands for an object of Megatron or numpy, whose class is not imported."""
 
     def __init__(self, *_args: Any):
         pass
@@ -216,9 +206,8 @@ class _Inert:
 
 
 def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any:
-    """What `torch.save` wrote into a file of Megatron: tensors (read when they are used if
-    `mmap`), plain values and the arguments of a command line; `UserError`: the file is damaged, or
-    names what is no data.
+    """What `torch.save` wrote into a file of Megatron: tensors (in the file until used if `mmap`),
+    plain values and arguments; `UserError`: the file is damaged, or names what is no data.
     """
     content = file.getvalue() if isinstance(file, io.BytesIO) else None
 
@@ -233,7 +222,7 @@ def read_objects(file: Path | io.BytesIO, what: Path, mmap: bool = False) -> Any
                 f"{what} names {unknown[0]}, which no checkpoint needs and which may run code; do "
                 "not use this file."
             )
-        # Only what is not allowed yet: leaving the context takes away what entering it added.
+        # Only what is not allowed yet: the context takes away at its end what it added.
         allowed: list[Any] = [(_OBJECTS.get(name, _Inert), name) for name in names]
         with torch.serialization.safe_globals(allowed):
             found = torch.load(opened(), map_location="cpu", weights_only=True, mmap=mmap)

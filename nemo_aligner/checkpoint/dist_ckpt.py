@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and loads Megatron Core's distributed checkpoints.
 
-Megatron Core's own writer starts a manager process (which imports the user's script again and
-takes seconds) and forks workers (unsafe beside the threads of an inference server). Here Megatron
-Core plans, as for its asynchronous saves, and PyTorch's writer writes, in the same format
-(`torch_dist`): the ranks plan together, each of them writes without talking to the others, in the
-background from a copy of its tensors in host memory, and at last they write the metadata together
-(`Save`). Megatron Core reads it, after a check that no file of it can run code.
+Megatron Core's own writer starts a manager process (which imports the user's script again) and
+forks workers (unsafe beside the threads of a server). Here (`Save`) Megatron Core plans, on all
+ranks together, and PyTorch's writer writes the same format on each rank by itself, in the
+background from a copy in host memory; the metadata is again written together.
 """
 
 import contextlib
@@ -44,12 +42,12 @@ from nemo_aligner.parallel.collectives import gathered
 
 
 def barrier() -> None:
-    """Wait for all ranks of the job; without a process group do nothing."""
+    """Wait for all ranks; nothing without a process group."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
 
-# What a checkpoint takes beside its tensors is less than this, and in it is a margin for the rest.
+# More than a checkpoint takes beside its tensors.
 _MARGIN_BYTES = 8 << 20
 
 
@@ -73,9 +71,7 @@ def failing_together(written: Path | None = None) -> Iterator[None]:
 
 
 class _Copies:
-    """Tensors and objects of this rank at the time of the save, in host memory, in the place of
-    the planner, which would give those of the model; what is written is forgotten.
-    """
+    """This rank's tensors and objects as saved, in host memory, in place of the planner."""
 
     def __init__(self, plan: Any, planner: Any):
         self._data = {}
@@ -90,7 +86,7 @@ class _Copies:
 
 
 class _Writer(FileSystemWriter):
-    """Writes, in any thread, with the checksums of its files."""
+    """Writes, in any thread, with checksums."""
 
     def __init__(self, folder: str | Path, from_copies: bool):
         super().__init__(folder, single_file_per_rank=True)
@@ -113,8 +109,7 @@ class _Writer(FileSystemWriter):
     def finish_together(self, metadata: Any) -> None:
         """Write the metadata, which rank 0 has; all ranks call it after their `write`.
 
-        Megatron Core writes `metadata.json`, which names the format, again, on rank 0 alone. If
-        there were no space for it, the other ranks would wait without end; here they learn of it.
+        Megatron Core writes `metadata.json` again on rank 0; here the others learn if it cannot.
         """
         results = gathered(self._results)
         with failing_together(Path(self.path)):
@@ -152,9 +147,8 @@ class _InProcessSave(mcore_torch.TorchDistSaveShardedStrategy):
 
 
 def save(sharded_state_dict: dict[str, Any], folder: str | Path) -> checksums.Checksums:
-    """Write a sharded state dict into the existing, empty `folder`, which all ranks share; all
-    ranks call it. Returns the checksums of its large files, by name, computed while they were
-    written. `SaveError`, on all ranks: there is no space, or the system cannot write.
+    """Write a sharded state dict into the existing, empty, shared `folder`; all ranks call it.
+    Returns checksums of the large files, by name. `SaveError` on all ranks: not written.
     """
     return Save(sharded_state_dict, Path(folder), {}, in_background=False).finish()
 
@@ -170,8 +164,8 @@ def _write_common(common: Any, folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def _common_written_together() -> Iterator[None]:
-    """Inside, Megatron Core 0.16 writes what is beside the tensors by `_write_common`; its rank 0
-    would leave the others waiting if it could not. In 0.19 `_InProcessSave` writes it.
+    """Inside, Megatron Core 0.16 writes by `_write_common`: its own rank 0, failing, would leave
+    the others waiting. In 0.19 `_InProcessSave` writes it.
     """
     writer = getattr(mcore_common, "TorchCommonSaveStrategy", None)
     if writer is None:
@@ -186,9 +180,9 @@ def _common_written_together() -> Iterator[None]:
 
 
 class Save:
-    """A sharded state dict that is written, and small files beside it, this rank's. All ranks make
-    one and call `finish`. `in_background` a thread of each rank writes a copy in host memory.
-    `SaveError`, on all ranks: there is no space, or one of them cannot begin.
+    """A sharded state dict being written, and `files` of this rank. All ranks make one and call
+    `finish`. `in_background`: a thread of each rank writes a copy in host memory. `SaveError`, on
+    all ranks: there is no space, or one of them cannot begin.
     """
 
     def __init__(
@@ -230,13 +224,11 @@ class Save:
             self._error = error
 
     def is_written(self) -> bool:
-        """Whether this rank has written its part, or could not."""
+        """Whether this rank has written its part, or failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> checksums.Checksums:
-        """Wait for all ranks, and complete it; all ranks call it. Returns as `save`. `SaveError`,
-        on all ranks: one of them could not write.
-        """
+        """Wait for all ranks, and complete it; all ranks call it. Returns and raises as `save`."""
         if self._thread is not None:
             self._thread.join()
         with failing_together(self._folder):
@@ -270,13 +262,11 @@ def _check_space(sharded_state_dict: dict[str, Any], folder: Path) -> int:
 
 
 def load(sharded_state_dict: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """Load a distributed checkpoint into a sharded state dict; all ranks call it.
+    """Load a distributed checkpoint into a sharded state dict; all ranks call it. `UserError`: a
+    file could run code, or is damaged.
 
-    Extra states of Transformer Engine are not read, because it unpickles them: those of
+    Extra states of Transformer Engine, which it unpickles, are not read: those of
     `sharded_state_dict` stay. They are empty unless it computes in fp8, which is not supported.
-
-    Raises:
-        UserError: a file could run code, or is damaged.
     """
     data_only.read_table(Path(folder))
 
@@ -313,9 +303,8 @@ def tensors_in(folder: str | Path) -> dict[str, ShardedTensor]:
 def make_sharded_tensors_from_reference(
     reference_param: ShardedBase, model_param: Any, prefix: str
 ) -> ShardedBase:
-    """An entry of a sharded state dict for `model_param`, split over the ranks as
-    `reference_param` is, under the key `<prefix>.<key of the reference>`; `UserError`: it has
-    another shape.
+    """An entry for `model_param`, split over the ranks as `reference_param` is, under the key
+    `<prefix>.<key of the reference>`; `UserError`: it has another shape.
     """
     renamed = {"key": f"{prefix}.{reference_param.key}", "data": model_param}
     if not isinstance(reference_param, ShardedTensor):

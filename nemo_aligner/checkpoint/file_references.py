@@ -1,13 +1,12 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the configuration in a checkpoint may refer to. A checkpoint is data that others may have
-written: it names files of its own, or models of the Hugging Face hub, and nothing of the machine
-that reads it: no environment variable, no other file. What the user's YAML and command line say is
-not checked here.
+"""What the configuration in a checkpoint, which others may have written, may refer to: its own
+files and models of the Hugging Face hub, but no environment variable or other file. The user's
+YAML and command line are not checked here.
 
 A file outside is no error until something would open it, for files of NeMo hold paths of the
-machine that wrote them. It stands in the configuration behind `OUTSIDE`, so that nothing opens or
-copies it by mistake, and `build_tokenizer` refuses it unless the user gives the key.
+machine that wrote them. It stands behind `OUTSIDE`, so that nothing opens or copies it by mistake;
+`build_tokenizer` refuses it unless the user gives the key.
 """
 
 import os
@@ -21,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_aligner.config.data_rules import KEPT_FORM
 from nemo_aligner.core.errors import UserError
 
-# Keys whose value may name a file that belongs in the archive. NeMo reads the same.
+# Keys that may name a file that belongs in the archive; NeMo's.
 ARTIFACT_KEYS = (
     "tokenizer.model",
     "tokenizer.vocab_file",
@@ -35,7 +34,7 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]-]+\}")  # to another key, such as 
 
 
 def read_yaml(file: Path, path: Path) -> DictConfig:
-    """The keys in a YAML file of the checkpoint at `path`; `UserError` if it is damaged."""
+    """The keys in a YAML file of the checkpoint at `path`; `UserError`: damaged."""
     try:
         config = OmegaConf.load(file)
     except Exception as error:  # the errors of YAML, of texts and of OmegaConf
@@ -46,9 +45,7 @@ def read_yaml(file: Path, path: Path) -> DictConfig:
 
 
 def refuse_resolvers(config: DictConfig, path: Path) -> None:
-    """Refuse interpolations other than references to keys, by a `UserError` with the remedy: a
-    resolver can read the environment.
-    """
+    """`UserError` for interpolations but references to keys: resolvers read the environment."""
     for key, text in _texts(OmegaConf.to_container(config, resolve=False)):
         if "${" in _REFERENCE.sub("", text):
             raise UserError(
@@ -60,7 +57,7 @@ def refuse_resolvers(config: DictConfig, path: Path) -> None:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The texts at any depth of a container, with their dotted keys."""
+    """The texts in a container, with their dotted keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
@@ -72,8 +69,8 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def leads_out(file: Path, folder: Path) -> bool:
-    """Whether `file`, or anything in it, lies outside `folder` once links are followed. Files of
-    the Hugging Face hub's cache are links from `snapshots/<revision>/` to `blobs/` beside it.
+    """Whether `file` or anything in it is outside `folder`, links followed. The cache of the
+    Hugging Face hub has links from `snapshots/<revision>/` to `blobs/` beside it.
     """
     roots = [folder.resolve()]
     roots += [p.parent / "blobs" for p in roots[0].parents if p.name == "snapshots"]
@@ -82,7 +79,7 @@ def leads_out(file: Path, folder: Path) -> bool:
 
 
 def mark_outside(config: DictConfig, folder: Path) -> None:
-    """Put `OUTSIDE` before the tokenizer's files that do not lie in `folder`."""
+    """Put `OUTSIDE` before the tokenizer's files that are not in `folder`."""
     for key in (*ARTIFACT_KEYS, TOKENIZER_TYPE):
         value = OmegaConf.select(config, key, throw_on_missing=False)
         if not isinstance(value, str) or not value:
@@ -104,9 +101,7 @@ def is_outside(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def check_not_outside(key: str, value: Any) -> None:
-    """Refuse to open a file that only a checkpoint names: `value` is marked. The `UserError` names
-    the dotted `key` and the remedy.
-    """
+    """`UserError`, with the dotted `key` and the remedy, if `value` is marked as outside."""
     if isinstance(value, str) and value.startswith(OUTSIDE):
         raise UserError(
             f"{key}={unmarked(value)} stands in the checkpoint, but the file is no part of it; "

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of training checkpoints: their names, and which of them are complete and to be kept.
 
-A folder is written under a temporary name, renamed, and marked as complete; the mark is the first
-that goes when the folder is removed. Nothing that a job resumes from is ever read out of its name.
+A folder is written under a temporary name, renamed, and marked as complete; the mark goes first
+when it is removed. Nothing that a job resumes from is read out of its name.
 
-An actor and its critic are at different steps when one of them was killed between the two saves,
-or was started with another folder. Both keep their last two checkpoints, and the critic its first
-weights as those of step 0 until then: after a death they have one of the same step, to which both
-go back (`launch/rollout_job.py`).
+Death between two saves leaves actor and critic at different steps. Both keep their last two
+checkpoints, and until then the critic its first weights as those of step 0, so that they have one
+of the same step, to which both go back (`launch/rollout_job.py`).
 """
 
 import contextlib
@@ -35,9 +34,9 @@ FORMER_SUFFIX = ".former"  # of what is being replaced
 REMOVING_SUFFIX = ".removing"
 DAMAGED_SUFFIX = ".damaged"  # of what was set aside
 DAMAGED = "DAMAGED"  # in the place of the mark of such a folder: says what is wrong
-# In a checkpoint that a job has gone back behind: what was made since belongs to another one.
+# In a checkpoint that a job has gone back behind.
 ABANDONED = "ABANDONED"
-# In the last checkpoint of a job that has written its `.nemo` and whatever else it was asked for.
+# In the last checkpoint of a job that has written its `.nemo` and other exports.
 EXPORTED = "EXPORTED"
 CHECKPOINTS = "checkpoints"  # in the folder of a job
 
@@ -45,9 +44,7 @@ Checkpoint = tuple[Path, dict[str, Any]]  # a complete folder and the contents o
 
 
 def format_name(template: str, metrics: dict[str, float]) -> str:
-    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a missing metric reads `nan`. A
-    format of whole numbers (`{step:05d}`) takes others, too.
-    """
+    """`"gpt-{step}-{val:.3f}"` -> `"gpt-step=10-val=0.812"`; a missing metric reads `nan`."""
 
     def fill(match: re.Match[str]) -> str:
         key, spec = match.group(1), match.group(2) or ""
@@ -63,9 +60,7 @@ def format_name(template: str, metrics: dict[str, float]) -> str:
 
 
 def try_names(root: Path, template: str, others: list[str]) -> None:
-    """Make what a job will write in `root`, checkpoints named by `template` and `others`, with the
-    longest names, and remove it again; `SaveError`: a name or `root` cannot be written.
-    """
+    """Try the longest names that a job will write in `root`; `SaveError`: one is not possible."""
     try:
         keys = re.findall(r"\{([^{}:]+)", template)
         # Long numbers, whole ones as counters are, and others, as metrics may be.
@@ -91,7 +86,7 @@ def mark(folder: Path, manifest_checksum: str) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; if this ends halfway, the rest is not taken for a whole one."""
+    """Remove a checkpoint, the mark first: a rest is not taken for a whole one."""
     (folder / MARKER).unlink(missing_ok=True)
     sync_folder(folder)
     removing = folder.with_name(folder.name + REMOVING_SUFFIX)
@@ -114,9 +109,7 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """Contents of `state.json` of a complete checkpoint, else None; `DamagedFileError` if it is
-    marked as complete, but is not.
-    """
+    """`state.json`, or None of an incomplete checkpoint; `DamagedFileError`: it is damaged."""
     if not (folder / MARKER).is_file():
         return None
     try:
@@ -136,7 +129,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _check_mark(folder: Path) -> None:
-    """Check that the mark of a checkpoint fits its manifest; one without checksums has neither."""
+    """Without checksums there is no manifest, and the mark is empty."""
     marked = (folder / MARKER).read_bytes()
     manifest = folder / MANIFEST
     found = b""
@@ -153,8 +146,7 @@ def _check_mark(folder: Path) -> None:
 def extract_value_from_ckpt(key: str, ckpt_path: str | Path) -> int:
     """The counter `key` of a checkpoint, by NeMo-Aligner's function; without it 0 and a warning.
 
-    It stands in the checkpoint's own `state.json`; NeMo-Aligner read it out of the folder's name,
-    which is done here for a folder of another origin.
+    It is read from `state.json`, or, for a folder of another origin, out of the folder's name.
     """
     state = read_state(Path(ckpt_path))
     if state is not None:
@@ -177,7 +169,7 @@ def complete_checkpoints(root: Path) -> list[Checkpoint]:
 
 
 def damaged_checkpoints(root: Path) -> list[tuple[Path, DamagedFileError]]:
-    """Checkpoints under `root` that are marked as complete, but that cannot even be listed."""
+    """Checkpoints under `root` that are marked as complete, but cannot be listed."""
     return _checkpoints(root)[1]
 
 
@@ -218,9 +210,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def checkpoints_of_others(root: Path) -> list[str]:
-    """Names under `root` that look like training checkpoints of NeMo-Aligner or Lightning: files
-    `.ckpt`, and folders with a distributed checkpoint or the files of each rank at their top.
-    """
+    """Names under `root` that look like training checkpoints of NeMo-Aligner or Lightning."""
 
     def is_of_others(path: Path) -> bool:
         if path.is_file():
@@ -235,7 +225,7 @@ def checkpoints_of_others(root: Path) -> list[str]:
 
 
 def replace_folder(target: Path, written: Path) -> None:
-    """Give the folder `written` the place `target`; what stands there goes when it is safe."""
+    """Give `written` the place `target`; what stands there goes last."""
     former = target.with_name(target.name + FORMER_SUFFIX)
     shutil.rmtree(former, ignore_errors=True)
     if target.exists():
@@ -249,7 +239,7 @@ def replace_folder(target: Path, written: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """Inside, an empty folder beside `target`, whose place it takes; after an error it is gone."""
+    """An empty folder that takes the place `target`; after an error it is gone."""
     folder = target.with_name(target.name + WRITING_SUFFIX)
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -268,9 +258,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int) -> str | None:
-    """The warning about a checkpoint without the metric that they are ranked by, else None; one
-    that a stop asked for, between validations, has none of validation.
-    """
+    """The warning about a checkpoint without `monitor`, such as one between validations."""
     has_validation = any(name.startswith("val") for name in metrics)
     if save_top_k <= 0 or monitor is None or monitor in metrics:
         return None
@@ -285,10 +273,8 @@ def why_unranked(metrics: dict[str, float], monitor: str | None, save_top_k: int
 def outdated(
     checkpoints: list[Checkpoint], monitor: str | None, mode: str, save_top_k: int
 ) -> list[Path]:
-    """Folders neither among the `save_top_k` best by `monitor` (below 0: all; one where it is
-    missing or NaN ranks last, of equals the newer one wins) nor the last two, of which abandoned
-    ones do not count. If a job dies between the critic's save and the actor's, the older of the
-    last two match.
+    """Folders neither among the `save_top_k` best by `monitor` nor the last two, without abandoned
+    ones. Below 0 keeps all; a missing or NaN metric ranks last, of equals the newer one wins.
     """
     if save_top_k < 0:
         return []
@@ -306,11 +292,9 @@ def outdated(
 
 
 def step_to_resume(actor_steps: Collection[int], critic_steps: Collection[int]) -> int | None:
-    """The newest step that actor and critic can both resume from, None if there is none. The actor
-    can start at step 0 too; `critic_steps` has 0 for the critic's first weights.
-
-    Step 0 gives up all that was learned, which death in a first save explains only if that is one
-    checkpoint at most. If it is more, a job was started with another folder.
+    """The newest step that actor and critic can both resume from, or None. The actor can start at
+    0 too; `critic_steps` has 0 for the critic's first weights. 0 does not count if either has more
+    than one later checkpoint: then a job was started with another folder.
     """
     step = max({0, *actor_steps} & set(critic_steps), default=None)
     if step == 0 and max(sum(s > 0 for s in steps) for steps in (actor_steps, critic_steps)) > 1:
@@ -319,11 +303,7 @@ def step_to_resume(actor_steps: Collection[int], critic_steps: Collection[int]) 
 
 
 def resume_argument(folder: str) -> str:
-    """The argument that resumes a job from the checkpoint `folder`, quoted for a shell.
-
-    The folder's name contains `=`, which Hydra accepts only in a quoted value, and a shell removes
-    Hydra's quotes unless they are quoted in turn.
-    """
+    """The argument that resumes a job from `folder`; its `=` is quoted for Hydra and a shell."""
     value = QuotedString(str(folder), Quote.double).with_quotes()
     return shlex.quote(f"exp_manager.resume_from_checkpoint={value}")
 
@@ -335,9 +315,8 @@ def mismatch_remedy(
     actor_checkpoints: dict[int, str],
     critic_checkpoints: dict[int, str],
 ) -> str:
-    """How to bring an actor and a critic together again, in terms of checkpoints that exist, whose
-    folders are given by actor step. `critic_step` is the actor step of the critic's last
-    checkpoint, written or loaded; `critic_moved`: it was trained after that.
+    """How to bring actor and critic together again. `critic_step`: the actor step of the critic's
+    last checkpoint; `critic_moved`: it was trained after that; folders are given by actor step.
     """
     if critic_step == actor_step and (critic_step in critic_checkpoints or critic_step == 0):
         return "Restart the critic server with the same command: the pair then matches."

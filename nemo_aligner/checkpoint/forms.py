@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The forms in which NeMo and others write checkpoints, what happens to each here, and which one
-lies at a path, by the names of its files.
-
-`FORMS` is the list: messages of this package and the page on migration are made from it. Imports
-nothing heavy: a wrong path is told before the packages of a job are imported.
+"""The forms of checkpoints of NeMo and others, what happens to each (`FORMS`, from which messages
+and the page on migration are made), and which one lies at a path, by the names of its files.
+Imports nothing heavy: a wrong path is told before the packages of a job are imported.
 """
 
 import json
@@ -29,7 +27,7 @@ REFERENCE = "reference_policy"  # prefix of the keys of a reference policy among
 NEMO2_CONTEXT = "context"
 NEMO2_WEIGHTS = "weights"
 RELEASE = "release"  # in the place of a number of iterations, of a converted model
-# Folder of one rank: with one pipeline stage, and with several; NeMo's and Megatron-LM's.
+# Folder of one rank, of NeMo and Megatron-LM: with one pipeline stage, and with several.
 RANK_FOLDER = re.compile(r"(mp|tp)_rank_(?P<rank>\d+)(_(pp_rank_)?(?P<stage>\d+))?")
 
 CONVERTERS = "scripts/checkpoint_converters of NeMo 2.0 to 2.4"
@@ -37,8 +35,6 @@ CONVERTERS = "scripts/checkpoint_converters of NeMo 2.0 to 2.4"
 
 @dataclass(frozen=True)
 class Form:
-    """One form of a checkpoint."""
-
     name: str  # of the form, as messages say it
     holds: str  # the files that it is recognised by
     remedy: str = ""  # what to do with one that does not load; empty for one that does
@@ -122,7 +118,7 @@ def _top_name(member: str) -> str:
 
 
 def is_weight(member: str) -> bool:
-    """Whether the path `member` in a `.nemo` belongs to the weights."""
+    """Whether `member` of a `.nemo` belongs to the weights."""
     top = _top_name(member)
     return top in (WEIGHTS_FOLDER, WEIGHTS_FILE) or RANK_FOLDER.fullmatch(top) is not None
 
@@ -138,9 +134,8 @@ def form_of_weights(
     path: Path,
     formats: Sequence[str] = ("torch_dist", "zarr"),
 ) -> str | None:
-    """The key in `FORMS` of the weights in a `.nemo` with the files and folders `names`, and
-    `backend` in its `BACKEND_FILE`, if it has one. `UserError`: a distributed checkpoint of
-    another format than `formats`, or without `BACKEND_FILE`.
+    """The key in `FORMS` of weights in files and folders `names`; `backend`: content of their
+    `BACKEND_FILE`, if any. `UserError`: its format is none of `formats`, or it is missing.
     """
     names = set(names)
     if backend is not None:
@@ -177,8 +172,8 @@ METADATA_FILE = ".metadata"  # of a distributed checkpoint
 def check_restore_path(
     path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Path:
-    """`path`, of the configuration key `key`, as an existing `.nemo` file or directory;
-    `UserError`: it is None, does not exist, or has a form that does not load.
+    """`path`, of the configuration key `key`, as an existing file or directory; `UserError`: it is
+    None, does not exist, or has a form that does not load.
     """
     if path is None:
         raise UserError(f"{key} is not set; give the path of a .nemo file or directory.")
@@ -209,7 +204,7 @@ def check_restore_path(
 
 
 def check_complete(folder: Path) -> None:
-    """Raise `UserError` unless a job can resume from `folder`."""
+    """`UserError` unless a job can resume from `folder`."""
     if not (folder / MARKER).is_file():
         raise UserError(
             f"{folder} is not a complete checkpoint (no {MARKER} file); give another one in "
@@ -219,7 +214,7 @@ def check_complete(folder: Path) -> None:
 
 
 def form_of_path(path: Path) -> str:
-    """What lies at `path`: "peft", "nemo2", "hugging_face", "megatron", or else "nemo"."""
+    """The form at `path`: "peft", "nemo2", "hugging_face", "megatron", or else "nemo"."""
     if is_peft(path):
         return "peft"
     if is_nemo2(path):
@@ -239,7 +234,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def is_peft(path: Path) -> bool:
-    """Whether `path` is a folder of PEFT: adapters, not a model with all weights."""
+    """Whether `path` is a folder of PEFT without all weights."""
     return (path / PEFT_CONFIG).is_file() and not any((path / n).is_file() for n in HF_WEIGHTS)
 
 
@@ -255,9 +250,7 @@ def rank_folders(path: Path) -> list[Path]:
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint at `path`: of a root the newest; `UserError`: the root does not say which
-    that is, or it is not there.
-    """
+    """The checkpoint at `path`, or the newest of a root; `UserError`: the root names none."""
     if not (path / TRACKER).is_file():
         return path
     newest = (path / TRACKER).read_text(errors="replace").strip()

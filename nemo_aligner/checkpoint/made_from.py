@@ -4,8 +4,8 @@
 
     {"base": {...}, "data": {...}, "objective": {...}, "settings": {...}}
 
-Each group has values by their names. What is known by its content, such as a base that may have
-moved, is `{"shown": text, "content": hash}`. Other settings are shown, all else is refused.
+Each group has values by name; what is known by content, such as a base that may have moved, is
+`{"shown": text, "content": hash}`. If settings differ, they are shown; all else is refused.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from nemo_aligner.parallel.environment import is_rank_zero
 
 MadeFrom = dict[str, dict[str, Any]]
 FIXED = ("base", "data", "objective")  # another one is refused
-# Endings of what is read of a folder: configuration, weights and tokenizer.
+# Endings of what is read of a folder.
 READ = tuple(
     """.safetensors .bin .pt .distcp .json .yaml .model .jinja .tiktoken merges.txt vocab.txt
     """.split()
 )
-# Keys that say what is optimized, with * for the job's own section. Numbers that tune it, such as
-# the weight of a KL penalty, are settings.
+# Keys of what is optimized, with * for the job's own section. Numbers that tune it, such as the
+# weight of a KL penalty, are settings.
 OBJECTIVE = frozenset(
     """model.*.preference_loss model.*.preference_average_log_probs model.*.sft_average_log_probs
     model.*.loss_reduction model.loss_reduction model.answer_only_loss model.*.kd_loss
@@ -53,7 +53,7 @@ OBJECTIVE = frozenset(
     trainer.*.normalize_advantages trainer.*.whiten_rewards trainer.*.process_rewards
     trainer.*.rewards_per trainer.*.loss trainer.*.advantages""".split()
 )
-# Of these, what counts only where another key has a value.
+# These count only where another key has a value.
 COUNTS_WITH = {
     "model.*.sft_average_log_probs": "model.*.sft_loss_weight",
     "model.*.kl_loss_estimator": "model.*.kl_loss_coef",
@@ -65,8 +65,8 @@ COUNTS_WITH = {
 
 
 def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
-    """What a job is made from, as rank 0 finds it; all ranks call it. `section`: of `cfg.trainer`,
-    with the job's own settings; `loader`: of its training data, or None.
+    """What a job is made from, as rank 0 finds it; all ranks call it. `section`: of `cfg.trainer`;
+    `loader`: of its training data, or None.
     """
     found: MadeFrom = {}
     with failing_together():
@@ -82,9 +82,7 @@ def made_from(cfg: DictConfig, section: str, loader: Any = None) -> MadeFrom:
 
 
 def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
-    """Compare what a job is made from with the `state.json` of a checkpoint; show what differs.
-    `UserError`: another base, other data or another objective; with the remedies.
-    """
+    """Show what differs from a `state.json`; `UserError`: other base, data or objective."""
     before = stored.get("made_from")
     if before is None:
         objective = stored["trainer"].get("objective")  # PPO's
@@ -119,7 +117,7 @@ def compare(now: MadeFrom, stored: dict[str, Any], folder: Path) -> None:
 
 
 def content_hash(path: Path) -> str:
-    """A hash of the content of a file or folder, wherever it lies; of its checksums, if there."""
+    """A hash of a file or folder, wherever it lies; of its checksums, if any."""
     if path.is_dir():
         path = locate(path)
         is_flat = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -172,7 +170,7 @@ def _data(loader: Any) -> dict[str, Any]:
 
 
 def _objective_and_settings(cfg: DictConfig, section: str) -> tuple[dict[str, Any], ...]:
-    """What is optimized, and the optimizer and the numbers beside that, by dotted keys."""
+    """What is optimized, and other settings, by dotted keys."""
     own = (section, "regression", "reward_standardization", "optim")
     model = {key: cfg.model[key] for key in cfg.model if not OmegaConf.is_config(cfg.model[key])}
     model |= {key: cfg.model[key] for key in own if key in cfg.model}

@@ -1,26 +1,19 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Megatron-LM, Megatron-Bridge and NeMo 2.0, read where they lie.
-Of the first two:
 
     latest_checkpointed_iteration.txt   a number, or `release`
     iter_0000010/ or release/
         .metadata, *.distcp, ...        distributed checkpoint (torch_dist), names without a prefix
-        mp_rank_01_002/model_optim_rng.pt    or one file per rank (torch)
-        common.pt                       `args`, the command line of Megatron-LM; each file per rank
-                                        has it too, or, by a newer one, an object `common_state`
+        mp_rank_01_002/model_optim_rng.pt   or one file per rank (torch)
+        common.pt                       Megatron-LM's `args`: here, in each file per rank, or, by a
+                                        newer one, in an object `common_state`
         run_config.yaml, tokenizer/     Megatron-Bridge's
+    context/                            NeMo 2.0's: model.yaml, with all arguments, and tokenizer
+    weights/                            NeMo 2.0's (torch_dist); `module.` precedes the names
 
-The optimizer's states are not read. Nothing of a folder is run: what its files may name is in
-`data_only.py`, and a `_target_` in the YAML is a text.
-
-Of NeMo 2.0:
-
-    context/model.yaml   the constructor arguments of the model, defaults included
-    context/<files>      the tokenizer
-    weights/             distributed checkpoint (torch_dist), in which `module.` precedes the names
-
-No class of either is imported: `megatron_keys.py` says what becomes of each argument.
+Optimizer states are not read. Nothing of a folder is run (`data_only.py`): a `_target_` in the
+YAML is a text, and `megatron_keys.py` says what becomes of each argument.
 """
 
 import argparse
@@ -44,8 +37,7 @@ from nemo_aligner.core.errors import UserError
 
 TOKENIZER = "tokenizer"
 ARGS = "args"
-# Providers of Megatron-Bridge that build Megatron Core's GPT from their fields alone, and those
-# that scale its embeddings.
+# Providers of Megatron-Bridge that are Megatron Core's GPT by their fields; `scaled`: embeddings.
 _PROVIDERS = re.compile(
     r"(GPT(Model)?|(Code)?Llama(2|3|31|32)?(Model)?|Llama31Nemotron(Nano8B|70B)|"
     r"Mistral(Small3)?Model|Qwen(2|25|3|3MoE)Model|Nemotron[34]?Model|(?P<scaled>(Code)?GemmaModel)"
@@ -69,9 +61,7 @@ _PLACES = re.compile(
 
 
 def read_config(path: Path) -> DictConfig:
-    """The section `model` for the model in a folder; `UserError`: it is damaged or incomplete, or
-    has a value without a counterpart here, which the message names.
-    """
+    """The section `model`; `UserError`: damaged, incomplete, or a value has no counterpart."""
     folder = forms.locate(path)
     if (folder / forms.BRIDGE_FILE).is_file():
         return OmegaConf.create(_bridge_keys(folder))
@@ -142,9 +132,7 @@ def _bridge_keys(folder: Path) -> dict[str, Any]:
 
 
 def _tokenizer_keys(folder: Path, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Section `model.tokenizer`: the tokenizer in the folder, else the one that the checkpoint
-    names, which is outside and only read if the user gives it.
-    """
+    """The tokenizer in the folder, else the named one, which is read only if the user gives it."""
     kind, own = str(named.get("tokenizer_type")), folder / TOKENIZER
     if any((own / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")):
         return {"library": "huggingface", "type": str(own)}
@@ -163,9 +151,7 @@ def _tokenizer_keys(folder: Path, named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(path: Path) -> TensorSource:
-    """The weights in a folder; `UserError`: a file is missing or damaged, or a weight has no place
-    in a GPT.
-    """
+    """The weights; `UserError`: a file is missing or damaged, or a weight is not one of a GPT."""
     folder = forms.locate(path)
     if forms.rank_folders(folder):
         source = EitherName(_rank_tensors(folder))
@@ -213,9 +199,8 @@ def _rank_tensors(folder: Path) -> RankTensors:
         )
     pp, tp = (int(args.get(f"{name}_model_parallel_size") or 1) for name in ("pipeline", "tensor"))
     files = files_of_ranks(folder, forms.RANK_FILE, folder, (pp, tp))
-    # Tensors stay in the files until they are used.
     stages = [[read_objects(file, file, mmap=True) for file in ranks] for ranks in files]
-    # Virtual stages: each pipeline stage has the first, then each the second, ...
+    # Each pipeline stage has a first virtual stage, then each a second, ...
     chunks = [key for key in stages[0][0] if re.fullmatch(r"model\d*", key)]
     shards = [[rank[chunk] for rank in ranks] for chunk in chunks for ranks in stages]
     tensors = RankTensors(shards, folder, gated=bool(args.get("swiglu")))
@@ -329,9 +314,7 @@ def _nemo2_tokenizer_keys(arguments: Mapping[str, Any], file: Path) -> dict[str,
 
 
 def _in_context(value: Any, context: Path) -> str | None:
-    """A file argument: its absolute path if it lies in the context, else the name as it stands.
-    NeMo writes a name that is no path as `{attr: <name>, skip: true}`.
-    """
+    """The absolute path of a file in the context, else the name, which NeMo may wrap in `attr`."""
     if isinstance(value, Mapping):
         value = value.get("attr")
     if value is None:

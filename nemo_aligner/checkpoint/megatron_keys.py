@@ -3,12 +3,9 @@
 """Fields of Megatron Core's `TransformerConfig` and arguments of its `GPTModel`, as NeMo 2.0,
 Megatron-Bridge and Megatron-LM store them, and the keys of `model` that they become.
 
-`SAME`, `RENAMED`, `EXPERTS`, `ACTIVATIONS` and `IGNORED` say what becomes of each; one that is in
-none of them must have its default, since it would change the model.
-
-Of the some 700 arguments of a command line of Megatron-LM, which its checkpoints keep as `args`,
-those count that say what the model computes: `ARGUMENTS`, what `argument_keys` reads beside them,
-`NEUTRAL`, and these fields. The others are about training and passed over.
+Fields in none of `SAME`, `RENAMED`, `EXPERTS`, `ACTIVATIONS` and `IGNORED` must have their
+default. Of the some 700 `args` of Megatron-LM those count that say what the model computes: these
+fields, `ARGUMENTS`, `NEUTRAL` and what `argument_keys` reads.
 """
 
 import dataclasses
@@ -52,7 +49,7 @@ ACTIVATIONS: dict[tuple[str, bool], dict[str, Any]] = {
     ("relu", True): {"activation": "reglu"},
     ("squared_relu", False): {"activation": "squared-relu"},
 }
-# How the job was split, how it computed in memory and time, and how it was initialized.
+# How a job was split, computed and initialized.
 IGNORED = frozenset(
     """_target_ tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     virtual_pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size
@@ -95,13 +92,13 @@ LAYER_SPECS = tuple(
     """default_layer_spec local_layer_spec transformer_engine_layer_spec get_gpt_layer_local_spec
     get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec""".split()
 )
-# Of a mixture of experts; without experts they mean nothing.
+# Without experts they mean nothing.
 EXPERTS = frozenset(
     """num_moe_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq moe_router_pre_softmax
     moe_shared_expert_intermediate_size moe_shared_expert_gate""".split()
 )
 NUMBER_OF_EXPERTS = "num_moe_experts"
-# How experts were balanced in training and computed, and what other routers would need.
+# How experts were balanced and computed, and what other routers would need.
 _EXPERTS_IGNORED = frozenset(
     """moe_aux_loss_coeff moe_z_loss_coeff moe_token_dispatcher_type moe_grouped_gemm
     moe_use_legacy_grouped_gemm moe_router_dtype moe_permute_fusion moe_router_fusion
@@ -119,8 +116,8 @@ Refusal = Callable[[str, Any], UserError]  # of the field of this name with this
 
 
 def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> dict[str, Any]:
-    """Keys of `model` for the fields of a model's configuration class, by name; classes and
-    functions are `{_target_: <dotted path>}`. Raises `refusal` of a field without a counterpart.
+    """Keys of `model` for fields by name; classes and functions are `{_target_: <dotted path>}`.
+    Raises `refusal` of a field without a counterpart.
     """
     given = dict(fields)
     keys = {name: given.pop(name) for name in SAME & given.keys()}
@@ -145,7 +142,7 @@ def model_keys(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> di
 
 
 def check_neutral(fields: Mapping[str, Any], refusal: Refusal, experts: bool) -> None:
-    """Check that fields do not change what a model computes; raise `refusal` of one that does."""
+    """Raise `refusal` of a field that changes what a model computes."""
     experts = experts or fields.get(NUMBER_OF_EXPERTS) is not None
 
     def has_no_effect(name: str, value: Any) -> bool:
@@ -169,13 +166,13 @@ def last_name(target: Any) -> str:
     return str(target).rsplit(".", 1)[-1]
 
 
-# Read from arguments of other names; Megatron-LM does not look at these fields.
+# Read from arguments of other names.
 _NOT_READ = frozenset(
     """num_query_groups normalization activation_func gated_linear_unit bias_activation_fusion
     num_moe_experts seq_len_interpolation_factor share_embeddings_and_output_weights
     yarn_rotary_scaling_factor yarn_mscale yarn_mscale_all_dim""".split()
 )
-# Argument -> key of `model` with the same value. Of two names for one key the second is the newer.
+# Argument -> key of `model`. Of two names for one key the second is the newer.
 ARGUMENTS = {
     "norm_epsilon": "layernorm_epsilon",
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
@@ -236,7 +233,7 @@ def argument_keys(args: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
     keys["normalization"] = NORMALIZATIONS[norm]
     kind = "fast-swiglu" if args.get("swiglu") else "squared-relu"
     keys["activation"] = kind if args.get("swiglu") or args.get("squared_relu") else "gelu"
-    # The fused kernel of GELU computes its form with tanh, and needs a bias.
+    # The fused kernel computes GELU's tanh form, and needs a bias.
     fused = args.get("bias_gelu_fusion") and args.get("add_bias_linear", True)
     keys["bias_activation_fusion"] = bool(fused and keys["activation"] == "gelu")
     # Without the switch Megatron-LM passes over the number, which is 1 then.
@@ -261,14 +258,11 @@ def argument_keys(args: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
 
 
 def _idle(experts: bool, positions: Any) -> tuple[str, ...]:
-    """Beginnings of the keys that mean nothing in a model."""
     return ("moe_",) * (not experts) + ("yarn_",) * (positions != "yarn")
 
 
 def arguments(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the section `model`, in Megatron-LM's old names and its new ones;
-    `Unsupported`: Megatron-LM has none for it; the message names the keys.
-    """
+    """A model's arguments in Megatron-LM's old and new names; `Unsupported` names missing ones."""
     keys = plain_dict(complete_model(dict(model)), resolve=True)
     wanted = computed(keys)
     idle = _idle(bool(keys["num_moe_experts"]), keys["position_embedding_type"])
@@ -307,7 +301,7 @@ def arguments(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def command_line(args: Mapping[str, Any]) -> str:
-    """The options that Megatron-LM needs beside `--use-checkpoint-args` to build the model."""
+    """What Megatron-LM needs beside `--use-checkpoint-args` to build the model."""
     options = []
     for name, default in _NOT_TAKEN.items():
         value, option = args.get(name), name.replace("_", "-")

@@ -7,11 +7,8 @@
     model_weights/       Megatron Core distributed checkpoint; loads at any TP / PP / DP
     CHECKSUMS.xxh128     checksums of all of these (`checksums.py`), compared when they are read
 
-Checkpoint folders of jobs (`checkpointing.py`), which hold the first two beside `weights/`, are
-read too, and weights in NeMo's older forms (`checkpoint.forms`). Reading the configuration or the
-tokenizer does not unpack the weights.
-
-`nemo_writing.py` writes them; `sources.py` reads them as it does folders of others.
+Checkpoint folders of jobs (`checkpointing.py`) and weights in NeMo's older forms are read too.
+Reading the configuration or the tokenizer does not unpack the weights. `nemo_writing.py` writes.
 """
 
 import contextlib
@@ -47,9 +44,7 @@ TOKENIZER_FOLDER = "tokenizer.folder"  # our copy of a Hugging Face tokenizer
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tarfile.TarFile]:
-    """The tar file of a `.nemo`, open for reading; `UserError`: it is damaged, or a member that is
-    unpacked would lie outside.
-    """
+    """The tar file of a `.nemo`; `UserError`: damaged, or a member would be unpacked outside."""
     try:
         with tarfile.open(path) as tar:
             _check_end(tar, path)
@@ -81,7 +76,7 @@ def _member_name(member: tarfile.TarInfo) -> str:
 
 
 def _unpack_small_members(path: Path) -> Path:
-    """Folder with all but the weights, compared with its checksums; a file is unpacked once."""
+    """Folder with all but the weights, checked; a file is unpacked once."""
     if path.is_dir():
         check_folder(path, lambda name: not forms.is_weight_of_any(name))
         return path
@@ -90,7 +85,7 @@ def _unpack_small_members(path: Path) -> Path:
 
 @functools.cache
 def _unpack_file(path: Path, _modified_ns: int) -> Path:
-    """`_unpack_small_members` of a file, into a folder that lives as long as the process."""
+    """Unpack a file into a folder that lives as long as the process."""
     folder = temporary_folder("nemo_")
     _extract(path, folder, lambda name: not forms.is_weight(name))
     if not (folder / forms.CONFIG_FILE).is_file():
@@ -99,7 +94,7 @@ def _unpack_file(path: Path, _modified_ns: int) -> Path:
 
 
 def _extract(path: Path, folder: Path, select: Callable[[str], bool]) -> None:
-    """Unpack the members that `select` takes by their names, compared with their checksums."""
+    """Unpack the members that `select` takes by name, checked."""
     with _opened(path) as tar:
         members = [member for member in tar.getmembers() if select(_member_name(member))]
         safe_extract(tar, str(folder), members=members)
@@ -107,18 +102,14 @@ def _extract(path: Path, folder: Path, select: Callable[[str], bool]) -> None:
 
 
 def _set_nemo_gelu(config: DictConfig) -> None:
-    """Add `bias_activation_fusion` to a file that lacks it: one of NeMo or NeMo-Aligner, whose
-    default is True, with which GELU has its tanh form. This package always writes the key.
-    """
+    """Add a lacking `bias_activation_fusion`: True in NeMo, where GELU then has its tanh form."""
     if "bias_activation_fusion" not in config:
         plain = bool(config.get("bias", True)) and not config.get("openai_gelu", False)
         config.bias_activation_fusion = is_gated(config) or plain
 
 
 def read_archive(path: Path) -> DictConfig:
-    """The configuration in the archive or the checkpoint folder of a job at `path`; see
-    `sources.Source.stored_config`.
-    """
+    """The configuration of a `.nemo` or a job's checkpoint; see `sources.Source.stored_config`."""
     folder = _unpack_small_members(path)
     config = file_references.read_yaml(folder / forms.CONFIG_FILE, path)
     file_references.refuse_resolvers(config, path)
@@ -128,7 +119,7 @@ def read_archive(path: Path) -> DictConfig:
         if isinstance(value, str) and value.startswith(ARTIFACT_PREFIX):
             OmegaConf.update(config, key, _inside(folder, value, path))
         elif key in file_references.ARTIFACT_KEYS and isinstance(value, str) and value:
-            # In old archives the path is the one of the machine that wrote them.
+            # In old archives: a path on the machine that wrote them.
             beside = folder / Path(value).name
             if beside.is_file():
                 OmegaConf.update(config, key, str(beside))
@@ -147,7 +138,7 @@ def read_archive(path: Path) -> DictConfig:
 
 
 def _inside(folder: Path, reference: str, path: Path) -> str:
-    """The path of what `nemo:<name>` means in the archive at `path`, unpacked in `folder`."""
+    """The path of `nemo:<name>` in the archive at `path`, unpacked in `folder`."""
     name = Path(reference.removeprefix(ARTIFACT_PREFIX))
     file = folder / name
     if name.is_absolute() or ".." in name.parts or file_references.leads_out(file, folder):
@@ -157,8 +148,8 @@ def _inside(folder: Path, reference: str, path: Path) -> str:
 
 @contextlib.contextmanager
 def archive_tensors(path: Path) -> Iterator[TensorSource]:
-    """The weights in the archive or the checkpoint folder of a job at `path`; all ranks enter it
-    together. A file whose form allows it is read in place. `UserError`: there are none that load.
+    """The weights of a `.nemo` or a job's checkpoint, in place where possible; all ranks enter it
+    together. `UserError`: there are none that load.
     """
     if path.is_file():
         with _opened(path) as tar:
@@ -170,9 +161,7 @@ def archive_tensors(path: Path) -> Iterator[TensorSource]:
 
 
 def _is_readable_in_place(tar: tarfile.TarFile, path: Path) -> bool:
-    """Whether a `.nemo` is uncompressed and holds a distributed checkpoint (torch_dist), which the
-    first rank of each node then compares with its checksums.
-    """
+    """Whether a `.nemo` is plain tar with torch_dist; all ranks call it, one per node checks."""
     if not isinstance(tar.fileobj, io.BufferedReader):  # of a compressed file it is another class
         return False
     members = {_member_name(member): member for member in tar.getmembers()}
@@ -218,9 +207,7 @@ def _tensors_in(folder: Path, path: Path) -> TensorSource:
 
 @contextlib.contextmanager
 def weights_folder(path: str | Path) -> Iterator[Path]:
-    """Folder with the distributed checkpoint of a `.nemo`; all ranks enter it together.
-    `UserError`: there is none.
-    """
+    """Folder with a `.nemo`'s distributed checkpoint, else `UserError`; all ranks enter it."""
     path = Path(path).resolve()
     with _unpacked_weights(path) as folder:
         if not (folder / forms.WEIGHTS_FOLDER).is_dir():
@@ -232,10 +219,7 @@ def weights_folder(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _unpacked_weights(path: Path) -> Iterator[Path]:
-    """Folder that holds the weights of a `.nemo` as they lie in it; all ranks enter it together.
-
-    A tar file is unpacked once per node, by its first rank, into a temporary folder.
-    """
+    """Folder with a `.nemo`'s weights, unpacked by each node's first rank; all ranks enter it."""
     if path.is_dir():
         check_files_together(path, select=forms.is_weight_of_any)
         yield path
@@ -256,16 +240,12 @@ def _unpacked_weights(path: Path) -> Iterator[Path]:
 
 
 class CustomSaveRestoreConnector(SaveRestoreConnector):
-    """Says which weights of a `.nemo` count.
-
-        MegatronGPTRewardModel.restore_from(
-            path, save_restore_connector=CustomSaveRestoreConnector(load_base_model_only=True)
-        )
+    """Says which weights of a `.nemo` count:
+    `Model.restore_from(path, save_restore_connector=CustomSaveRestoreConnector(...))`.
 
     Args:
         load_base_model_only: leave the head of a reward model at its initial values.
-        replace_sharded_tensor_key: NeMo-Aligner's prefix of the weights of NeMo 2.0; the prefix is
-            recognized from the file here.
+        replace_sharded_tensor_key: NeMo-Aligner's prefix for NeMo 2.0; not needed here.
     """
 
     def __init__(
@@ -280,5 +260,4 @@ class CustomSaveRestoreConnector(SaveRestoreConnector):
         self.replace_sharded_tensor_key = replace_sharded_tensor_key
 
     def restore_from(self, calling_cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-        """`calling_cls.restore_from(...)` with this connector."""
         return calling_cls.restore_from(*args, **{**kwargs, "save_restore_connector": self})

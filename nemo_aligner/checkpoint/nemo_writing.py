@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes `.nemo` files and folders (`nemo_archive.py` says what they hold, and reads them).
-
-What is written loads in NeMo-Aligner's NeMo (2.1). There, `tokenizer.type` is the name or folder
-of a Hugging Face tokenizer that must exist at loading, since its archives hold single files only;
-so our copy stands at a key of its own, `tokenizer.folder`.
+"""Writes `.nemo` files and folders (`nemo_archive.py` reads them) that NeMo-Aligner's NeMo (2.1)
+loads too. Its archives hold single files only, and its `tokenizer.type` is a Hugging Face
+tokenizer outside; so our copy has a key of its own, `tokenizer.folder`.
 """
 
 import contextlib
@@ -37,16 +35,15 @@ _WEIGHT_SUFFIXES = tuple(
 )
 _BESIDE_ATTENTION = "self_attention.linear_proj._extra_state"
 
-# What NeMo reads in a file's configuration and this package has no use for.
+# What NeMo reads and this package has no use for.
 NEMO_ALWAYS = {
     "mcore_gpt": True,  # without it NeMo builds layers of its own, whose weights have other names
     "dist_ckpt_format": "torch_dist",
 }
 NEMO_UNLESS_SET = {
     "transformer_engine": True,
-    # Versions of Transformer Engine differ in which layers have an extra state (empty but in
-    # fp8). This is what NeMo's own message about a missing one recommends; a missing weight is
-    # still an error there.
+    # Versions of Transformer Engine differ in extra states, empty but in fp8. NeMo's own message
+    # about a missing one recommends this; a missing weight is still an error.
     "dist_ckpt_load_strictness": "log_all",
 }
 # Our class that neither NeMo nor NeMo-Aligner has, and theirs.
@@ -58,7 +55,7 @@ NEMO_TARGETS = {
 
 
 def _large(source: str, names: list[str]) -> list[str]:
-    """What not to copy of a tokenizer's folder, maybe of a whole model: folders, weights."""
+    """What not to copy of a tokenizer's folder, maybe a whole model's."""
     return [n for n in names if Path(source, n).is_dir() or n.endswith(_WEIGHT_SUFFIXES)]
 
 
@@ -90,7 +87,7 @@ def _archive_name(path: str) -> str:
 
 
 def _first_name(tokenizer: Path) -> str:
-    """Name or path under which the model first got a tokenizer, as a `.nemo` has noted."""
+    """Where the model first got a tokenizer from, as a `.nemo` has noted."""
     config_file = tokenizer.parent / CONFIG_FILE
     if config_file.is_file():
         config: Any = OmegaConf.to_container(OmegaConf.load(config_file), resolve=False)
@@ -113,7 +110,7 @@ def _nemo_config(config: DictConfig) -> DictConfig:
 
 
 def _with_attention_states(sharded_weights: dict[str, Any]) -> dict[str, Any]:
-    """With the empty extra state that Transformer Engine's attention asks for."""
+    """Add the empty extra state that Transformer Engine's attention asks for."""
     result = {}
     for chunk, items in sharded_weights.items():
         result[chunk] = dict(items)
@@ -137,9 +134,8 @@ def write_nemo(
     *,
     as_directory: bool = False,
 ) -> None:
-    """Write a `.nemo` to a file system that all ranks share; all ranks call it. It is written
-    beside its final place and renamed: a reader never sees half of it. `as_directory`: a folder
-    instead of a tar file. `SaveError`, on all ranks: it cannot be written. Nothing is left.
+    """Write a `.nemo` to a shared file system; all ranks call it. It is renamed when complete:
+    a reader never sees half of it. `SaveError`, on all ranks: nothing is left.
     """
     path = Path(path).expanduser().absolute()
     weights = _with_attention_states(sharded_weights)
@@ -155,9 +151,7 @@ def write_nemo(
 
 @contextlib.contextmanager
 def _begun(path: Path) -> Iterator[Path]:
-    """Inside, a folder beside `path` with one for weights; all ranks enter it together. After an
-    error nothing is left.
-    """
+    """A folder beside `path` with one for weights; all ranks enter it. Removed after an error."""
     folder = path.with_name(path.name + WRITING_SUFFIX)
     is_writer = parallel_state.get_rank() == 0
     try:
@@ -186,7 +180,7 @@ def write_streamed(
     with _begun(path) as folder, contextlib.ExitStack() as stack:
         tar, elsewhere = None, None
         if not as_directory:
-            # The weights go straight into the tar file: they would be written twice otherwise.
+            # Straight into the tar file: they would be written twice otherwise.
             tar = stack.enter_context(tarfile.open(_packed(path), "w:"))
             elsewhere = functools.partial(_growing_member, tar)
         checksums = torch_dist_stream.write(chunks, read, folder / WEIGHTS_FOLDER, elsewhere)
@@ -195,7 +189,7 @@ def write_streamed(
 
 @contextlib.contextmanager
 def _growing_member(tar: tarfile.TarFile, name: str) -> Iterator["_Member"]:
-    """A file of the weights in `tar`, open for writing, whose size is not known before."""
+    """A file in `tar` to write, whose size is not known before."""
     file: Any = tar.fileobj
     header = file.tell()
     file.write(bytes(tarfile.BLOCKSIZE))
@@ -211,7 +205,7 @@ def _growing_member(tar: tarfile.TarFile, name: str) -> Iterator["_Member"]:
 
 
 class _Member:
-    """A part of a file, from where it is now to its end, as a file to write."""
+    """A part of a file to write, from where it is now."""
 
     def __init__(self, file: Any):
         self.file, self.start = file, file.tell()
@@ -223,7 +217,7 @@ class _Member:
         return self.file.tell() - self.start
 
     def close(self) -> None:
-        """Do nothing: the whole file stays open."""
+        """The whole file stays open."""
 
 
 def _packed(path: Path) -> Path:
@@ -238,9 +232,7 @@ def _finish(
     checksums: Checksums,
     tar: tarfile.TarFile | None = None,
 ) -> None:
-    """Add configuration, tokenizer and manifest to `folder`, and give it its place and form.
-    `checksums`: of the large files of the weights; `tar`: open, if it holds a part already.
-    """
+    """Complete `folder`, whose weights have `checksums` or begin `tar`, and give it its place."""
     write_config(folder, config)
     known = {f"{WEIGHTS_FOLDER}/{name}": found for name, found in checksums.items()}
     write_manifest(folder, known)

@@ -1,19 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in old forms.
-
-Each rank of a former job wrote a file of its own:
+"""Weights in old forms: a file of each rank of a former job,
 
     model_weights.ckpt                                one rank
     mp_rank_01/model_weights.ckpt                     tensor-parallel rank 1, one pipeline stage
     tp_rank_01_pp_rank_002/model_weights.ckpt         tensor-parallel rank 1 of stage 2
 
-Each file is a state dict of `torch.save` with the names of Megatron Core's modules; layers are
-numbered within their stage. The global tensors are put together from these files, whatever the
-sizes of the former job and of this one.
-
-In zarr, Megatron Core's format before torch_dist, each tensor is a folder with `.zarray`, a JSON
-text (version 2 of zarr), and one file of plain numbers per chunk, never compressed.
+a state dict with the names of Megatron Core's modules, layers numbered within their stage, which
+loads at any split; or zarr, Megatron Core's format before torch_dist: for each tensor a folder
+with `.zarray` (JSON, zarr version 2) and a file of plain numbers per chunk, never compressed.
 """
 
 import io
@@ -40,7 +35,7 @@ from nemo_aligner.checkpoint.stored_weights import (
 )
 from nemo_aligner.core.errors import UserError
 
-# Axis along which tensor-parallel ranks share a weight; those of no line here are whole on each.
+# Axis along which tensor-parallel ranks share a weight; others are whole on each.
 SPLIT_AXES = {
     "word_embeddings.weight": 0,
     "output_layer.weight": 0,
@@ -61,13 +56,13 @@ OTHER_NAMES = (
 
 
 class RankTensors:
-    """A `TensorSource` of the weights of each rank, each layer's by its number; `UserError`: they
-    lack weights, or have layers of another kind.
+    """A `TensorSource` of the weights of each rank, with layers by number; `UserError`: weights
+    are missing, or layers are of another kind.
 
     Args:
-        stages: the state dicts of tensor-parallel ranks by stage, or virtual stage, in the order
-            of their layers; in the last a tied output layer is a copy.
-        gated: the first linear layer of the MLP holds a gate and its partner (`swiglu`, ...).
+        stages: state dicts of tensor-parallel ranks by stage, or virtual stage, in the order of
+            their layers; in the last a tied output layer is a copy.
+        gated: an MLP's first linear layer holds a gate and its partner (`swiglu`, ...).
     """
 
     def __init__(self, stages: Sequence[Sequence[Mapping[str, Any]]], path: Path, gated: bool):
@@ -131,9 +126,8 @@ def rank_files(folder: Path, path: Path, gated: bool) -> TensorSource:
 def files_of_ranks(
     folder: Path, name: str, path: Path, sizes: tuple[int, int] | None = None
 ) -> list[list[Path]]:
-    """The files `name` in `folder`, of the checkpoint at `path`, of each tensor-parallel rank of
-    each stage; `UserError`: one is missing of as many as `sizes` says, stages first (None: as the
-    numbers of those that are there).
+    """The files `name` below `folder`, of the checkpoint at `path`, by stage and tensor-parallel
+    rank; `UserError`: one is missing of `sizes`, stages first (None: as the numbers there).
     """
     files = {}
     for child in folder.iterdir():
@@ -151,7 +145,7 @@ def files_of_ranks(
 
 
 def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
-    """The state dict in `file`. Tensors stay in it until they are used."""
+    """The state dict in `file`, whose tensors stay there until they are used."""
     # `BytesIO` are the extra states of Transformer Engine.
     of, mmap = f"{file.name} in {path}", zipfile.is_zipfile(file)
     loaded = load_plain(file, f"{of} cannot be read as tensors", "NeMo's", [io.BytesIO], mmap)
@@ -161,7 +155,7 @@ def _read_file(file: Path, path: Path) -> dict[str, Tensor]:
 
 
 def _stored_name(name: str) -> str:
-    """A name without the wrappers that NeMo's models put in front, as Megatron Core stores it."""
+    """A name as Megatron Core stores it, without the wrappers of NeMo's models."""
     name = "model." + name.removeprefix("model.").removeprefix("module.")
     for other, stored in OTHER_NAMES:
         name = name.replace(other, stored)
@@ -169,18 +163,18 @@ def _stored_name(name: str) -> str:
 
 
 def _leaf(name: str) -> str:
-    """The last two parts of a name: module and parameter."""
+    """Module and parameter of a name."""
     return ".".join(name.split(".")[-2:])
 
 
 ARRAY_FILE = ".zarray"
-# NumPy has no bfloat16: writers used one of these names for it.
+# NumPy has no bfloat16: names that writers used.
 BFLOAT16 = ("bfloat16", "<V2", "|V2", "V2")
 
 
 class ZarrArrays:
-    """A `TensorSource` of the arrays in `folder`, of the `.nemo` at `path`; `UserError`: an array
-    is compressed, of an unknown type, or its file is damaged.
+    """A `TensorSource` of zarr arrays in `folder`, of the `.nemo` at `path`; `UserError`: one is
+    compressed, of an unknown type, or damaged.
     """
 
     def __init__(self, folder: Path, path: Path):
@@ -239,7 +233,7 @@ class ZarrArrays:
         return np.memmap(file, number, "r", shape=tuple(array["chunks"]))
 
     def _number(self, dtype: str) -> np.dtype:
-        """The type of the numbers in a file; bfloat16 is read as plain 16 bits."""
+        """The type of numbers in a file; bfloat16 is read as plain 16 bits."""
         return np.dtype(np.int16 if dtype in BFLOAT16 else dtype)
 
     def _described(self, array: Path) -> dict:

@@ -1,9 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states that another kind of optimizer can load.
-
-Megatron Core has three forms of an optimizer's state, and loads each only into the kind of
-optimizer that saved it:
+"""Optimizer states that another kind of optimizer can load. Megatron Core has three forms, and
+loads each only into the kind of optimizer that saved it:
 
 * fp32 weights: `{"state", "param_groups"}`;
 * bf16 weights: `{"optimizer": {"state", "param_groups"}, MAIN_WEIGHTS}`;
@@ -29,21 +27,18 @@ from nemo_aligner.training.optim import chained_optimizers, is_pytorch_adam, is_
 
 State = dict[Any, Any]
 
-# The key of a bf16 model's fp32 weights in Megatron Core's optimizer states.
+# Megatron Core's key of a bf16 model's fp32 weights.
 MAIN_WEIGHTS = "fp32_from_fp16_params"
-# Megatron Core's name of the distributed optimizer's form that loads at another split.
+# The form of the distributed optimizer that loads at another split.
 FULLY_RESHARDABLE = "fully_reshardable"
-# Prefixes of the fp32 copies of the weights in a checkpoint: of the distributed optimizer, and of
-# a bf16 model without it. Without either the weights are fp32 themselves.
+# Prefixes of fp32 weights: the distributed optimizer's, a bf16 model's without it, fp32 weights'.
 _MAIN_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 
 
 def sharded_optimizer_state(
     optimizer: MegatronOptimizer, weights: State, is_loading: bool, metadata: dict[str, Any]
 ) -> State:
-    """Megatron Core's sharded optimizer state, complete for models with weights of two dtypes, and
-    right where gradients are in several buckets.
-    """
+    """Megatron Core's sharded state, right for weights of two dtypes and several buckets."""
     parts = chained_optimizers(optimizer)
     with all_weights_named(parts), places_without_padding(parts):
         state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
@@ -54,7 +49,7 @@ def sharded_optimizer_state(
 
 
 def read_main_weights(state: State, stored: set[str]) -> None:
-    """Let `state`, about to be loaded, read the fp32 weights by their names in the checkpoint."""
+    """Let `state`, to be loaded, read the fp32 weights by their stored names."""
     for tensor in nested_values(state):
         prefix = next(
             (p for p in _MAIN_PREFIXES[:2] if str(getattr(tensor, "key", "")).startswith(p)), None
@@ -67,7 +62,7 @@ def read_main_weights(state: State, stored: set[str]) -> None:
 
 
 def check_same_kind(state: State, stored: set[str]) -> None:
-    """Check that the tensors `stored` are those that `state` asks for; else `UserError`."""
+    """`UserError` unless the tensors `stored` are those that `state` asks for."""
     wanted = {str(getattr(tensor, "key", "")) for tensor in nested_values(state)}
     for name, kind in (("exp_avg", "Adam"), ("momentum_buffer", "SGD with momentum")):
         prefix = f"optimizer.state.{name}."
@@ -82,9 +77,7 @@ def check_same_kind(state: State, stored: set[str]) -> None:
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
-    """Load a state into `optimizer`, whatever kind of optimizer saved it. The configuration of the
-    job wins over the stored settings: a user may resume with another learning rate.
-    """
+    """Load any optimizer's state; settings of the job, such as its learning rate, win."""
     keys = ("max_lr", "min_lr", "betas", "eps")  # those that do not come from the schedule
     groups = optimizer.param_groups
     settings = [{key: group[key] for key in keys if key in group} for group in groups]
@@ -98,7 +91,6 @@ def load_optimizer_state(optimizer: MegatronOptimizer, loaded: State) -> None:
 
 
 def _parts(state: State) -> list[State]:
-    """The states of chained optimizers, or that of the only one."""
     if state and all(isinstance(key, int) for key in state):
         return [state[key] for key in sorted(state)]
     return [state]
@@ -107,11 +99,10 @@ def _parts(state: State) -> list[State]:
 def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
     """The state `loaded` in the form of `optimizer`, with the settings of `optimizer`.
 
-    A distributed optimizer, and the Adam of Transformer Engine or apex, keep the step count with
-    the settings of the parameter groups, PyTorch's Adam with the parameters. Only that count is
-    needed of the stored settings: the rest comes from the configuration. Megatron Core 0.19 would
-    refuse groups of another learning rate, and without the distributed optimizer they list only
-    the parameters of the first pipeline stage.
+    Of the stored settings the step count alone is taken, which the distributed optimizer and the
+    Adam of Transformer Engine or apex keep there, PyTorch's Adam with the parameters. Megatron
+    Core 0.19 refuses groups of another learning rate; without the distributed optimizer they list
+    the parameters of the first pipeline stage only.
     """
     if getattr(optimizer, "is_stub_optimizer", False):
         return loaded
@@ -143,7 +134,7 @@ def _in_form_of(optimizer: MegatronOptimizer, loaded: State) -> State:
 
 
 def _state_and_step(loaded: State) -> tuple[State, float]:
-    """Adam's states in any form, and how many steps were done; 0 where it is not stored."""
+    """Adam's states in any form, and the number of steps; 0 if not stored."""
     nested = loaded.get("optimizer", {})
     state = loaded.get("state", nested.get("state", {}))
     if "common_step" in state:

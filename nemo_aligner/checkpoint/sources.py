@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that a model is read from: `open_source` looks once which form lies at a path, and
-what it returns is passed on from there.
-"""
+"""Checkpoints that a model is read from: `open_source` looks once which form lies at a path."""
 
 import contextlib
 import dataclasses
@@ -21,9 +19,7 @@ _BASE = "base of the adapters"  # as messages call its path
 
 
 class Source(PathLike[str]):
-    """A `.nemo`, or the checkpoint folder of a job; those of other forms derive from it. As a
-    path, and as text, it is where it lies.
-    """
+    """A `.nemo` or a job's checkpoint, and base of other forms; as a path, where it lies."""
 
     def __init__(self, path: Path) -> None:
         self._given, self.path = path, path.resolve()
@@ -35,28 +31,24 @@ class Source(PathLike[str]):
 
     def stored_config(self, model: DictConfig | None = None) -> DictConfig:
         """As `config`, with the sections `lora_base` and `peft` of adapters. `model`:
-        configuration of their base, for folders of PEFT, which do not hold it; None: of what they
-        name.
+        configuration of the base of PEFT folders; None: of the one that they name.
         """
         return nemo_archive.read_archive(self.path)
 
     def own_tensors(
         self, model: DictConfig | None = None
     ) -> contextlib.AbstractContextManager[TensorSource]:
-        """As `tensors`, of adapters alone; `model` as for `stored_config`. A file whose form
-        allows it is read in place.
-        """
+        """As `tensors`, of adapters alone, in place where possible; `model`: `stored_config`'s."""
         return nemo_archive.archive_tensors(self.path)
 
     def config(self, base: "Source | None" = None) -> DictConfig:
-        """The configuration of the model; the files in it that it refers to get absolute paths,
-        and those that it names and does not hold stand behind `file_references.OUTSIDE`. That of
-        adapters describes the model with all weights that they make with their `base`; None: the
-        one that they name.
+        """The configuration of the model; paths of files in the checkpoint are absolute, others
+        have `file_references.OUTSIDE` in front. For adapters: of the model merged with `base`
+        (None: the one that they name).
 
         Raises:
             UserError: a reference leads out of the archive, a value calls a resolver, or the model
-                is one that is not supported.
+                is not supported.
         """
         config = self.stored_config(None if base is None else base.config())
         if adapters.base_in(config) is not None:
@@ -66,12 +58,12 @@ class Source(PathLike[str]):
 
     @contextlib.contextmanager
     def tensors(self, base: "Source | None" = None) -> Iterator[TensorSource]:
-        """The weights; all ranks enter it together. Those of adapters are the weights of their
-        `base` (None: the one that they name) with the adapters merged in.
+        """The weights; all ranks enter it together. Adapters are merged with `base` (None: the one
+        that they name).
 
         Raises:
-            UserError: there are no weights in a form that loads; adapters whose base is not there,
-                or is another model; a base is given of what are no adapters.
+            UserError: no weights that load; the base is absent or another model; `base` is given,
+                but the checkpoint holds no adapters.
         """
         model = None if base is None else base.config()
         config = self.stored_config(model)
@@ -107,8 +99,6 @@ class Source(PathLike[str]):
 
 
 class PeftFolder(Source):
-    """Adapters in the form of PEFT."""
-
     def __init__(self, path: Path) -> None:
         from nemo_aligner.checkpoint.hugging_face import peft
 
@@ -131,7 +121,7 @@ class PeftFolder(Source):
 
 
 class ForeignFolder(Source):
-    """A folder of others, with a configuration of their own."""
+    """A folder of others."""
 
     def __init__(
         self,
@@ -156,16 +146,14 @@ class ForeignFolder(Source):
 def open_source(
     path: str | PathLike[str] | None, key: str = "pretrained_checkpoint.restore_from_path"
 ) -> Source:
-    """The checkpoint at `path`, the value of `key`; a `Source` is returned as it is.
-
-    Raises:
-        UserError: `path` is None, does not exist, or has a form that does not load.
+    """The checkpoint at `path`, the value of `key`; a `Source` is returned as it is. `UserError`:
+    `path` is None, does not exist, or has a form that does not load.
     """
     if isinstance(path, Source):
         return path
     found = forms.check_restore_path(path, key)
     form = forms.form_of_path(found)
-    # A job imports what reads its own checkpoints, and the readers of others where there are some.
+    # Only readers of the form that is there are imported.
     if form == "peft":
         return PeftFolder(found)
     if form == "hugging_face":

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in a checkpoint, in whatever form, loaded into a sharded state dict.
-
-A *sharded state dict* of a model says which part of which global tensor each of its weights is
-(Megatron Core's `ShardedTensor`). A `TensorSource`, which each form has, reads those parts.
+"""Weights in a checkpoint, in whatever form, loaded into a *sharded state dict*, which says which
+part of which global tensor each weight is (Megatron Core's `ShardedTensor`). Each form has a
+`TensorSource` that reads those parts.
 """
 
 import itertools
@@ -31,16 +30,15 @@ LAYERS = "model.decoder.layers."  # before the names of layers' weights
 EXPERTS = ".experts.experts."  # in the names of experts' weights, whose first axis counts them
 ADAPTER = ".lora."  # in the names of adapters
 
-# The largest number of float16. Models are served in it, and trained in it or with weights far
-# below: one beyond comes of damage (one wrong bit of an exponent makes 0.01 to 1e7 or 1e36), or of
-# a training that has diverged.
+# The largest float16, in which models are served. Trained weights are far below: one beyond comes
+# of damage (a wrong bit of an exponent makes 0.01 to 1e7 or 1e36), or of a diverged training.
 LARGEST_WEIGHT = 65504.0
 
 
 def checked(values: Tensor, name: str, file: Path) -> Tensor:
     """`values` of the weight `name`; `UserError`: one is not finite, or above `LARGEST_WEIGHT`."""
     if values.is_floating_point() and values.numel():
-        # One pass at the speed of memory; NaN comes through.
+        # One pass; NaN comes through.
         ends = torch.stack(torch.aminmax(values if values.itemsize > 1 else values.float()))
         if not bool((ends.abs() <= LARGEST_WEIGHT).all()):
             worst = max(ends.tolist(), key=lambda end: abs(end) if end == end else float("inf"))
@@ -53,7 +51,7 @@ def checked(values: Tensor, name: str, file: Path) -> Tensor:
 
 
 def sharded_tensors(item: Any) -> list[ShardedTensor]:
-    """The tensors of one entry of a sharded state dict; a factory has several."""
+    """The tensors of an entry of a sharded state dict; a factory has several."""
     if isinstance(item, ShardedTensorFactory):
         return list(nested_values(item.build()))
     return [item] if isinstance(item, ShardedTensor) else []
@@ -74,7 +72,7 @@ def whole_tensor(source: TensorSource, key: str) -> Tensor:
 
 
 def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
-    """Of a tensor of `source`: that of its first entry."""
+    """The dtype of a tensor: that of its first entry."""
     axes = len(source.shapes()[key])
     first = tuple(slice(0, 1) if axis >= axes - 1 else 0 for axis in range(axes))
     return source.read(key, first).dtype
@@ -82,11 +80,8 @@ def stored_dtype(source: TensorSource, key: str) -> torch.dtype:
 
 @torch.no_grad()
 def load_weights(source: TensorSource, sharded: Sharded) -> Sharded:
-    """Values for `sharded`, whose tensors the checkpoint has; all ranks call it. They are written
-    into the tensors of `sharded`, where it has some.
-
-    Raises:
-        UserError: on all ranks; a file is damaged.
+    """Values for `sharded`, written into its tensors where it has some; all ranks call it.
+    `UserError` on all ranks: a file is damaged.
     """
 
     def value(item: Any) -> Any:
@@ -108,8 +103,7 @@ def _tensor(source: TensorSource, wanted: ShardedTensor) -> Tensor:
     assert target is not None
     if not wanted.allow_shape_mismatch:
         return target.copy_(source.read(wanted.key, part))
-    # An embedding table: its padding rows depend on the split. Those that the checkpoint does not
-    # have are 0, as Megatron Core loads them.
+    # An embedding table has padding rows by the split; those not stored are 0, as in Megatron.
     rows, *others = part
     assert isinstance(rows, slice)
     stop = max(min(rows.stop, source.shapes()[wanted.key][0]), rows.start)
@@ -128,7 +122,7 @@ def unnumbered(key: str) -> tuple[str, int | None]:
 
 
 def is_stacked(key: str) -> bool:
-    """Whether a tensor is that of all layers, whose number is its first axis; no adapter is."""
+    """Whether a tensor is that of all layers, with their number as first axis; no adapter is."""
     return key.startswith(LAYERS) and unnumbered(key)[1] is None and ADAPTER not in key
 
 
@@ -137,8 +131,8 @@ def numbered(key: str, layer: int) -> str:
 
 
 def distinct(keys: Collection[str]) -> list[str]:
-    """Those of `keys` that make a whole model, where some layers are there under both names: under
-    that of all layers, or, where layers differ, under those with their numbers.
+    """The keys of a whole model, where some layers have two: that of all layers is taken, or, if
+    it is not there for all, those with numbers.
     """
     both = {unnumbered(key)[0] for key in keys if unnumbered(key)[1] is not None}
     if all(name in keys for name in both):
@@ -147,9 +141,7 @@ def distinct(keys: Collection[str]) -> list[str]:
 
 
 def pieces(source: TensorSource) -> list[tuple[str, tuple[int, ...]]]:
-    """Each tensor that belongs to one layer, or one expert of it, layer by layer: a key, and the
-    numbers of layer and expert in the tensor of that key.
-    """
+    """Each tensor of a layer or expert, by layer: key, and numbers of layer and expert in it."""
     found, shapes = [], source.shapes()
     for key in distinct(shapes):
         stacked, (_, layer) = is_stacked(key), unnumbered(key)
@@ -160,7 +152,7 @@ def pieces(source: TensorSource) -> list[tuple[str, tuple[int, ...]]]:
 
 
 class EitherName:
-    """A `TensorSource` that has the layers of another under both names, whichever that has."""
+    """A `TensorSource` with the layers of another under both names, whichever that has."""
 
     def __init__(self, source: TensorSource):
         self.source = source
@@ -200,8 +192,6 @@ class EitherName:
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of the attention."""
-
     groups: int  # query groups; each has one key and one value head
     queries: int  # query heads of a group
     size: int  # of a head
@@ -215,5 +205,5 @@ def heads_of(keys: Mapping[str, Any]) -> Heads:
 
 
 def is_gated(keys: Mapping[str, Any]) -> bool:
-    """Whether the first matrix of an MLP holds two, such as those of SwiGLU."""
+    """Whether an MLP's first matrix holds two, such as SwiGLU's."""
     return str(keys.get("activation") or "").lower().endswith("glu")

@@ -1,10 +1,8 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Distributed checkpoints (torch_dist) of one process, tensor by tensor.
-
-Megatron Core reads and writes a whole sharded state dict at once. To convert a model that does not
-fit into memory, PyTorch's own reader and writer are used here with plans that hold one part of one
-tensor at a time. The format is the same.
+"""Distributed checkpoints (torch_dist) of one process, for models that do not fit into memory.
+Megatron Core reads and writes a whole state dict at once; here PyTorch's reader and writer get
+plans of one part of one tensor. The format is the same.
 """
 
 import contextlib
@@ -34,7 +32,7 @@ from nemo_aligner.core.errors import UserError
 
 @dataclass(frozen=True)
 class Chunk:
-    """One part of a tensor that is to be written."""
+    """A part of a tensor to be written."""
 
     key: str  # of the tensor
     shape: tuple[int, ...]  # of the whole tensor
@@ -55,11 +53,10 @@ def write(
     the checksums of its large files, by name.
 
     Args:
-        read: the values of one part, of the shape `chunk.size`; called once for each, in order.
-        open_weights: opens the one large file, given its name, for writing in another place.
+        read: values of the shape `chunk.size`; called once for each chunk, in order.
+        open_weights: opens the one large file, given its name, in another place.
         common: what to write beside the tensors.
-        states: write the empty extra states of linear layers and attention too, without which
-            Megatron Core does not load its own models.
+        states: write the empty extra states that Megatron Core asks for in its own models.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True)
     files = writer.fs = ChecksummedFiles(open_weights)
@@ -77,7 +74,7 @@ def write(
 
 
 class TarFiles(FileSystem):
-    """The files in the uncompressed tar file at `path`, read where they lie."""
+    """The files in the uncompressed tar file at `path`, read in place."""
 
     def __init__(self, tar: tarfile.TarFile, path: Path):
         super().__init__()
@@ -93,14 +90,12 @@ class TarFiles(FileSystem):
         member = self.members.get(Path(path).relative_to(self.path))
         if member is None:
             raise FileNotFoundError(f"{path} is missing")
-        # Not tar.extractfile: its streams copy what they read once more.
+        # tar.extractfile would copy what it reads once more.
         with open(self.path, "rb") as stream:
             yield _create_file_view(stream, member.offset_data, member.size)
 
 
 class _WritePlanner(dcp.DefaultSavePlanner):
-    """Reads each part when it is written."""
-
     def __init__(self, chunks: Sequence[Chunk], read: Callable[[Chunk], Tensor], states: bool):
         super().__init__()
         self.chunks = {(chunk.key, chunk.offset): chunk for chunk in chunks}
@@ -129,7 +124,7 @@ class _WritePlanner(dcp.DefaultSavePlanner):
 
 
 def _extra_states(chunk: Chunk) -> list[str]:
-    """Names of the extra states that belong to a part of a weight."""
+    """Names of the extra states of a part of a weight."""
     module = chunk.key.removesuffix(".weight")
     if not module.rpartition(".")[2].startswith("linear_") or module == chunk.key:
         return []
@@ -156,9 +151,7 @@ def _write_item(chunk: Chunk) -> dcp.WriteItem:
 
 
 def _present_name(key: str, stored: Container[str]) -> str:
-    """The name that a model gives to the tensor `key`: without Transformer Engine, this package
-    first stored the norm before experts under the name of the norm before an MLP.
-    """
+    """A model's name of `key`: the norm before experts was first stored under that of an MLP's."""
     stem, mlp_norm, kind = key.partition("mlp.linear_fc1.layer_norm_")
     if not mlp_norm or f"{stem}mlp.linear_fc1.weight" in stored:
         return key
@@ -166,14 +159,9 @@ def _present_name(key: str, stored: Container[str]) -> str:
 
 
 class TorchDistTensors:
-    """A `TensorSource` of a distributed checkpoint (torch_dist).
-
-    Args:
-        prefix: that its names have in the place of `model.`.
-        files: where `folder` lies; None: among the files of this machine.
-
-    Raises:
-        UserError: the checkpoint is damaged, or could run code.
+    """A `TensorSource` of a distributed checkpoint (torch_dist); `UserError`: it is damaged, or
+    could run code. Its names have `prefix` for `model.`; `folder` is among `files` (None: this
+    machine's).
     """
 
     def __init__(self, folder: Path, prefix: str = "model.", files: FileSystem | None = None):
@@ -232,7 +220,7 @@ class TorchDistTensors:
 
 
 class _ReadPlanner(dcp.DefaultLoadPlanner):
-    """Puts what the caller reads of `file` into `result`, which begins at `offset`."""
+    """Puts what is read of `file` into `result`, which begins at `offset`."""
 
     def __init__(self, result: Tensor, offset: Sequence[int], file: Path):
         self.result, self.offset, self.file = result, offset, file

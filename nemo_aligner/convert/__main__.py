@@ -24,7 +24,7 @@ def _size(text: str) -> float:
 
 _TO_NEMO = ("OUT", "file that ends in .nemo, or a folder")
 _ANY_FORM = "checkpoint of any form that jobs take"
-# Command -> what it does, name and meaning of its source, and of its target
+# Command -> what it does, name and meaning of its source, and of its target.
 _CONVERSIONS: dict[str, tuple[str, tuple[str, str | None], tuple[str, str | None]]] = {
     "hf-to-nemo": (
         "write a .nemo from a Hugging Face folder; of adapters from one of PEFT",
@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _refuse_options(args: argparse.Namespace, *names: str) -> None:
-    """Raise `UserError` if an option for adapters is given, of which the source holds none."""
+    """`UserError` if an option for adapters is given for a source without any."""
     for name in names:
         if getattr(args, name):
             raise UserError(

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of checkpoints: between Hugging Face folders, folders of PEFT and `.nemo`, adapters
-merged with their base, and to Megatron-LM; one tensor in memory at a time.
+"""Checkpoints between Hugging Face, PEFT and `.nemo`, adapters merged with their base, and to
+Megatron-LM; one tensor in memory at a time.
 """
 
 import argparse
@@ -45,20 +45,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Options:
-    """What the conversions have in common."""
-
-    # of the weights that are written (`fp32`, `bf16`, `fp16`), or `as-stored`
-    dtype: str = "as-stored"
+    dtype: str = "as-stored"  # or fp32, bf16, fp16: of the weights that are written
     overwrite: bool = False  # replace what stands at the target
     progress: bool = True  # show a progress bar
     base: Path | None = None  # where the base of adapters lies; None: where they say
-    # folder of Hugging Face, or SentencePiece model, in the place of the source's own
-    tokenizer: Path | None = None
-    # leave out the bias of a reward model's head, for which Hugging Face has no place
-    drop_head_bias: bool = False
+    tokenizer: Path | None = None  # Hugging Face folder or SentencePiece model; None: the source's
+    drop_head_bias: bool = False  # of a reward model, for which Hugging Face has no place
 
     def base_source(self) -> Source | None:
-        """`base`, opened; `UserError`: it does not exist or does not load."""
+        """`UserError`: it does not exist or does not load."""
         return None if self.base is None else open_source(self.base, "--base")
 
     def torch_dtype(self) -> torch.dtype | None:
@@ -72,7 +67,7 @@ class Options:
 
 
 def check_target(source: Path, target: Path, options: Options) -> Path:
-    """The absolute path of what is written; `UserError` if something stands there."""
+    """The absolute path to write; `UserError` if something stands there."""
     target = target.expanduser().absolute()
     if source.expanduser().resolve().is_relative_to(target.resolve()):
         raise UserError(f"{target} holds the source; name another target.")
@@ -90,8 +85,8 @@ def check_target(source: Path, target: Path, options: Options) -> Path:
 
 
 def to_nemo(source: Path, target: Path, options: Options) -> None:
-    """Write the model in a Hugging Face folder as a `.nemo`; in one process. `UserError`: the
-    folder is damaged or describes what cannot be computed here, or the target exists.
+    """Write a Hugging Face folder's model as a `.nemo`; in one process. `UserError`: the folder is
+    damaged or not computed here, or the target exists.
     """
     target = check_target(source, target, options)
     source = source.expanduser().absolute()
@@ -111,8 +106,8 @@ def to_nemo(source: Path, target: Path, options: Options) -> None:
 
 
 def merge(source: Path, target: Path, options: Options) -> None:
-    """Write adapters merged with their base as a `.nemo`. `UserError`: the source holds no
-    adapters, their base is absent or another one, or the target exists.
+    """Write adapters merged with their base as a `.nemo`. `UserError`: there are no adapters, the
+    base is absent or another one, or the target exists.
     """
     target = check_target(source, target, options)
     if not are_adapters(source, key="ADAPTERS"):
@@ -151,7 +146,7 @@ def _write_nemo(
 
 
 def _parts_of(weights: TensorSource, options: Options) -> dict[Chunk, Slice]:
-    """What is written, cut by layers and experts, in order, and the part that it is read from."""
+    """What is written, by layers and experts in order, and the part that it is read from."""
     found: dict[Chunk, Slice] = {}
     shapes = weights.shapes()
     dtype_of = functools.cache(lambda key: options.torch_dtype() or stored_dtype(weights, key))
@@ -172,16 +167,14 @@ def _nbytes(chunk: Chunk) -> int:
 
 
 def are_adapters(source: Path, key: str = "SOURCE") -> bool:
-    """Whether the checkpoint `source`, called `key`, holds adapters; `UserError`: no such one."""
+    """Whether `source`, called `key`, holds adapters; `UserError`: it does not exist."""
     found = open_source(source, key)
     return isinstance(found, PeftFolder) or adapters.base_in(found.stored_config()) is not None
 
 
 @contextlib.contextmanager
 def _model_in(source: Path, options: Options) -> Iterator[tuple[DictConfig, TensorSource]]:
-    """Configuration and weights of a checkpoint of any form, those of adapters merged with their
-    base; `UserError`: the checkpoint is not there, or its form does not load.
-    """
+    """Configuration and weights, adapters merged; `UserError`: it does not exist or load."""
     checkpoint, base = open_source(source, "SOURCE"), options.base_source()
     section = checkpoint.config(base)
     own = options.tokenizer
@@ -209,7 +202,7 @@ def _adapters_of(
 
 
 def _rows_of(section: DictConfig) -> int:
-    """Rows of the tables without padding; 0: nobody knows, without the tokenizer."""
+    """Rows of the tables without padding; 0: not known without the tokenizer."""
     settings = section.get("tokenizer") or OmegaConf.create({})
     outside = is_outside(settings)
     return reading.vocab_rows(
@@ -225,10 +218,9 @@ def from_nemo(
     model_type: str | None = None,
     shard_bytes: int = writing.SHARD_BYTES,
 ) -> None:
-    """Write the model in a `.nemo` as a Hugging Face folder (`model_type`, `shard_bytes`: as for
-    `writing.write_folder`); in one process. That of adapters is their base with them merged in.
-    `UserError`: the checkpoint is damaged, Hugging Face cannot express the model, or the target
-    exists.
+    """Write a checkpoint's model, adapters merged, as a Hugging Face folder (`model_type`,
+    `shard_bytes`: of `writing.write_folder`); in one process. `UserError`: it is damaged, Hugging
+    Face cannot express it, or the target exists.
     """
     target = check_target(source, target, options)
     with _model_in(source, options) as (section, weights), options.bar() as bar:
@@ -251,9 +243,8 @@ def from_nemo(
 
 
 def to_peft(source: Path, target: Path, options: Options) -> None:
-    """Write adapters as a folder of PEFT, which names `options.base`, or else the base that they
-    name; in one process. `UserError`: Hugging Face cannot express the model, the base is another
-    one, or the target exists.
+    """Write adapters as a folder of PEFT, which names `options.base`, else their own; in one
+    process. `UserError`: Hugging Face cannot express it, another base, or the target exists.
     """
     target = check_target(source, target, options)
     with _adapters_of(source, options) as (section, weights, found, base):
@@ -274,10 +265,9 @@ def to_peft(source: Path, target: Path, options: Options) -> None:
 
 
 def to_megatron(source: Path, target: Path, options: Options) -> str:
-    """Write a language model as a checkpoint of Megatron-LM (torch_dist), a root for its `--load`
-    that appears when it is complete; in one process. Returns the options with which Megatron-LM
-    goes on with it. `UserError`: the source is damaged, Megatron-LM cannot express it, or the
-    target exists.
+    """Write a language model as a root for Megatron-LM's `--load` (torch_dist), which appears when
+    complete; in one process. Returns the options to go on with it. `UserError`: the source is
+    damaged, Megatron-LM cannot express it, or the target exists.
     """
     target = check_target(source, target, options)
     with _model_in(source, options) as (section, weights):

@@ -61,7 +61,7 @@ def _described(
 
 
 def _collect_peft(source: Path) -> dict[str, Any]:
-    """Of a folder of PEFT, which does not hold the keys of its model; its base is not read."""
+    """A folder of PEFT does not hold the keys of its model; its base is not read."""
     config, tensors = peft_config.read(source), peft.file_tensors(source)
     layers = config.layers
     tuning = {

@@ -9,7 +9,6 @@
     peft_config.py     `adapter_config.json` of a folder of PEFT, in both directions
     peft.py            adapters of a folder of PEFT, read and written
 
-Nothing here computes on weights: tensors are taken apart, put together and transposed, so that
-what is written is what was read, bit for bit. docs/models.md says how to add an
-architecture.
+Nothing here computes on weights: what is written is what was read, bit for bit. docs/models.md
+says how to add an architecture.
 """

@@ -1,17 +1,14 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
 """What the table of an architecture declares: the keys of a model and the names of its weights, in
-both directions.
+both directions. `model_keys` and `hugging_face_config` refuse by name what the other side cannot
+express.
 
-`model_keys` turns a `config.json` into keys of the section `model`; `hugging_face_config` turns
-them back. Both refuse by name what the other side cannot express.
+A tensor of Megatron Core is a sequence of *runs*: consecutive rows (first dimension) of a tensor
+of Hugging Face. They serve reading, in parts for the ranks of a split, and writing.
 
-A tensor of Megatron Core is a sequence of *runs*, each of them consecutive rows (entries along the
-first dimension) of one tensor of Hugging Face. The same runs serve reading, in parts for the ranks
-of a split, and writing.
-
-Names are templates with `{layer}` and, for the weights of an expert, `{expert}`; they end in a dot
-or in the name's last word, to which `weight` or `bias` is added.
+Names are templates with `{layer}` and, of experts, `{expert}`; they end in a dot or in the name's
+last word, to which `weight` or `bias` is added.
 """
 
 import collections
@@ -47,14 +44,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Rule:
-    """How tensors of Hugging Face make one of Megatron Core; by the base class they are of equal
-    size and follow each other.
-    """
+    """How tensors of Hugging Face, of equal size and in this order, make one of Megatron Core."""
 
     names: Sequence[str]  # of the tensors of Hugging Face
     transposed: bool = False  # whether Hugging Face stores the matrices transposed (GPT-2 does)
-    # a tensor of Hugging Face, with its kind, that a layer must have for the rule to apply to it;
-    # None: it applies to all
+    # The tensor, with its kind, that a layer must have for the rule to apply; None: it applies.
     beside: str | None = None
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
@@ -64,9 +58,8 @@ class Rule:
 
 
 class _Attention(Rule):
-    """Queries, keys and values, which Megatron Core stores by query group: the queries of a group,
-    then its key head, then its value head. Hugging Face has three tensors, or one with all
-    queries, all keys and all values.
+    """Megatron Core stores each query group's queries, then its key head, then its value head;
+    Hugging Face has three tensors, or one with all queries, all keys and all values.
     """
 
     def runs(self, rows: int, heads: Heads) -> list[Run]:
@@ -91,9 +84,7 @@ def spread(runs: Sequence[Run], values: Tensor, into: Mapping[str, Tensor]) -> N
 
 
 def within(runs: Sequence[Run], rows: slice) -> Iterator[tuple[Run, slice, slice]]:
-    """The runs of a tensor of Megatron Core that have some of its `rows`, with their place in the
-    tensor of Hugging Face and among `rows`.
-    """
+    """The runs with some of `rows`, their place in Hugging Face's tensor, and among `rows`."""
     first = 0
     for run in runs:
         start, stop = max(rows.start, first), min(rows.stop, first + run.count)
@@ -110,7 +101,7 @@ def made_of(*names: str, transposed: bool = False, beside: str | None = None) ->
 
 
 def attention(*names: str, transposed: bool = False) -> Rule:
-    """Queries, keys and values: three names, or the name of one tensor that holds all."""
+    """Queries, keys and values: three names, or that of one tensor with all."""
     return _Attention(names, transposed)
 
 
@@ -120,7 +111,7 @@ CAUSAL_LM, PER_SAMPLE, PER_TOKEN = (
     "ForSequenceClassification",
     "ForTokenClassification",
 )
-# Keys of `config.json` that do not change what a model computes in evaluation.
+# Keys of `config.json` that do not change what is computed in evaluation.
 NO_INFLUENCE = frozenset(
     """transformers_version architectures output_hidden_states output_attentions return_dict dtype
     torch_dtype chunk_size_feed_forward is_encoder_decoder id2label label2id num_labels
@@ -128,8 +119,7 @@ NO_INFLUENCE = frozenset(
     model_type attention_dropout output_router_logits router_aux_loss_coef router_jitter_noise
     pretraining_tp _attn_implementation attn_implementation""".split()
 )
-# Architecture keys that say how a model is drawn, regularized, read or trained, not what it
-# computes from its weights. Heads of reward models are compared on their own.
+# Keys of how a model is drawn, regularized, read or trained, and of heads, compared elsewhere.
 NOT_COMPARED = frozenset(
     """make_vocab_size_divisible_by override_vocab_size init_method_std use_scaled_init_method
     hidden_dropout attention_dropout moe_router_load_balancing_type reward_model_type use_avg_pool
@@ -155,22 +145,18 @@ class Part:
     reads: Sequence[str]  # keys of `config.json` that `keys` reads
     # `config.json` -> keys of `model`; raises `Unsupported`
     keys: Callable[[Mapping[str, Any]], dict[str, Any]]
-    # complete keys of `model` -> keys of `config.json`
-    config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[Mapping[str, Any]], dict[str, Any]]  # complete keys -> `config.json`
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of Hugging Face."""
-
     model_type: str  # `model_type` of `config.json`
     class_name: str  # of its model classes, without their endings
     same: Mapping[str, str]  # keys of `config.json` -> keys of `model` with the same value
     always: Mapping[str, Any]  # keys of `model` that every model of the architecture has
     # names of the weights:
     base: str  # prefix of all but those of the heads; a folder of the base model lacks it
-    # for tensors of Megatron Core outside the layers, how they are made; a name that starts with
-    # "/" is not below `base`: it is that of a head
+    # how tensors of Megatron Core outside the layers are made; "/": of a head, not below `base`
     outside: Mapping[str, Rule]
     layer: Mapping[str, Rule]  # the same within a layer, for names after `decoder.layers.`
     layers: str = "layers.{layer}."  # where Hugging Face has the tensors of a layer, after `base`
@@ -178,8 +164,7 @@ class Architecture:
     # keys of `config.json` -> accepted values -> the keys of `model` that each means
     choices: Mapping[str, Mapping[Any, Mapping[str, Any]]] = field(default_factory=dict)
     parts: Sequence[Part] = ()  # positions, windows and what else takes more than a table
-    # of its classes, where they differ from `CAUSAL_LM`, `PER_SAMPLE`, `PER_TOKEN`
-    endings: Mapping[str, str] = field(default_factory=dict)
+    endings: Mapping[str, str] = field(default_factory=dict)  # of its classes, where they differ
     implied: Sequence[str] = ()  # keys of `config.json` that follow from others
 
     def class_for(self, role: str) -> str:
@@ -189,9 +174,8 @@ class Architecture:
 def model_keys(
     architecture: Architecture, config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keys of the section `model` for a `config.json`, complete, of a class with these `defaults`:
-    a key that is not known here must have its default. `Unsupported`: a key has a value that
-    cannot be expressed here, or is not known.
+    """Keys of the section `model` for a complete `config.json`; keys that are not known here must
+    have their value of `defaults`. `Unsupported`: a value cannot be expressed or is not known.
     """
     keys = dict(architecture.always)
     for name, key in architecture.same.items():
@@ -225,11 +209,9 @@ def keys_read(architecture: Architecture) -> set[str]:
 
 
 def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `config.json` that say what a model computes; `Unsupported`: the architecture
-    cannot express it; names every key that would change.
-    """
+    """Keys of `config.json` for a model; `Unsupported`: names every key that would change."""
     wanted = computed(keys)
-    # Always written: a class may have another default than hidden_size / heads.
+    # Always: a class may have another default than hidden_size / heads.
     sized = {**keys, "kv_channels": int(wanted["kv_channels"])}
     config: dict[str, Any] = {"model_type": architecture.model_type}
     for name, key in architecture.same.items():
@@ -254,7 +236,7 @@ def hugging_face_config(architecture: Architecture, keys: Mapping[str, Any]) -> 
 
 
 def as_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` with the defaults of its class, which may refuse it: `Unsupported`."""
+    """A `config.json` with the defaults of its class; `Unsupported`: the class refuses it."""
     from transformers import AutoConfig  # takes a second to import
 
     kind = config["model_type"]
@@ -266,7 +248,7 @@ def as_class_reads(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model with these keys computes: the keys that count, in one spelling each."""
+    """The keys that say what a model computes, in one spelling each."""
     values = plain_dict(complete_model(dict(keys)))
     result = {
         key: _plain(values[key])
@@ -317,7 +299,7 @@ def windowed_layers(keys: Mapping[str, Any]) -> list[int]:
 
 
 def expert_layers(keys: Mapping[str, Any]) -> list[int]:
-    """For each layer 1 if it has experts, else 0; of a model with experts."""
+    """For each layer 1 if it has experts, else 0."""
     freq, layers = keys["moe_layer_freq"], int(keys["num_layers"])
     if isinstance(freq, int):
         return [int(layer % freq == 0) for layer in range(layers)]
@@ -325,7 +307,7 @@ def expert_layers(keys: Mapping[str, Any]) -> list[int]:
 
 
 def _activation(values: Mapping[str, Any]) -> str:
-    """The activation by one name; `-tanh` is the form of GELU without the error function."""
+    """The activation by one name; `-tanh`: GELU without the error function."""
     name = str(values["activation"]).lower().removeprefix("fast-")
     if name in ("gelu_new", "gelu_pytorch_tanh"):
         return "gelu-tanh"
@@ -343,24 +325,23 @@ def _plain(value: Any) -> Any:
 PREFIX = "model."  # of all names in a sharded state dict
 HEAD = "rm_head."
 HEAD_KEY = PREFIX + HEAD
-# Padded to the vocabulary of a split; the second may be tied to the first.
+# Padded to a split's vocabulary; the second may be tied to the first.
 TABLES = ("model.embedding.word_embeddings.weight", "model.output_layer.weight")
 KINDS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of Megatron Core, or one layer or expert of it, comes from."""
+    """Where a tensor of Megatron Core, or of one layer (number) or expert (number), comes from."""
 
     rule: Rule  # how it is made
     kind: str  # `weight` or `bias`
-    # layer, expert: numbers, for names with a place for them
     layer: int | None = None
     expert: int | None = None
 
 
 class Layout:
-    """The names of the weights of one model, with the section `model` in `keys`, in both forms."""
+    """The names of the weights of a model with the section `keys`, in both forms."""
 
     def __init__(self, architecture: Architecture, keys: Mapping[str, Any]):
         self.architecture = architecture
@@ -373,7 +354,7 @@ class Layout:
         self.keys = keys
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of the matrices whose sizes the complete keys say, of each expert."""
+        """Rows and columns of the matrices, or of each expert's, by the complete keys."""
         keys, heads = self.keys, self.heads
         hidden, vocab = int(keys["hidden_size"]), int(keys.get("override_vocab_size") or 0)
         queries = heads.groups * heads.queries * heads.size
@@ -399,10 +380,7 @@ class Layout:
             yield LAYERS + name, rule, True
 
     def place(self, key: str, index: tuple[int, ...] = ()) -> Place | None:
-        """The place of the tensor `key`, a global name, of layers with or without their number;
-        None: it has none. `index`: number of the layer (if it is not in the name) and of the
-        expert.
-        """
+        """The place of `key`, or None; `index`: the layer, if not in the key, and the expert."""
         name, layer = unnumbered(key)
         if index and is_stacked(key):
             layer, index = index[0], index[1:]
@@ -426,7 +404,7 @@ class Layout:
         ]
 
     def shapes(self, place: Place, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of Hugging Face, by name, that make one of `shape`."""
+        """Shapes of Hugging Face's tensors, by name, that make one of `shape`."""
         rows: collections.Counter[str] = collections.Counter()
         for run in self.runs(place, shape[0]):
             rows[run.name] += run.count

@@ -42,9 +42,7 @@ def _like_llama(
     rope: Part = parts.ROPE,
     implied: Sequence[str] = (),
 ) -> Architecture:
-    """An architecture with what it has besides Llama's or in its place; `layer`: rules of a layer
-    besides those of its attention.
-    """
+    """Llama's architecture with additions and changes; `layer`: rules but for the attention's."""
     return Architecture(
         model_type=model_type,
         class_name=class_name,
@@ -62,13 +60,12 @@ def _like_llama(
 # Llama 2, 3, 3.1, 3.2 and what shares their layers.
 LLAMA = _like_llama("llama", "Llama", choices=_NO_BIAS | {"mlp_bias": {False: {}}})
 
-# Mistral: Llama with a sliding window.
-MISTRAL = _like_llama("mistral", "Mistral", more=(parts.WINDOW,))
+MISTRAL = _like_llama("mistral", "Mistral", more=(parts.WINDOW,))  # a sliding window
 
 # Qwen2 and Qwen2.5: biases of queries, keys and values only.
 QWEN2 = _like_llama("qwen2", "Qwen2", always={"qkv_bias": True}, more=(parts.SWITCHED_WINDOW,))
 
-# Qwen3: queries and keys normalized per head.
+# Queries and keys normalized per head.
 QWEN3 = _like_llama(
     "qwen3",
     "Qwen3",
@@ -78,7 +75,7 @@ QWEN3 = _like_llama(
     more=(parts.SWITCHED_WINDOW,),
 )
 
-# Gemma: norms centred at zero, embeddings scaled by the root of the hidden size.
+# Norms centred at zero, embeddings scaled by the root of the hidden size.
 GEMMA = _like_llama(
     "gemma",
     "Gemma",
@@ -92,7 +89,7 @@ GEMMA = _like_llama(
     implied=("hidden_activation",),
 )
 
-# GPT-2: learned positions, biases, matrices stored transposed.
+# Learned positions, biases, matrices stored transposed.
 GPT2 = Architecture(
     model_type="gpt2",
     class_name="GPT2",
@@ -141,14 +138,14 @@ GPT2 = Architecture(
         "scale_attn_by_inverse_layer_idx": {False: {}},
         "add_cross_attention": {False: {}},
     },
-    # Dropout and the order of the attention's arithmetic, and heads of other tasks
+    # Dropout, the order of the attention's arithmetic, heads of other tasks.
     implied=(
         "resid_pdrop embd_pdrop attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj "
         "summary_activation summary_proj_to_labels summary_first_dropout"
     ).split(),
 )
 
-# Phi-3: one tensor for queries, keys and values, one for gate and partner.
+# One tensor for queries, keys and values, one for gate and partner.
 PHI3 = _like_llama(
     "phi3",
     "Phi3",
@@ -163,7 +160,7 @@ PHI3 = _like_llama(
     implied=("resid_pdrop", "embd_pdrop", "original_max_position_embeddings"),
 )
 
-# Nemotron: layer norms centred at zero, squared ReLU, a part of each head rotated.
+# Layer norms centred at zero, squared ReLU, a part of each head rotated.
 NEMOTRON = _like_llama(
     "nemotron",
     "Nemotron",
@@ -175,7 +172,7 @@ NEMOTRON = _like_llama(
     rope=parts.PARTIAL_ROPE,
 )
 
-# StarCoder 2: biases and layer norms, an MLP without a gate.
+# Biases and layer norms, an MLP without a gate.
 STARCODER2 = _like_llama(
     "starcoder2",
     "Starcoder2",
@@ -188,7 +185,7 @@ STARCODER2 = _like_llama(
     implied=("residual_dropout", "embedding_dropout"),
 )
 
-# Mixtral: Mistral with a mixture of experts in each layer.
+# Mistral with a mixture of experts in each layer.
 _EXPERT = "block_sparse_moe.experts.{expert}."
 MIXTRAL = _like_llama(
     "mixtral",
@@ -243,8 +240,7 @@ QWEN3_MOE = _like_llama(
     more=(parts.ALL_WINDOWS, parts.NUMBER_OF_EXPERTS, parts.EXPERT_LAYERS),
 )
 
-# By `model_type`. For a model that never was in Hugging Face's form, the first one that can
-# express it is written.
+# By `model_type`; a model of no Hugging Face form is written as the first that can express it.
 ARCHITECTURES = {
     architecture.model_type: architecture
     for architecture in (
@@ -265,9 +261,7 @@ ARCHITECTURES = {
 
 
 def expressing(keys: Mapping[str, Any]) -> Iterator[tuple[Architecture, dict[str, Any]]]:
-    """The architectures that can express a model, in order, each with the keys of its
-    `config.json`; `Unsupported`: none can, with the reasons.
-    """
+    """Architectures that can express a model, with keys of `config.json`; `Unsupported`: none."""
     reasons = []
     for architecture in ARCHITECTURES.values():
         try:

@@ -1,8 +1,6 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a configuration that several architectures share: sizes, rotary positions, windows,
-experts.
-"""
+"""Parts of a configuration that several architectures share."""
 
 import math
 from collections.abc import Mapping
@@ -49,7 +47,7 @@ GATED_ACTIVATIONS: dict[Any, dict[str, Any]] = {
     "relu": {"activation": "reglu", "openai_gelu": False},
 }
 
-# Llama 3.1's change of the rotary frequencies. Megatron Core has these as constants.
+# Llama 3.1's rotary frequencies, constants in Megatron Core.
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -61,7 +59,7 @@ YARN = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-# How a configuration names its rotary positions: transformers 5, and before.
+# Names of rotary positions in transformers 5, and before.
 _ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
@@ -124,8 +122,7 @@ def _yarn_keys(given: Config, config: Config) -> dict[str, Any]:
         keys["yarn_mscale"] = keys["yarn_mscale_all_dim"] = None
     attention_factor = given.get("attention_factor")
     if attention_factor is not None:
-        # Queries and keys are multiplied by 1 + 0.1 mscale ln(factor), which the second key would
-        # divide.
+        # Queries and keys are multiplied by 1 + 0.1 mscale ln(factor); the second key divides.
         keys["yarn_mscale"] = (attention_factor - 1) / (0.1 * math.log(given["factor"]))
         keys["yarn_mscale_all_dim"] = 0.0
     return keys
@@ -154,7 +151,7 @@ def _rope_config(keys: Config) -> dict[str, Any]:
             "truncate": keys["yarn_correction_range_round_to_int"],
             **_yarn_config(keys),
         }
-    # Both forms: transformers before 5 reads the second one only.
+    # Both forms: transformers before 5 reads the second only.
     result: dict[str, Any] = {"rope_theta": float(keys["rotary_base"])}
     if rope["rope_type"] != "default":
         result["rope_scaling"] = rope
@@ -228,13 +225,13 @@ def _switched_window_config(keys: Config) -> dict[str, Any]:
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Qwen's, which a key of its own switches on
+# Qwen's, which a key of its own switches on.
 SWITCHED_WINDOW = Part(
     ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
     _switched_window_keys,
     _switched_window_config,
 )
-# Qwen3-MoE's: in all layers, whatever max_window_layers says
+# Qwen3-MoE's: in all layers, whatever max_window_layers says.
 ALL_WINDOWS = Part(
     ("sliding_window", "use_sliding_window", "max_window_layers"),
     lambda config: _window_keys(
@@ -266,7 +263,7 @@ def _expert_layers_config(keys: Config) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-# Qwen's: some layers may have one MLP instead
+# Qwen's: some layers may have one MLP instead.
 EXPERT_LAYERS = Part(
     ("decoder_sparse_step", "mlp_only_layers"), _expert_layers_keys, _expert_layers_config
 )
@@ -284,8 +281,7 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "num_experts_per_tok": "moe_router_topk",
 }
-# Whether the weights of the chosen experts add up to 1
-NORMALIZED_WEIGHTS: dict[Any, dict[str, Any]] = {
+NORMALIZED_WEIGHTS: dict[Any, dict[str, Any]] = {  # of the chosen experts, to a sum of 1
     True: {"moe_router_pre_softmax": False},
     False: {"moe_router_pre_softmax": True},
 }
@@ -315,7 +311,7 @@ QUERY_KEY_NORM: dict[str, Rule] = {
     "self_attention.k_layernorm.": made_of("self_attn.k_norm."),
 }
 _EXPERT = "mlp.experts.{expert}."
-# Beside layers with one MLP
+# Beside layers with one MLP.
 EXPERTS: dict[str, Rule] = {
     "mlp.router.": made_of("mlp.gate."),
     "mlp.experts.experts.linear_fc1.": made_of(_EXPERT + "gate_proj.", _EXPERT + "up_proj."),

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters (`checkpoint/adapters.py`) in folders of Hugging Face's PEFT, read and written.
 
-A weight of Megatron Core that is three (queries, keys, values) or two (gate and up projection) in
-Hugging Face has an adapter for each of these in PEFT, with an A of its own: the form "canonical".
-Where Hugging Face stores them as one weight too, PEFT has one A: the form "nemo".
+A weight of Megatron Core may be several in Hugging Face (queries, keys, values; gate and up): each
+then has an adapter with an A of its own in PEFT, the form "canonical". Where Hugging Face has one
+weight too, PEFT has one A: the form "nemo".
 
-Projections without an adapter in a folder get one of zeros, whose gradient is zero too: it stays
-away, as in PEFT. One that is zero in all layers is not written. A module of lower rank than others
-gets rows of zeros.
+A projection without an adapter gets one of zeros, whose gradient is zero too: it stays away, as in
+PEFT. One that is zero in all layers is not written. Lower ranks are filled up with rows of zeros.
 """
 
 import functools
@@ -49,28 +48,23 @@ NAME_PREFIX = "base_model.model."  # of all tensors in a folder of PEFT
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of Megatron Core's that can have an adapter."""
+    """A weight of Megatron Core that can have an adapter, of shape `[rows, columns]`."""
 
     target: str  # name of `TARGETS`
     rule: hf.Rule  # how it is made of Hugging Face's
-    # rows, columns: its shape
     rows: int
     columns: int
 
     def keys(self, layer: int, numbered: bool) -> list[str]:
-        """The keys of A and B of a layer (from 1). In models whose layers differ (`numbered`) the
-        layers go by their numbers from 0 too.
-        """
+        """Keys of A and B of a layer (from 1); `numbered`: of a model whose layers differ."""
         number = f"{layer - 1}." * numbered
         stem = f"{LAYERS}{number}{TARGETS[self.target]}.lora.{layer}."
         return [stem + "a", stem + "b"]
 
 
 class Modules:
-    """The modules with adapters of one model, with the complete section `model` in `keys`.
-
-    Attributes:
-        places: weight, number of the projection in it and layer (from 0) by the module's name.
+    """The modules with adapters of a model with the complete section `keys`. `places`: weight,
+    number of the projection in it and layer (from 0) by the module's name.
     """
 
     def __init__(self, architecture: hf.Architecture, keys: Mapping[str, Any]):
@@ -93,7 +87,7 @@ class Modules:
         }
 
     def name(self, weight: Weight, index: int, layer: int) -> str:
-        """The module with the `index`-th projection of a weight in a layer (from 0)."""
+        """The module of the `index`-th projection of a weight in a layer (from 0)."""
         place = hf.Place(weight.rule, "", layer)
         return self.layout.name(weight.rule.names[index], place).removesuffix(".")
 
@@ -106,7 +100,7 @@ class Modules:
         return last if ends.count(last) == 1 else whole
 
     def adapted(self, settings: LoRASettings) -> Iterator[tuple[Weight, int]]:
-        """The weights with adapters, each with the numbers of its layers from 1."""
+        """The weights with adapters, each with its layers from 1."""
         for target in settings.targets:
             for layer in settings.layers or range(1, self.layout.layers + 1):
                 yield self.weights[target], layer
@@ -117,13 +111,13 @@ class Modules:
         return sum(run.count for run in runs if run.name == name)
 
     def head(self, kind: str) -> str:
-        """The name of the head's `weight` or `bias` in Hugging Face."""
+        """Hugging Face's name of the head's `weight` or `bias`."""
         return self.layout.name(self.layout.outside[hf.HEAD].names[0], hf.Place(hf.Rule(()), kind))
 
 
 def modules_of(section: DictConfig, names: Sequence[str] = ()) -> Modules:
-    """The modules of a model; `Unsupported`: no architecture of Hugging Face can express it.
-    `names`, of modules with adapters, decide between those that can, if it did not come from one.
+    """The modules of a model; `Unsupported`: no architecture can express it. `names`, of modules
+    with adapters, decide between architectures if the model came from none.
     """
     given = json.dumps(plain_dict(section, resolve=True), sort_keys=True, default=str)
     return _modules_of(given, tuple(names))
@@ -161,7 +155,7 @@ def base_path(path: Path) -> Path:
 
 
 def adapter_section(path: Path, model: DictConfig) -> DictConfig:
-    """The section `model` of the adapters in a folder, given that of their base; `UserError`: the
+    """The section `model` of the adapters in a folder, from that of their base; `UserError`: the
     folder is damaged or does not fit the model.
     """
     tensors = PeftTensors(path, model)
@@ -176,13 +170,13 @@ def adapter_section(path: Path, model: DictConfig) -> DictConfig:
 
 
 def base_checksum(path: Path) -> str | None:
-    """Checksum of the base, which folders of this package hold."""
+    """Checksum of the base, which only folders of this package hold."""
     with safe_open(path / WEIGHTS_FILE, framework="pt") as opened:
         return (opened.metadata() or {}).get(CHECKSUM)
 
 
 def file_tensors(path: Path) -> Tensors:
-    """The tensors in a folder of PEFT by their names; `UserError`: missing, broken, pickled."""
+    """The tensors in a folder of PEFT by name; `UserError`: missing, broken, pickled."""
     if (path / WEIGHTS_FILE).is_file():
         return Tensors(path, WEIGHTS_FILE)
     if (path / _PICKLED).is_file():
@@ -203,10 +197,7 @@ class _Adapter:
 
 class PeftTensors:
     """A `TensorSource` of the adapters in a folder of PEFT, and of their head; `UserError`: a file
-    is damaged, or a tensor has no place in the model or another shape.
-
-    Args:
-        model: the section `model` of the base.
+    is damaged, or a tensor does not fit the base, whose section is `model`.
     """
 
     def __init__(self, path: Path, model: DictConfig):
@@ -267,7 +258,7 @@ class PeftTensors:
         return keys
 
     def _find_adapters(self) -> dict[tuple[str, int, int], _Adapter]:
-        """The adapters by target, layer (from 0) and number of the projection in the weight."""
+        """By target, layer (from 0) and number of the projection in the weight."""
         found: dict[tuple[str, int, int], _Adapter] = {}
         for name in self.file.shapes():
             if name in self._heads.values():
@@ -313,7 +304,7 @@ class PeftTensors:
         return rank
 
     def _check_complete(self) -> None:
-        """Raise `UserError` if a module that the configuration lists lacks adapters in a layer."""
+        """`UserError` if a listed module lacks adapters in a layer."""
         count = self.modules.layout.layers
         layers = range(count) if self.config.layers is None else self.config.layers
         for target, index in sorted({(target, index) for target, _layer, index in self._found}):
@@ -360,7 +351,7 @@ class PeftTensors:
         return values[tuple(0 if isinstance(a, int) else slice(None) for a in part)]
 
     def _a(self, weight: Weight, layer: int, columns: slice) -> Tensor:
-        """`columns` of A, `[blocks * dim, columns]`."""
+        """`[blocks * dim, columns]`."""
         width = columns.stop - columns.start
         result = torch.zeros(len(weight.rule.names), self._rank, width, dtype=self.dtype)
         for index, block in enumerate(result):
@@ -371,7 +362,7 @@ class PeftTensors:
         return result.flatten(0, 1)
 
     def _b(self, weight: Weight, layer: int, rows: slice) -> Tensor:
-        """`rows` of B, `[rows, dim]`, in the order of Megatron Core."""
+        """`[rows, dim]`, in the order of Megatron Core."""
         result = torch.zeros(rows.stop - rows.start, self._rank, dtype=self.dtype)
         runs = weight.rule.runs(weight.rows, self.modules.layout.heads)
         for run, theirs, own in hf.within(runs, rows):
@@ -399,12 +390,11 @@ def write_folder(
     dtype: torch.dtype | None = None,
     drop_head_bias: bool = False,
 ) -> None:
-    """Write a folder of PEFT, which appears when it is complete; in one process. After an error
-    nothing is left.
+    """Write a folder of PEFT, which is there when complete, or not at all; in one process.
 
     Args:
         source: of the adapters and their head, as `checkpoint/adapters.py` names them.
-        base: of the adapters; its path is what the folder names.
+        base: its path is what the folder names.
         drop_head_bias: leave out the bias of a reward model's head, which has no place there.
 
     Raises:
@@ -443,7 +433,7 @@ def write_folder(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    # Tensors of their own: several modules may share one A here.
+    # Copies: several modules may share one A here.
     copies = {name: tensor.to(dtype or tensor.dtype).clone() for name, tensor in tensors.items()}
     metadata = {"format": "pt"} | ({CHECKSUM: base.checksum} if base.checksum else {})
     with replaced_folder(target) as folder:
@@ -455,9 +445,7 @@ def write_folder(
 def _adapters(
     modules: Modules, source: TensorSource, settings: LoRASettings
 ) -> tuple[dict[str, Tensor], list[str], dict[str, int]]:
-    """The tensors of all adapters by PEFT's names, the names of the modules that have some, and
-    those of the modules whose rank is a multiple of the others', with the multiple.
-    """
+    """Tensors by PEFT's names, modules with some, and those whose rank is a multiple, with it."""
     found: dict[str, dict[str, Tensor]] = {}  # by the module's short name
     wide: dict[str, int] = {}
     for weight, layer in modules.adapted(settings):
@@ -481,12 +469,7 @@ def _adapters(
 def _pairs(
     modules: Modules, weight: Weight, settings: LoRASettings, a: Tensor, b: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """A and B of each module of Hugging Face that a weight is made of.
-
-    Args:
-        a: `[dim, in]`, or `[blocks * dim, in]`.
-        b: `[out, dim]`.
-    """
+    """A and B of each module of a weight, from `[dim or blocks * dim, in]` and `[out, dim]`."""
     canonical, count = settings.variant == "canonical", len(weight.rule.names)
     if canonical and count == 1:  # several projections may be one module
         b = expanded(b, TARGETS[weight.target] + ".", modules.keys)

@@ -1,10 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`adapter_config.json` of a folder of Hugging Face's PEFT.
-
-Which layers have adapters, and of which rank, is read from the tensors of the folder; the
-configuration says by what their output is multiplied. What this package does not compute is
-refused by name.
+"""`adapter_config.json` of a folder of Hugging Face's PEFT. Which layers have adapters, and of
+which rank, the tensors say; by what their output is multiplied, the configuration.
 """
 
 import math
@@ -23,13 +20,11 @@ from nemo_aligner.checkpoint.hugging_face.architecture import (
 )
 from nemo_aligner.checkpoint.hugging_face.reading import read_json
 
-# PEFT's names of what a model is for
 TASKS = {CAUSAL_LM: "CAUSAL_LM", PER_SAMPLE: "SEQ_CLS", PER_TOKEN: "TOKEN_CLS"}
 _ROLES = {name: role for role, name in TASKS.items()} | {None: CAUSAL_LM}
-# Heads of `modules_to_save` by their names in the models of Hugging Face
+# Heads of `modules_to_save`, by Hugging Face's names
 HEADS = ("score", "classifier")
-# Keys that do not change what is computed from the tensors (where they come from, how they were
-# drawn and trained, which layers have some: the tensors say so), and those that are read.
+# Keys that do not change what is computed from the tensors, and those that are read.
 _KNOWN = frozenset(
     """auto_mapping corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out
     inference_mode layers_pattern loftq_config lora_ga_config megatron_config megatron_core
@@ -39,7 +34,7 @@ _KNOWN = frozenset(
     lora_dropout modules_to_save peft_type r rank_pattern target_modules task_type
     use_rslora""".split()
 )
-# Keys that must have no value, with what a value means.
+# Keys that must have no value, and what a value means.
 _REFUSED = {
     "use_dora": "DoRA",
     "use_qalora": "QA-LoRA",
@@ -53,7 +48,7 @@ _REFUSED = {
     "target_parameters": "adapters of parameters, such as stacked experts",
     "layer_replication": "replicated layers",
 }
-# Initial values that leave the base as it is; the others subtract from its weights.
+# Initial values that leave the base as it is; others subtract from its weights.
 _INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 REMEDY = (
     "Merge them in PEFT (model.merge_and_unload(), then save_pretrained) and name that folder as "
@@ -67,10 +62,8 @@ class AdapterConfig:
 
     base: str | None  # name or path of the base; None: not given
     role: str  # of `TASKS`, what the model is for
-    # rank, rank_pattern: `rank_for` reads them
     rank: int
     rank_pattern: Mapping[str, int]
-    # alpha, alpha_pattern, root_of_rank: `alpha_for` reads them
     alpha: float
     alpha_pattern: Mapping[str, float]
     root_of_rank: bool
@@ -79,25 +72,23 @@ class AdapterConfig:
     layers: Sequence[int] | None  # numbers from 0 of the layers with adapters; None: all
 
     def rank_for(self, module: str) -> int:
-        """Rows of the A of a module, by its name in the model of Hugging Face."""
+        """Rows of a module's A, by its name in Hugging Face."""
         return int(_matching(self.rank_pattern, module, self.rank))
 
     def alpha_for(self, module: str, rank: int) -> float:
-        """The alpha with which `alpha / rank` is what a module's adapter is multiplied by."""
+        """Alpha: a module's adapter is multiplied by `alpha / rank`."""
         alpha = float(_matching(self.alpha_pattern, module, self.alpha))
         return alpha * math.sqrt(rank) if self.root_of_rank else alpha
 
 
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that is the end of a module's name."""
+    """The value of the first pattern that ends a module's name."""
     found = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module))
     return next(found, default)
 
 
 def read(path: Path) -> AdapterConfig:
-    """The configuration in the folder `path`; `UserError`: it is damaged, or (`Unsupported`) asks
-    for what is not computed here; the message names the key.
-    """
+    """The configuration in `path`; `UserError`: damaged, or (`Unsupported`) not computed here."""
     file = path / PEFT_CONFIG
     given = read_json(file)
     _check(file, given)
@@ -123,7 +114,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _check(file: Path, given: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` if a key asks for something else than LoRA as it is computed here."""
+    """`Unsupported` if a key asks for something else than LoRA as it is computed here."""
 
     def refuse(key: str, why: str, remedy: str = REMEDY) -> Unsupported:
         return Unsupported(f"{file}: {key}={given.get(key)!r} {why}. {remedy}".rstrip())
@@ -162,7 +153,7 @@ def _check(file: Path, given: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(file: Path, given: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` unless ranks, alphas and dropout are numbers that can be."""
+    """`Unsupported` unless ranks, alphas and dropout are numbers that can be."""
 
     def is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
         return isinstance(value, kinds) and not isinstance(value, bool)

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 the nemo_aligner authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face folder as a checkpoint: its files, its section `model` and its weights by the
-names of Megatron Core. No code and no pickle of a folder is run.
+"""A Hugging Face folder as a checkpoint: its files, its section `model`, its weights by Megatron
+Core's names. No code and no pickle of a folder is run.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; `UserError` if it holds none."""
+    """The object in a JSON file, else `UserError`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -49,11 +49,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 class Tensors:
-    """A `TensorSource` of tensors in the safetensors of a folder, by their own names.
-
-    Args:
-        file: the only one; None: those of a model.
-    """
+    """A `TensorSource` of the safetensors `file` in a folder (None: a model's), by their names."""
 
     def __init__(self, path: Path, file: str | None = None):
         self.path = path
@@ -93,8 +89,8 @@ class Tensors:
             raise self._damaged(file, error) from error
 
     def _opened(self, file: str) -> Any:
-        # One at a time: what was read of a file stays in memory as long as it is open. The tensors
-        # of a layer lie in one or two files.
+        # One at a time: what was read stays in memory until the file is closed. A layer lies in
+        # one or two files.
         if self._open is None or self._open[0] != file:
             self._open = None
             try:
@@ -142,9 +138,8 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class FolderWeights:
-    """A `TensorSource` of the weights in a Hugging Face folder, each layer's by its number;
-    `UserError`: a file is damaged, lacks a weight of the model with the complete `keys`, has one
-    of another shape, or one that has no place in the model.
+    """A `TensorSource` of the weights in a folder, with layers by number; `UserError`: a file is
+    damaged, or lacks or has weights other than those of the complete `keys`.
     """
 
     def __init__(
@@ -180,7 +175,7 @@ class FolderWeights:
             del self._shapes[output_layer]
 
     def _check_tied(self, table: str, output_layer: str) -> None:
-        """Raise `UserError` if the output layer is not the table that it is tied to."""
+        """`UserError` if the output layer is not the table that it is tied to."""
         rows = self._shapes[output_layer][0]
         for start in (0, max(rows - _COMPARED_ROWS, 0)):
             part: Slice = (slice(start, min(start + _COMPARED_ROWS, rows)), slice(None))
@@ -192,7 +187,7 @@ class FolderWeights:
                 )
 
     def _full_name(self, name: str) -> str:
-        """A name as a model with a head has it: folders of base models lack the prefix."""
+        """A name in a model with a head: folders of base models lack the prefix."""
         base = self.layout.architecture.base
         templates = [rule.names[0] for rule in self.layout.outside.values()]
         heads = tuple(name[1:] for name in templates if name.startswith("/"))
@@ -204,9 +199,8 @@ class FolderWeights:
     def _megatron_shapes(
         self, absent: Container[str]
     ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-        """Global shapes by Megatron Core's names, each layer's by its number; those of experts
-        have the expert's number in front. And what the folder lacks of them, but for the weights
-        `absent` outside the layers.
+        """Global shapes by Megatron Core's names, with layers by number and experts in front; and
+        what the folder lacks of them, but for the weights `absent` outside the layers.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         lacking = []
@@ -245,7 +239,7 @@ class FolderWeights:
         return bool(qkv or (self.keys["bias"] and "linear_" in stem))
 
     def _shape(self, name: str, place: hf.Place) -> tuple[int, ...] | None:
-        """Shape of the weight `name` at `place`; None: the folder has none of its parts."""
+        """None: the folder has no part of the weight."""
         if place.rule.beside is not None:
             beside = self.layout.name(place.rule.beside, dataclasses.replace(place, kind=""))
             if beside not in self._with_base:
@@ -292,8 +286,8 @@ class FolderWeights:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-# Key of `model` with what `config.json` says, and under `GENERATION` what `generation_config.json`
-# does; what the training does not change goes back into the folder that is written.
+# Key of `model` with the content of `config.json`, and, under `GENERATION`, of
+# `generation_config.json`; what training does not change is written back.
 ORIGIN, GENERATION = "hugging_face", "generation_config"
 _NOT_KEPT = ("auto_map", "num_labels")  # names code, which does not travel; follows from labels
 FILES_OF_TOKENIZERS = (
@@ -306,9 +300,7 @@ FILES_OF_TOKENIZERS = (
 
 
 def model_section(path: Path) -> DictConfig:
-    """The section `model` for the model in a folder; `UserError`: it is damaged, or describes what
-    cannot be computed here.
-    """
+    """The section `model` for a folder; `UserError`: damaged, or it cannot be computed here."""
     given = read_json(path / HF_CONFIG)
     kind = given.get("model_type")
     if not isinstance(kind, str) or not kind:
@@ -349,7 +341,7 @@ def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     numbers = len(config.get("id2label") or (0, 1))
     several = numbers > 1
-    # transformers reads the reward of a sample at its last token other than this one.
+    # transformers reads a reward at the last token other than this one.
     padding = (
         {} if classes.endswith(hf.PER_TOKEN) else {"pad_token_id": config.get("pad_token_id")}
     )
@@ -361,8 +353,8 @@ def _head_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_token_ids(origin: Mapping[str, Any]) -> list[int]:
-    """The ids that end a response by `generation_config.json`, or where it names none by
-    `config.json`, in the value of `ORIGIN`. Raises `UserError` where they are no ids.
+    """The ids that end a response by the value of `ORIGIN`: of `generation_config.json`, else of
+    `config.json`. `UserError`: they are no ids.
     """
     found = (origin.get(GENERATION) or {}).get("eos_token_id")
     found = origin.get("eos_token_id") if found is None else found
@@ -376,18 +368,14 @@ def end_token_ids(origin: Mapping[str, Any]) -> list[int]:
 
 
 def vocab_rows(section: DictConfig, ids: Callable[[], int]) -> int:
-    """Rows of a model's tables without padding. Megatron's section `model` noted in `ORIGIN` what
-    its checkpoint says of it.
-    """
+    """Rows of the tables without padding: `ids()` unless `ORIGIN` or the section says them."""
     origin = section.get(ORIGIN) or {}
     rows = origin["vocab_size"] if "vocab_size" in origin else section.get("override_vocab_size")
     return int(rows or ids())
 
 
 def weights(path: Path) -> TensorSource:
-    """The weights of a folder; `UserError`: a file is missing or damaged, or a weight has no place
-    in the model.
-    """
+    """The weights of a folder; `UserError`: a file is missing or damaged, or one does not fit."""
     section = model_section(path)
     architecture = ARCHITECTURES[section[ORIGIN]["model_type"]]
     keys = plain_dict(complete_model(section), resolve=True)

@@ -42,9 +42,8 @@ SHARD_BYTES = 5_000_000_000  # of a file, as in transformers
 
 @dataclass(frozen=True)
 class Written:
-    """Tensors of Hugging Face that come from one of Megatron Core, or a layer or expert of it."""
+    """Tensors of Hugging Face that come from `part` of Megatron Core's tensor `key`."""
 
-    # key, part: what is read
     key: str
     part: Slice
     place: hf.Place  # what it is
@@ -68,8 +67,7 @@ def plan(
     """What a folder will hold, layer by layer; `Unsupported`: a weight has no name there.
 
     Args:
-        vocab_rows: rows of the embedding table without its padding; those that the source does
-            not have are zeros.
+        vocab_rows: rows of the tables without padding; those not in the source are zeros.
         dtype: to convert to; None: as stored.
         leave_out: names of weights after `model.` that are not written.
     """
@@ -94,7 +92,7 @@ def plan(
 
 
 def _order(item: Written) -> tuple[int, int, int, str]:
-    """The embedding, the layers, then the rest."""
+    """The embedding, the layers, the rest."""
     place = item.place
     if place.layer is None:
         return (0 if "embedding" in item.key else 2, 0, 0, item.key)
@@ -123,7 +121,7 @@ def write_tensors(
     progress: Callable[[int], None],
 ) -> None:
     """Write `model.safetensors`, or numbered files of at most `shard_bytes` (a larger tensor has
-    its own) and their index; `progress` is called with the number of bytes that were written.
+    its own) and their index; `progress` gets the number of bytes just written.
     """
     shards = _shards(items, shard_bytes)
     if len(shards) == 1:
@@ -159,9 +157,7 @@ def _write_file(
     items: Sequence[Written],
     progress: Callable[[int], None],
 ) -> None:
-    """Write one safetensors file. The library's own writer needs all of its tensors at once; the
-    format is a length, a JSON header and the bytes.
-    """
+    """The library's writer needs all tensors at once; a file is a length, JSON and the bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for item in items:
@@ -198,7 +194,7 @@ def describe(
     origin = keys.get(reading.ORIGIN) or {}
     model_type = model_type or origin.get("model_type")
     if keys["position_embedding_type"] != "learned_absolute":
-        # That of a job is its `encoder_seq_length`, and no weight depends on it.
+        # Of a job it is `encoder_seq_length`, on which no weight depends.
         positions = origin.get("max_position_embeddings")
         keys["max_position_embeddings"] = positions or keys["max_position_embeddings"]
     if model_type is None:
@@ -213,7 +209,7 @@ def describe(
 
 
 def check(section: DictConfig) -> None:
-    """Check that a model can be written, before it is trained; `UserError` names the keys."""
+    """`UserError`, with the keys, if a model cannot be written; called before it is trained."""
     _architecture, _config, keys = describe(section)
     _check_head(keys)
 
@@ -230,11 +226,10 @@ def write_folder(
     drop_head_bias: bool = False,
     progress: Callable[[int, int], None] = lambda _written, _total: None,
 ) -> None:
-    """Write a Hugging Face folder, which appears when it is complete; in one process. After an
-    error nothing is left.
+    """Write a Hugging Face folder, which is there when complete, or not at all; in one process.
 
     Args:
-        vocab_rows: rows of the embedding table without the padding of a split.
+        vocab_rows: rows of the tables without padding.
         shard_bytes: largest size of a file of weights.
         drop_head_bias: leave out the bias of a reward model's head, which has no place there.
         progress: called with the bytes just written and those of all.
@@ -262,7 +257,7 @@ def write_folder(
         write_tensors(
             folder, source, layout, items, shard_bytes, lambda written: progress(written, total)
         )
-        # A reward model's head may be float32 in a bfloat16 model.
+        # A head may be float32 in a bfloat16 model.
         main_dtype = str(bytes_of.most_common(1)[0][0]).removeprefix("torch.")
         config |= {"vocab_size": vocab_rows, **dict.fromkeys(_DTYPE_KEYS, main_dtype)}
         write_json(folder / HF_CONFIG, config)
@@ -273,7 +268,7 @@ def write_folder(
 
 
 def _check_head(keys: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` where a head computes what Hugging Face's does not."""
+    """`Unsupported` where a head computes what Hugging Face's does not."""
     regression = keys["regression"]
     weights = list(regression["attribute_weights"] or ())
     # The weighted sum of one number is the number.
@@ -294,9 +289,7 @@ def _check_head(keys: Mapping[str, Any]) -> None:
 def role_of(
     keys: Mapping[str, Any], weights: TensorSource, drop_head_bias: bool
 ) -> tuple[str, Sequence[str]]:
-    """What the model is for, and the weights that Hugging Face has no place for; `Unsupported` if
-    the model would change.
-    """
+    """What the model is for, and weights without a place there; `Unsupported`: it would change."""
     if hf.HEAD_KEY + "weight" not in weights.shapes():
         return hf.CAUSAL_LM, ()
     _check_head(keys)
@@ -314,7 +307,7 @@ def role_of(
 
 
 def head_bias(source: TensorSource) -> list[float] | None:
-    """The bias of the head of a reward model or critic; None: there is none."""
+    """The bias of a reward model's or critic's head; None: there is none."""
     key = hf.HEAD_KEY + "bias"
     return whole_tensor(source, key).tolist() if key in source.shapes() else None
 
@@ -335,7 +328,7 @@ def _head_config(role: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 def _as_it_came(
     architecture: hf.Architecture, config: dict[str, Any], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`config`, with what the folder that the model came from says of all that is the same."""
+    """`config` with all that stays as it was in the folder that the model came from."""
     origin: dict[str, Any] = dict(keys.get(reading.ORIGIN) or {})
     came_as = ARCHITECTURES.get(origin.get("model_type", ""), architecture)
     read = hf.keys_read(came_as)
@@ -354,12 +347,11 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _set_padding(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any]) -> int | None:
-    """The token with which transformers may pad the samples of the reward model in `folder`, whose
-    tokenizer then pads with it too.
+    """The token with which transformers may pad samples of the reward model in `folder`, and its
+    tokenizer then does; None and a warning without a tokenizer.
 
-    transformers takes the reward at the last token that is not this one. So it is that of the
-    model (`model.pad_token_id`), or one that no sample ends with: the tokenizer's, one that is
-    named so, or a new one. None, and a warning, without a tokenizer.
+    transformers takes the reward at the last token that is not this one: so it is
+    `model.pad_token_id`, or one that ends no sample: the tokenizer's, one named so, or a new one.
     """
     own, tokenizer = keys.get("pad_token_id"), _tokenizer_in(folder)
     if tokenizer is None:
@@ -390,7 +382,7 @@ def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[in
     """Name the tokens that end a response, the model's or else the tokenizer's, if need be."""
     target = folder / reading.GENERATION_FILE
     settings = reading.read_json(target) if target.is_file() else {}
-    # transformers does not read those of config.json beside a generation_config.json.
+    # Beside a generation_config.json transformers does not read those of config.json.
     stated = reading.end_token_ids({reading.GENERATION: settings} if target.is_file() else config)
     ends = list(ends or stated or reading.end_token_ids(config))
     tokenizer = None if ends else _tokenizer_in(folder)
@@ -402,7 +394,7 @@ def _write_end_tokens(folder: Path, config: Mapping[str, Any], ends: Sequence[in
 
 
 def _tokenizer_in(folder: Path) -> Any:
-    """The tokenizer that was copied into `folder`; None: there is none that transformers reads."""
+    """The tokenizer in `folder`; None: there is none that transformers reads."""
     if not any((folder / name).is_file() for name in reading.FILES_OF_TOKENIZERS):
         return None
     try:
