@@ -2,15 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who and what may enter a server: the rules that both fronts apply (front.py, asgi_host.py).
 
-What may pass is a GET to the general paths and to those of an endpoint that is served, and a POST
-to an endpoint that is served, in one body of known and limited size, whose JSON can be read; with
-the token, if the server has one; and with the lease, if it changes the server (`LeaseBook`). A
-request for an earlier start of this server is refused: its client does not know that the weights
-went back to the last checkpoint. So is a tensor without elements: in PyTriton it would fail every
-request that Triton hands over with it.
-
-Threads of rank 0 work on what has entered (`DirectReplies`), behind uvicorn on all that comes,
-behind Triton on what it hands over.
+What may pass: a GET to the general paths and those of a served endpoint; a POST to a served
+endpoint, in one body of known and limited size with readable JSON, with the server's token if it
+has one, and with the lease if it changes the server (`LeaseBook`). Refused are requests for an
+earlier start of this server, as its weights went back to the last checkpoint, and tensors without
+elements: in PyTriton they would fail every request that Triton hands over with them.
 """
 
 import concurrent.futures
@@ -56,8 +52,7 @@ _ID = re.compile(r"[!-~]{16,64}")
 # A request is large above this number of samples, or bytes of its body.
 SMALL_ROWS, SMALL_BYTES = 32, 2**17
 JSON, BINARY = "application/json", "application/octet-stream"
-# Status, headers and body.
-Reply = tuple[int, dict[str, str], bytes]
+Reply = tuple[int, dict[str, str], bytes]  # status, headers and body
 
 SMALL_BODY = 2**16  # of a request without samples
 LARGEST_HEAD = 2**20  # the JSON in front of the tensors, or a body that is all JSON
@@ -71,8 +66,7 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 _GENERAL = re.compile(r"/v2(?:/health/(live|ready))?/?")
 _MODEL = re.compile(r"/v2/models/([\w.-]+)(?:/versions/1)?(?:/(ready|config|infer))?/?")
 
-# Returns the first header of this name, in any case of its letters, or None.
-GetHeader = Callable[[str], str | None]
+GetHeader = Callable[[str], str | None]  # header of this name, any case
 
 
 class RefusedError(Exception):
@@ -89,9 +83,7 @@ class Access:
 
     token: str | None = None  # that every request must bring; None: none
     largest_body: int = 2**26  # of a request with samples, in bytes
-    # whether only the client that holds the lease may change the server, also while nobody holds
-    # it
-    lease_required: bool = True
+    lease_required: bool = True  # to change the server; False: only while somebody holds it
 
 
 @dataclass(frozen=True)
@@ -115,9 +107,7 @@ class Admission:
         self._access = access
 
     def admit(self, method: str, path: str, header: GetHeader) -> Admitted | None:
-        """Return what the request is, before any of its body is read. None: it was about the lease
-        and is done; the reply is empty. `RefusedError`: it may not pass.
-        """
+        """What the request is; None: it was about the lease and is done. Else `RefusedError`."""
         check_token(header, self._access.token)
         if header(INSTANCE_HEADER) not in (None, self.instance):
             raise RefusedError(503, "the server was started anew since this client connected")
@@ -191,9 +181,7 @@ def _head_size(header: GetHeader, length: int) -> int:
 
 
 def read_head(data: bytes | bytearray) -> dict[str, Any]:
-    """The JSON of a body; `RefusedError` if it cannot be read, or is no request. Triton would end
-    on one that is nested too deeply.
-    """
+    """The JSON of a body, else `RefusedError`; Triton would end on one nested too deeply."""
     try:
         head = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -217,9 +205,8 @@ class LeaseBook:
     """Who holds the lease of a server; any thread may call it. Unless `required`, clients that
     know no lease, such as NeMo-Aligner's, may change the server while nobody holds it.
 
-    An actor takes the lease when it connects, renews it every few seconds (connection.py), and
-    gives it back at its end. One that dies or falls silent loses it LEASE_S after its last sign of
-    life, but never while a request of its own is being worked on, and only if another one asks.
+    A silent holder loses it LEASE_S after its last sign of life, but never while a request of its
+    own is being worked on, and only if another actor asks.
     """
 
     def __init__(self, required: bool):
@@ -273,9 +260,6 @@ class LeaseBook:
                 self._working -= mine
                 if mine:
                     self._seen = time.monotonic()
-
-
-# ---- what has entered ----
 
 
 def error_reply(status: int, line: str) -> Reply:

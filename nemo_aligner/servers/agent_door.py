@@ -29,9 +29,7 @@ _PATH = re.compile(r"/v1/sessions(?:/(\w{1,64})/(chat/completions|reward))?/?")
 
 
 class AgentDoor(HttpServer):
-    """Serves `environment` from its construction to `close`. `token`: that every request must
-    bring, as OpenAI's API key; None: none.
-    """
+    """Serves `environment` until `close`. `token`: every request must bring it as OpenAI's key."""
 
     def __init__(
         self, host: str, port: int, environment: AgentEnvironment, token: str | None, key: str
@@ -61,7 +59,6 @@ class _Handler(HttpHandler):
             self._send(204 if session is None else 200, session)
 
     def _read(self) -> dict[str, Any]:
-        """The object of a body, which may be empty."""
         closes, self.close_connection = self.close_connection, True  # unless the body is read
         check_token(self.headers.get, self.server.token)
         length = body_length(self.headers.get)

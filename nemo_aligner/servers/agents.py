@@ -4,9 +4,8 @@
 policy as to any chat model; `agent_door.py` is the HTTP.
 
 A conversation is a session. The policy reads the ids of the prompt, its own as it sampled them,
-and between them those that the chat template writes for the agent's messages. All that an agent
-sends must begin with what was said so far, so a request that is repeated gets the same reply, and
-so does another agent that gets the session after the first has fallen silent.
+and between them those that the chat template writes for the agent's messages. A request must begin
+with all that was said so far, so a repeated one gets the same reply, also from another agent.
 """
 
 import secrets
@@ -56,8 +55,6 @@ class Turn(NamedTuple):
 
 @dataclass(eq=False)
 class Session:
-    """A conversation."""
-
     number: int  # of the engine
     seed: int
     record: Record
@@ -244,7 +241,6 @@ class AgentEnvironment(RewardingEnvironment):
         return session
 
     def _go_on(self, session: Session, given: list[Message], reward: float) -> None:
-        """Give the new messages of `given` to the policy, after the reward of its last one."""
         _check_policy_has_replied(session)
         said = len(session.messages)
         if any(message["role"] == ASSISTANT for message in given[said:]):

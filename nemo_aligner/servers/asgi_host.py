@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server job without Triton: its endpoints behind uvicorn, an ASGI server, in rank 0.
 
-The wire is that of Triton (kserve.py); what may enter, and the threads that work on it, are the
-same (admission.py). It needs no other process and no shared memory, and it can encrypt. ASGI has
-no message for a sign of life, so the connections are of a subclass of uvicorn's.
+The wire is that of Triton (kserve.py), the rules those of admission.py. It needs no other process
+and no shared memory, and it can encrypt. ASGI has no sign of life, hence `_Connection`.
 """
 
 import asyncio
@@ -98,7 +97,6 @@ class AsgiHost:
             time.sleep(0.02)
 
     def failure(self) -> str | None:
-        """See `Host.failure`."""
         runs = self._thread is not None and self._thread.is_alive()
         return None if runs else "uvicorn ended by itself"
 
@@ -111,8 +109,6 @@ class AsgiHost:
 
     def kill(self) -> None:
         """End nothing: there is nothing outside this process."""
-
-    # ---- the ASGI application ----
 
     async def __call__(
         self, scope: dict[str, Any], receive: Callable[[], Any], send: Callable[..., Any]
@@ -189,9 +185,7 @@ class _Connection(H11Protocol):
         self.loop.call_later(FIRST_REQUEST_S, self._close_unadmitted)
 
     def on_response_complete(self) -> None:
-        """After a refusal read what the client still sends, for it would get a reset instead of
-        the reply; but not for ever.
-        """
+        """Read what a refused client still sends, up to BODY_S, lest it gets a reset instead."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self.loop.call_later(BODY_S, self._close_if_refused, self.cycle)

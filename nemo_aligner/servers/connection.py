@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to a server that has a state, the critic: each goes to one start of one server only.
 
-A critic that was restarted has the weights of its last checkpoint, and it is unknown how much of a
-train request it had applied: the remedy is to resume both jobs. (Scoring by a reward model changes
-nothing; fleet.py sends those requests again elsewhere.)
+A critic that was restarted has the weights of its last checkpoint, and how much of a train request
+it had applied is unknown: the remedy is to resume both jobs. (For reward models see fleet.py.)
 
 * A request whose connection breaks or is silent, or whose reply is cut short, is sent again after
-  each of RETRY_PAUSES_S. The server does nothing twice: scoring changes nothing, an update has its
-  `request_id`, and a checkpoint that was written is not written again. A server that is not of
-  this package cannot promise that: there the request fails at once.
+  each of RETRY_PAUSES_S: the server does nothing twice (an update has its `request_id`). A server
+  that is not of this package cannot promise that: there the request fails at once.
 * So it does if the connection is refused, or if Triton says that it lost the process behind it.
 * After MAX_MISSED_PROBES unanswered probes all requests in flight fail. Of a server that answers
   probes but not the request, only `inference_timeout_s` ends it.
@@ -64,12 +62,8 @@ RESTART_REMEDY = (
 
 @dataclass(eq=False)
 class _Request:
-    """A request until it has its reply."""
-
-    # sent one after another: several if the server takes few samples at once
-    parts: list[InferRequest]
-    # makes the reply from those of the parts, and checks it
-    finish: Callable[[list[Arrays]], Arrays]
+    parts: list[InferRequest]  # sent one after another; several if the server takes few samples
+    finish: Callable[[list[Arrays]], Arrays]  # makes and checks the reply
     alone: bool  # nothing else is in flight beside it
     repeatable: bool  # the server does nothing twice if it gets a part twice
     exchange: Exchange
@@ -79,13 +73,9 @@ class _Request:
 class ServerConnection:
     """One server, and the requests of this process that it has not yet replied to.
 
-    Requests go out side by side, except those that are sent alone: such a request waits until all
-    earlier ones have their replies, and later ones wait for its reply. The server thus sees a
-    train request before every request that was submitted after it.
-
-    Args:
-        inference_timeout_s: how long one request may take once it is sent.
-        setting: section of the configuration that holds `inference_timeout_s`, for messages.
+    Requests go out side by side. One sent alone waits for the replies to all earlier ones, and
+    later ones wait for its reply: the server sees a train request before all submitted after it.
+    `inference_timeout_s`: of one request, once it is sent; `setting`: its section, for messages.
     """
 
     def __init__(self, peer: Peer, inference_timeout_s: float, setting: str):
@@ -111,12 +101,9 @@ class ServerConnection:
         check: Callable[[Arrays], None] | None = None,
         forms: tuple[Endpoint, ServedModel] | None = None,
     ) -> "concurrent.futures.Future[Arrays]":
-        """As `HTTPCommunicator.send_data_to_server`, with the future of the reply.
-
-        Args:
-            alone: keep the order with earlier and later requests (see the class).
-            forms: the schema that `data` and the reply follow, and the server's own description
-                of the endpoint, which the request is made to fit; None sends `data` as it is.
+        """As `HTTPCommunicator.send_data_to_server`, with the future of the reply. `alone`: keep
+        the order (see the class). `forms`: the schema of `data` and of the reply, and the server's
+        own description, which the request is made to fit; None sends `data` as it is.
         """
         headers: dict[str, str] = {}
         repeatable = False
@@ -202,7 +189,6 @@ class ServerConnection:
             self._lock.notify_all()
 
     def _run(self, request: _Request, part: InferRequest) -> Arrays:
-        """Return the reply to a part of a request; send it again where that is safe."""
         for pause in RETRY_PAUSES_S:
             try:
                 return request.exchange.run(part, self.inference_timeout_s)
@@ -261,9 +247,8 @@ class LeaseTakenError(UserError):
 
 
 class Lease:
-    """The lease of one actor, renewed by a thread of its own until `close`. Its `id` is what
-    requests name; None for a server that knows no lease. `LeaseTakenError`: another actor has kept
-    it for longer than it could without renewing it.
+    """The lease of one actor, renewed by a thread until `close`. `id`: what requests name; None
+    for a server without leases. `LeaseTakenError`: another actor has kept and renewed it.
     """
 
     def __init__(self, peer: Peer):
@@ -280,7 +265,6 @@ class Lease:
             self._ask("DELETE")
 
     def _take(self) -> None:
-        """Wait for the lease of an actor that has ended, and for a reply."""
         deadline = time.monotonic() + LEASE_S + 2 * RENEWAL_S
         is_said = False
         while (reply := self._ask("POST"))[0] in (None, 409) and time.monotonic() <= deadline:

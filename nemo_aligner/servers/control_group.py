@@ -41,8 +41,7 @@ class ControlGroup:
         if self.group is None:
             return ServerSignal(own)
         common = torch.tensor([own], dtype=torch.int64)
-        # STOP is the largest signal
-        dist.all_reduce(common, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(common, op=dist.ReduceOp.MAX, group=self.group)  # STOP is the largest
         return ServerSignal(int(common))
 
     def from_rank_zero(self, make: Callable[[], Arrays]) -> Arrays:
@@ -111,9 +110,7 @@ class JobStore:
         return self._ask(lambda store: store.add(key, amount)) or 0
 
     def withdraw(self, key: str) -> None:
-        """Have `get` return None again. The key stays in the store, empty: another rank that has
-        just found it would wait for it, and its connection would bring no further note.
-        """
+        """Have `get` return None. The key stays, empty: a rank that just found it would wait."""
         self.put(key, "")
 
     def _ask(self, call: Callable[[Any], Any]) -> Any:

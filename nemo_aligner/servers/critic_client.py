@@ -57,8 +57,7 @@ class CriticStatus(TypedDict):
 class RMCriticFutureResult(FutureScores):
     """Pending rewards and values of a rollout micro-batch."""
 
-    # of the critic, on the source rank of the model-parallel group; ignored elsewhere
-    critic_future: PendingReply | Exception | None
+    critic_future: PendingReply | Exception | None  # on the model-parallel source rank
     rm_future: FutureScores | None  # on every rank if the rewards come from other servers
     combine_rm_and_critic_server: bool  # the critic's reply holds the rewards too
     og_seq_length: int  # S of the micro-batch
@@ -112,18 +111,10 @@ class StatusFuture(RankZeroFuture[CriticStatus | None]):
 
 
 class RemoteGPTRMCriticClient(RemoteClient):
-    """The remote critic, with the reward model on the same server or on its own (a `Critic`).
-    Arguments and errors beside those of `RemoteClient`:
-
-    Args:
-        cfg: `remote_critic_rm`.
-        score_source: gives the rewards in place of reward models, which are not connected then;
-            only with separate servers.
-
-    Raises:
-        ServerUnreachableError: no server within `init_timeout_s`.
-        ServerMismatchError: there is no endpoint of a name, it is not one of a critic, or gives no
-            rewards although `combine_rm_and_critic_server` is set.
+    """The remote critic, with the reward model on the same server or on its own (a `Critic`); see
+    `RemoteClient`. `cfg`: `remote_critic_rm`. `score_source`: gives the rewards in place of reward
+    models, only with separate servers. `ServerUnreachableError`: none within `init_timeout_s`.
+    `ServerMismatchError`: an endpoint is missing, is no critic's, or lacks the rewards.
     """
 
     SETTING = "remote_critic_rm"
@@ -190,10 +181,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         return RMCriticFutureResult(sent, rm_future, self.combine_rm_and_critic_server, width)
 
     def train(self, rollout_batch: PPOTrainBatch) -> TrainFuture:
-        """Send the samples of all data-parallel ranks for a critic update; returns at once.
-
-        `rollout_batch` is this rank's share (see `training_payload`).
-        """
+        """Have the critic train on all ranks' batches (`training_payload`); returns at once."""
         payload = training_payload(rollout_batch)
         if payload is not None:  # on rank 0
             payload["request_id"] = np.array([uuid.uuid4().hex.encode()])
@@ -217,9 +205,7 @@ class RemoteGPTRMCriticClient(RemoteClient):
         return self.communicator.send_data_to_server(name, data, batching=False, check=check)
 
     def status(self) -> CriticStatus | None:
-        """Ask the server where it stands; every rank calls it and gets the reply. None from a
-        server whose checkpoints do not hold an actor step, such as NeMo-Aligner's.
-        """
+        """Where the server stands; every rank calls it. None: no actor step in its checkpoints."""
 
         def ask() -> Awaitable:
             # What `critic_save` lists says for certain which kind of server it is.
@@ -259,11 +245,10 @@ class RemoteGPTRMCriticClient(RemoteClient):
 
     def check_status(self, expected_actor_step: int, checkpoints: dict[int, str]) -> None:
         """Raise unless the critic's weights are those saved at `expected_actor_step`, 0 for a new
-        run. If it has them in a checkpoint, it goes back to that.
-
-        Every rank calls it once, before the first rollout. A server that cannot say where it
-        stands is not checked; a warning says so. `checkpoints`: folder of each of the actor's
-        complete checkpoints, by its step. `UserError`, on every rank: how to bring both together.
+        run; it goes back to a checkpoint of them. Every rank calls it once, before the first
+        rollout. A server that cannot say where it stands is not checked, with a warning.
+        `checkpoints`: the actor's complete ones, folder by step. `UserError`, on every rank: the
+        remedy.
         """
         status = self.status()
         where = f"{self.cfg.critic.ip}:{self.cfg.critic.port}"

@@ -41,7 +41,6 @@ class _Request(NamedTuple):
 
 
 def _cannot_start(error: Exception) -> UserError:
-    """The error of all ranks after `error` of the one that starts workers."""
     return UserError(
         f"a worker of the environment cannot be started ({error!r}); are there too many "
         "processes, or too little memory?"
@@ -52,8 +51,7 @@ class RewardingEnvironment:
     """An `Environment` (`generation/interface.py`) that gives its rewards; `close()` it."""
 
     section: str  # of its keys
-    # reward of a response to which there is no reply, which ends its conversation; None: an error
-    fallback: float | None
+    fallback: float | None  # reward of a response without reply, which is the last; None: an error
 
     def __enter__(self) -> Self:
         return self
@@ -71,9 +69,7 @@ class RewardingEnvironment:
         return EnvironmentScores(rollout_batch)
 
     def reply_to_failure(self, message: str, remedy: str) -> Reply:
-        """What ends a conversation that failed, as `message` says. `EnvironmentFailedError`: there
-        is no `fallback`.
-        """
+        """The end of a failed conversation. `EnvironmentFailedError`: there is no `fallback`."""
         if self.fallback is None:
             raise EnvironmentFailedError(
                 f"{message}. {remedy}, or set {self.section}.fallback to the reward that it gets."
@@ -83,16 +79,13 @@ class RewardingEnvironment:
 
 
 class PythonEnvironment(RewardingEnvironment):
-    """Replies to responses with the class `spec`.
+    """Replies to responses with the class `spec`; `UserError`, `ConfigError`: it cannot be used.
 
     Args:
         spec: "path/to/file.py:Class".
         max_turns: responses in a conversation, at most.
         timeout_s: per reply; one that takes longer fails, and its worker is killed.
         starts_workers: False on a rank that does not ask for replies.
-
-    Raises:
-        UserError, ConfigError: there is no such class, or it cannot be used.
     """
 
     def __init__(
@@ -138,7 +131,6 @@ class PythonEnvironment(RewardingEnvironment):
         responses: tuple[tuple[int, ...], ...],
         details: Details | None = None,
     ) -> None:
-        """See `Environment.submit`; a class learns nothing of the `details`."""
         texts = [response_text(self.tokenizer, response) for response in responses]
         text = self.tokenizer.ids_to_text(list(prompt))
         request = _Request(number, seed, text, texts)
@@ -167,9 +159,7 @@ class PythonEnvironment(RewardingEnvironment):
         self._ended[number % len(self._ended)].put(number)
 
     def replies(self, wait: bool) -> dict[int, Reply]:
-        """See `Environment.replies`. `UserError`: no new worker could be started, or without a
-        fallback `EnvironmentFailedError` on the first conversation that failed.
-        """
+        """See `Environment.replies`. `UserError`: no new worker, or a failure and no fallback."""
         found: dict[int, Reply] = {}
         while True:
             try:
@@ -208,6 +198,5 @@ class EnvironmentScores(FutureScores):
         self._token_rewards = rollout_batch["token_rewards"]
 
     def scores(self) -> Scores:
-        """The rewards of the responses of each sample, and their sum."""
         rewards = self._token_rewards
         return Scores(rewards.double().nansum(1).float(), token_rewards=rewards)

@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One infer request over one connection of its own, and its outcome: the transport of all clients.
 
-A connection carries a single request: a reply cannot belong to another one, and a broken
-connection says something about the server now. The socket of `http.client` can be shut down by
-another thread, to give up a request, and sends large arrays from where they lie.
+A connection carries a single request: a reply cannot belong to another one, and a broken one tells
+of the server now. Another thread can give up a request by shutting down the socket.
 
-A server of this package says every HEARTBEAT_S that it still works on a request ("100 Continue",
-which HTTP allows any number of times before the reply). So a connection that is dead although
-nobody has closed it is noticed in SILENCE_S, however long the request may take.
+A server of this package says every HEARTBEAT_S that it still works on a request ("100 Continue"),
+so a dead connection that nobody closed is noticed in SILENCE_S, however long the request takes.
 """
 
 import contextlib
@@ -30,8 +28,7 @@ from nemo_aligner.core.errors import ServerRequestError, UserError, cause_in, on
 from nemo_aligner.servers.kserve import Buffer, decode_reply, encode_request
 from nemo_aligner.servers.schema import Arrays
 
-# Where a client takes the lease of a critic (admission.py), what its requests name it in, and how
-# long it is kept for a client that gives no sign of life.
+# The lease of a critic (admission.py): path, header of requests, how long a silent client has it.
 LEASE_PATH = "/v2/nemo_aligner/lease"
 LEASE_HEADER = "NeMo-Aligner-Lease"
 LEASE_S = 30.0
@@ -39,20 +36,17 @@ LEASE_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 # A smaller body is sent as one part: to copy it costs less than a call of the system per tensor.
 ONE_PART_BYTES = 2**20
-# A larger array is sent in parts of this size, each within SILENCE_S.
-PART_BYTES = 2**22
+PART_BYTES = 2**22  # a larger array is sent in parts, each within SILENCE_S
 # A client that sends this header gets a sign of life every HEARTBEAT_S until the reply.
 HEARTBEAT_HEADER = "NeMo-Aligner-Heartbeat"
 HEARTBEAT_S = 10.0
 SILENCE_S = 45.0
 # Names one start of a server. It is in every reply; a request that names another one is refused.
 INSTANCE_HEADER = "NeMo-Aligner-Server"
-# Unanswered probes in a row after which a server counts as dead.
-MAX_MISSED_PROBES = 3
+MAX_MISSED_PROBES = 3  # unanswered probes in a row after which a server counts as dead
 
-# What a server says of itself, not of the request: the first two are raised by a server job that
-# ends (server_loop.py), the next come from Triton while it stops or after it has lost the
-# process behind it, the last after it has lost the process that holds its tensors.
+# What a server says of itself, not of the request: a server job that ends (server_loop.py), Triton
+# that stops or has lost the process behind it, Triton without the process that holds its tensors.
 _NOT_SERVING = re.compile(
     r"\b(ServerStoppingError|ServerJobError)\b|Request for unknown model"
     r"|Server is (stopping|not ready)|Stub process .* is not healthy"
@@ -61,9 +55,7 @@ _NOT_SERVING = re.compile(
 
 
 class ConnectionLostError(Exception):
-    """No connection, or it broke before the reply was complete. `sent`: the server may have begun
-    to work on the request.
-    """
+    """No connection, or it broke before the whole reply. `sent`: the server may have begun."""
 
     def __init__(self, reason: str, sent: bool):
         super().__init__(reason)
@@ -111,9 +103,7 @@ class Peer:
             return response, response.read()
 
     def get(self, path: str, timeout_s: float) -> tuple[http.client.HTTPResponse, bytes] | None:
-        """The reply to a GET and its body, or None when nothing replies.
-        `UntrustedServerError`: what replies is not what the certificates stand for.
-        """
+        """The reply to a GET and its body, or None. `UntrustedServerError`: not as `tls` says."""
         try:
             return self.ask("GET", path, timeout_s)
         except ssl.SSLCertVerificationError as error:
@@ -155,9 +145,7 @@ class Peer:
 
 
 class InferRequest:
-    """The bytes of an infer request (KServe v2, tensors as binary data), to be sent any number of
-    times. `data`: arrays by wire name, which must not change until the last reply has come.
-    """
+    """The bytes of a request, to be sent any number of times; `data` must not change meanwhile."""
 
     def __init__(self, endpoint: str, data: Mapping[str, np.ndarray]):
         head, buffers = encode_request(data)
@@ -179,8 +167,7 @@ class InferRequest:
 
 class Exchange:
     """One sending of a request to one server. `run` blocks; any thread may call `abort`.
-    `headers`: beside those of the request and the token. `heartbeat`: the server is one of this
-    package, which gives signs of life.
+    `headers`: beside the request's and the token. `heartbeat`: the server gives signs of life.
     """
 
     def __init__(
@@ -194,12 +181,9 @@ class Exchange:
         self._aborted = self._timed_out = False
 
     def run(self, request: InferRequest, timeout_s: float) -> Arrays:
-        """Send the request and return the arrays of the reply, by wire name.
-
-        Raises:
-            ConnectionLostError, NotServingError, NoReplyInTimeError: the server failed, not the
-                request.
-            ServerRequestError: the server's own error, or a reply that cannot be read.
+        """Send the request and return the arrays of the reply. `ServerRequestError`: the server's
+        own error, or an unreadable reply. `ConnectionLostError`, `NotServingError`,
+        `NoReplyInTimeError`: the server failed, not the request.
         """
         connected = False
         # Each sign of life starts the time limit of the socket anew, so this one is apart.

@@ -5,32 +5,28 @@ until it returns.
 
 Every request waits in one queue until a server has room for it; it goes to the available server
 with the fewest requests in flight, and among equals to the one used longest ago. Each sending has
-a thread and a connection of its own (exchange.py). A monitor thread per server asks every few
-seconds whether the model is ready there: one "ready" takes the server (back) in. Scoring changes
-nothing, so a request may be sent again at any time, and the reply to a sending that was given up
-is thrown away: every request ends with exactly one reply or one error.
+its own thread and connection (exchange.py). A monitor thread per server asks every few seconds
+whether the model is ready there: one "ready" takes the server (back) in. Scoring changes nothing,
+so a request may be sent again, and every request ends with exactly one reply or one error.
 
 What happens when a server dies, by moment:
 
 * Before the client connects: the client waits, but only START_GRACE_S once another one replies;
   then the job starts without it, with a warning, and takes it in when it comes.
-* While the connection is made, or during a request when it breaks or the reply is cut short: left
-  out; the request goes back to the head of the queue. One that has been lost MAX_LOST times (twice
-  per server in a large fleet) fails, for it may be what ends the servers.
-* Silence during a request: after MAX_MISSED_PROBES unanswered probes (the machine is gone, or
-  Triton holds the connection of a dead process) what is in flight there is sent elsewhere. If
-  Triton answers probes, but the model hangs, only `inference_timeout_s` ends the request. It gets
-  a second chance on another server; a second time-out is an error. The one that hung is asked for
-  the score of one sample that another request had: when it gives one, or after it was down, it is
-  taken back.
+* The connection cannot be made or breaks, or the reply is cut short: left out; the request goes
+  back to the head of the queue. One that has been lost MAX_LOST times (twice per server in a large
+  fleet) fails, for it may be what ends the servers.
+* Silence during a request: after MAX_MISSED_PROBES unanswered probes what is in flight there is
+  sent elsewhere. If Triton answers probes, but the model hangs, only `inference_timeout_s` ends
+  the request. It gets a second chance on another server; a second time-out is an error. The one
+  that hung is taken back when it has scored a sample of another request, or was down.
 * During an orderly end (SIGTERM): what it still replies counts; "is shutting down" or "not ready"
   means: left out, and that request goes elsewhere.
 * On its return: it gets requests in the form that it lists now (served_model.py). If it dies again
-  before its first reply, it is left out for twice as long as the last time. One whose model cannot
-  be used ends the job at the start, and is left out later.
+  before its first reply, it is left out for twice as long. One whose model cannot be used ends the
+  job at the start, and is left out later.
 * All are dead: requests wait, and fail after `init_timeout_s`.
-* An error of the model (it raised; the request does not fit), a wrong shape or NaN is raised at
-  once and never sent again: another server of the same model would reply the same.
+* An error of the model, a wrong shape or NaN is raised at once: another server would reply alike.
 
 Only one rank of each model-parallel group holds a fleet (scoring_clients.py).
 """
@@ -71,10 +67,8 @@ from nemo_aligner.servers.threads import in_thread, settle
 from nemo_aligner.servers.validation import validate_reply, validate_request
 
 MAX_LOST = 5
-# A server that fails again and again is taken back after longer and longer pauses.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
-# Enough for the server's batcher to merge requests; the rest waits here, for any server.
-MAX_IN_FLIGHT = 16
+MAX_IN_FLIGHT = 16  # enough for the server's batcher; the rest waits here, for any server
 PROBE_INTERVAL_S = 5.0  # of a server that is well
 RETRY_INTERVAL_S = 1.0  # of one that is left out or has just missed a probe
 PROBE_TIMEOUT_S = 5.0
@@ -84,8 +78,6 @@ PROGRESS_INTERVAL_S = 5.0
 
 @dataclass(eq=False)
 class _Request:
-    """A request until it has its reply."""
-
     data: Arrays
     future: "concurrent.futures.Future[Arrays]" = field(default_factory=concurrent.futures.Future)
     since: float = field(default_factory=time.monotonic)  # when it last joined the queue
@@ -126,8 +118,7 @@ class Fleet:
 
     Args:
         init_timeout_s: how long to wait while no server replies, at the start and later.
-        first: number of the server that gets the first request; clients that start together begin
-            at different ones.
+        first: number of the server that gets the first request, different in each client.
     """
 
     def __init__(
@@ -157,18 +148,14 @@ class Fleet:
         self._started = False  # it was ready once
         self._first_seen: float | None = None  # when the first server replied
         self._none_since = self._born  # when the last available server was left out
-        # of progress, while waiting for servers
-        self._next_line = self._born + min(2.0, PROGRESS_INTERVAL_S)
+        self._next_line = self._born + min(2.0, PROGRESS_INTERVAL_S)  # progress, while waiting
         self._monitors = [
             in_thread(f"monitor of {server}", self._monitor, server) for server in self.servers
         ]
 
-    # ---- the caller's side ----
-
     def wait_until_ready(self, timeout_s: float) -> bool:
         """True once all servers have replied, or one did START_GRACE_S ago; else False.
-        `ServerUnreachableError`: none has within `init_timeout_s` after the fleet was made.
-        `ServerMismatchError`: a server's model cannot be used.
+        `ServerUnreachableError`: none within `init_timeout_s`. `ServerMismatchError`: no fit.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -201,8 +188,7 @@ class Fleet:
                     self._lock.wait(min(deadline - now, 0.1))
         return True
 
-    # as something that `wait_for_all` waits for
-    done = wait_until_ready
+    done = wait_until_ready  # for `wait_for_all`
 
     def result(self) -> None:
         """None: it has been ready."""
@@ -261,7 +247,6 @@ class Fleet:
             self._turns.append(server)
 
     def _ask(self, exchange: Exchange, served: ServedModel, data: Arrays) -> Arrays | Exception:
-        """Return the reply, or why there is none."""
         try:
             parts = fit_requests(served, self.endpoint, data)
             replies = [exchange.run(part, self.inference_timeout_s) for part in parts]
@@ -353,7 +338,6 @@ class Fleet:
     # ---- monitors ----
 
     def _monitor(self, server: _Server) -> None:
-        """Thread of one server: probe it until the fleet is closed."""
         name_key = f"{self.spec.setting}.name"
         probe = ModelProbe(server.peer, self.spec.endpoint, self.section, name_key)
         while True:
@@ -416,7 +400,6 @@ class Fleet:
         in_thread(f"trial of {server}", ask)
 
     def _note_probe(self, server: _Server, status: int | None, problem: str) -> None:
-        """Change the state of `server` after a probe: HTTP status, None without a reply."""
         if status == 200:
             server.missed = 0
             is_fit = server.served is not None and not server.hung

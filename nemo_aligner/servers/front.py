@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door of a server behind which is Triton: passes what may enter (admission.py) on to it.
 
-Triton itself listens on a Unix socket that only this user can open (socket_triton.py). Nothing
-else of it can be reached: repositories of models, shared memory, logging, tracing, chunked bodies.
+Triton itself listens on a Unix socket that only this user can open (socket_triton.py).
 
 A request's tensors stay in this process, where the functions run that reply: Triton gets the
-request under a name (REQUEST_PARAMETER), with zeros in place of the tensors, puts it in its queue
-and hands it over when its turn has come (`Front.hand_over`); then a thread of its endpoint works
-on it. Through Triton its bytes would be copied five times, and a small scoring request would wait
-for the large one before it.
+request under a name (REQUEST_PARAMETER), with zeros in place of the tensors, and hands it over
+when its turn has come (`Front.hand_over`); then a thread of its endpoint works on it. Through
+Triton its bytes would be copied five times, and a small request would wait for a large one.
 """
 
 import concurrent.futures
@@ -60,8 +58,7 @@ from nemo_aligner.servers.schema import MOST_ROWS, Endpoint, Handler
 from nemo_aligner.servers.threads import in_thread
 
 PART_BYTES = 2**20
-# Parameter of a request that holds its name.
-REQUEST_PARAMETER = "nemo_aligner_request"
+REQUEST_PARAMETER = "nemo_aligner_request"  # holds the name of a request
 
 
 class SocketConnection(http.client.HTTPConnection):
@@ -82,8 +79,7 @@ class Passing:
     """A request from when Triton gets it until it is replied to."""
 
     submit: "Callable[[], concurrent.futures.Future[Reply]]"  # has it worked on
-    # pending; None until Triton has handed the request over
-    reply: "concurrent.futures.Future[Reply] | None" = None
+    reply: "concurrent.futures.Future[Reply] | None" = None  # None until Triton hands it over
 
 
 class HttpServer(socketserver.ThreadingTCPServer):
@@ -120,7 +116,6 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        """Close a connection at once while there are too many."""
         return self._free.acquire(blocking=False)
 
     def process_request_thread(self, request: object, client_address: object) -> None:
@@ -163,9 +158,7 @@ class Front(HttpServer):
 
     @contextlib.contextmanager
     def passing(self, name: str, request: Passing) -> Iterator[None]:
-        """Keep a request, which Triton gets under this name; nobody begins to work on it after
-        the end.
-        """
+        """Keep a request, which Triton gets under this name; at the end, unless begun, drop it."""
         with self._idle:
             self._passing[name] = request
         try:
@@ -212,9 +205,7 @@ class HttpHandler(BaseHTTPRequestHandler):
         raise NotImplementedError
 
     def refuse(self, status: int, line: str) -> None:
-        """Reply with an error and close the connection. A client that still sends its body would
-        get a reset instead, so that is read.
-        """
+        """Reply with an error and close; reads what is still sent, or the client gets a reset."""
         self.close_connection = True
         self.send_refusal(status, line)
         self.connection.shutdown(socket.SHUT_WR)
@@ -250,7 +241,6 @@ class _Handler(HttpHandler):
     do_GET = do_POST = do_DELETE = _handle
 
     def _read(self, size: int) -> memoryview:
-        """Return the next bytes of the body; nothing else uses their memory."""
         data = np.empty(size, np.uint8).data
         if size and self.rfile.readinto(data) < size:
             raise ConnectionError("the client has closed the connection within a body")
@@ -297,8 +287,6 @@ class _Handler(HttpHandler):
             else:
                 self.send_refusal(500, f"Triton has not handed over a request to {endpoint.name}")
 
-    # ---- the reply ----
-
     def _wait_for(self, reply: "concurrent.futures.Future[Reply]") -> Reply:
         while True:
             try:
@@ -314,7 +302,6 @@ class _Handler(HttpHandler):
             self.end_headers()
 
     def _pass_on(self, response: http.client.HTTPResponse) -> None:
-        """Pass on what Triton says of itself; an incomplete reply ends the connection."""
         if response.status != 200 and response.length:
             self.send_refusal(response.status, self._read_error(response))
             return

@@ -61,9 +61,7 @@ class PendingReply:
         return False
 
     def result(self, heartbeat_s: float = 30.0) -> Any:
-        """Wait for the reply and return its arrays by name, or the replies by the names of their
-        requests; logs every `heartbeat_s`. `ServerRequestError`: with the cause.
-        """
+        """Wait for the reply, or the replies `by_name`, or raise the error; logs the wait."""
         while not self.done(heartbeat_s):
             pass
         for sent in self._sent.values():
@@ -91,9 +89,7 @@ class FutureScores(FutureResult[Any]):
 
     @abstractmethod
     def scores(self) -> Scores:
-        """Wait for the scores; every rank of the model-parallel group gets them on its device, or
-        the error.
-        """
+        """Wait for the scores or the error; each model-parallel rank has them on its device."""
 
     def result(self) -> Any:
         """The rewards float32 `[b, 1]`, as NeMo-Aligner's clients give them."""
@@ -141,8 +137,7 @@ def _poll(pending: Awaitable | Exception | None, timeout_s: float) -> tuple[str,
             raise pending
         return ("done", pending.result()) if pending.done(timeout_s) else ("pending", None)
     except Exception as error:  # of any kind: the other ranks must not wait forever
-        # One that can be sent to them, of the same kind as far as a job's end depends on it; it
-        # names the type if the message alone says little.
+        # One that can be sent to them, of the same kind as far as a job's end depends on it.
         text = str(error) if isinstance(error, (ServerRequestError, UserError)) else repr(error)
         kind = LostPeerError if isinstance(error, LostPeerError) else ServerRequestError
         return "failed", kind(text)
@@ -179,9 +174,7 @@ def await_on_model_source(pending: Awaitable | Exception | None) -> Any:
 
 
 def get_future_result(future: Awaitable | Exception | None, *keys: str) -> list[Tensor]:
-    """Arrays `keys` of the reply to `future`, which the source rank of the model-parallel group
-    has, on this rank's device; every rank of the group calls it.
-    """
+    """Arrays `keys` of `await_on_model_source`, on this rank's device; all its group calls it."""
     reply = await_on_model_source(future)
     return [torch.from_numpy(np.array(reply[key])).to(get_device()) for key in keys]
 
@@ -214,9 +207,7 @@ class RankZeroFuture(FutureResult[T]):
 
 
 def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:
-    """`get_future_result` by NeMo-Aligner's form: of one key its tensor, of several a list; any
-    object with `result()` may be waited for.
-    """
+    """NeMo-Aligner's form: of one key a tensor, of several a list; any future with `result()`."""
     if not (future is None or isinstance(future, (Exception, PendingReply))):
         future = OtherFuture(future)
     results = get_future_result(future, *keys)
@@ -224,16 +215,13 @@ def result_of_future(future: Any, *keys: str) -> Tensor | list[Tensor]:
 
 
 class OtherFuture(FutureResult[Any]):
-    """What a future of a user or of another library gives, as an `Awaitable`; `read` makes the
-    result of it, or of None without a future.
-    """
+    """A future of others as an `Awaitable`; `read` gets its result, None without a future."""
 
     def __init__(self, future: Any, read: Callable[[Any], Any] = lambda got: got) -> None:
         self._read = functools.cache(lambda: read(None if future is None else future.result()))
         self.pending = (self,)
 
     def done(self, timeout_s: float) -> bool:
-        """True: `result()` itself waits."""
         return True
 
     def result(self) -> Any:

@@ -67,10 +67,10 @@ class HTTPCommunicator:
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        # by name; names at one address share a connection
-        self.connections: dict[str, ServerConnection] = {}
-        # each server that was added with a schema, as it describes itself
-        self.served: dict[str, ServedModel] = {}
+        self.connections: dict[str, ServerConnection] = {}  # by name, shared at one address
+        self.served: dict[
+            str, ServedModel
+        ] = {}  # those with a schema, as they describe themselves
         self._endpoints: dict[str, Endpoint | None] = {}
 
     def __enter__(self) -> "HTTPCommunicator":
@@ -85,9 +85,7 @@ class HTTPCommunicator:
         servers: Mapping[str, tuple[str, int]],
         endpoints: Mapping[str, Endpoint] | None = None,
     ) -> "HTTPCommunicator":
-        """Connect to all of `servers`, {name: (ip, port)}, with the schemas `endpoints`; returns
-        the communicator, a new one if called on the class, as in NeMo-Aligner.
-        """
+        """Connect to `servers`, {name: (ip, port)}; called on the class, it makes a new object."""
         for name, (ip, port) in servers.items():
             self.add_server_by_name(name, ip=ip, port=port, endpoint=(endpoints or {}).get(name))
         return self
@@ -99,15 +97,10 @@ class HTTPCommunicator:
         port: int = 5555,
         endpoint: Endpoint | None = None,
     ) -> None:
-        """Wait until `server_name` is served at `ip:port`, then connect to it.
-
-        `endpoint`: the schema of what is sent. The server gets what it lists of it, in the form
-        that it lists; None sends requests as they are.
-
-        Raises:
-            ServerUnreachableError: nothing serves it within `init_timeout_s`.
-            ServerMismatchError: it does not have the name, cannot be used with the schema, or asks
-                for another token.
+        """Wait until `server_name` is served at `ip:port`, then connect. `endpoint`: the schema of
+        requests, which get the form that the server lists; None sends them as they are.
+        `ServerUnreachableError`: not within `init_timeout_s`. `ServerMismatchError`: it has no
+        such name, cannot be used with the schema, or asks for another token.
         """
         peer = Peer(ip, int(port), self.token, self.tls)
         served = self._wait_until_ready(server_name, peer, endpoint)
@@ -122,7 +115,6 @@ class HTTPCommunicator:
     def _wait_until_ready(
         self, server_name: str, peer: Peer, endpoint: Endpoint | None
     ) -> ServedModel | None:
-        """Return the server's description once it is ready; None without `endpoint`."""
         start = time.monotonic()
         next_line = start + min(2.0, PROGRESS_INTERVAL_S)
         pause = 0.1
@@ -164,13 +156,11 @@ class HTTPCommunicator:
         batching: bool = True,
         check: Callable[[Arrays], None] | None = None,
     ) -> PendingReply:
-        """Send numpy arrays by wire name; returns at once. The arrays must not change before the
-        reply has come.
+        """Send numpy arrays by wire name, unchanged until the reply; returns at once.
 
-        `batching`: False keeps the request's place among all those to that server (see
-        `ServerConnection`). `check`: called with the reply; may raise `ReplyError`.
-        `RequestError`: the request does not fit the endpoint's schema, or cannot be given the form
-        that the server lists (nothing is sent).
+        `batching`: False keeps the request's place among all (see `ServerConnection`). `check`:
+        called with the reply; may raise `ReplyError`. `RequestError`, and nothing is sent: it does
+        not fit the schema, or the form that the server lists.
         """
         endpoint = self._endpoints[server_name]
         if endpoint is not None:

@@ -59,7 +59,6 @@ class JudgeWorker(UrlWorker):
         return "error", f"{why}, the last of {judge.options['tries']} replies"
 
     def _text(self, fields: dict[str, Any], number: int, limit_s: float) -> str:
-        """The text of the reply that is kept, or else of a server's, which is kept then."""
         asked = json.dumps([fields, number], sort_keys=True)
         name = hashlib.sha256(asked.encode()).hexdigest()
         with self._locked(f"{name[:2]}/{name}.json") as file:

@@ -4,8 +4,7 @@
 
 A body is a JSON object, the *head*, which lists name, shape and type of each tensor, and then the
 bytes of the tensors in that order, numbers in little-endian order, each text behind its length. A
-tensor may also stand in the head itself, as a list. Both ends use this module; the oracle of its
-tests is Triton's client library.
+tensor may also stand in the head itself, as a list.
 """
 
 import json
@@ -33,7 +32,6 @@ _DTYPES = {name: np.dtype(f"<{code}") for code, name in _NAMES.items()}
 # Kinds of numbers in JSON that a tensor of a kind takes.
 _TAKES = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}
 
-# A tensor, as its bytes.
 Buffer = bytes | bytearray | memoryview
 # What is raised of a head that lists no tensors.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
@@ -57,9 +55,6 @@ def numpy_type(name: str) -> type:
     return _DTYPES[name].type
 
 
-# ---- one tensor ----
-
-
 def to_bytes(array: Array) -> Buffer:
     """Return the elements of an array as they are sent; those of numbers are not copied."""
     if array.dtype.kind not in "OSU":
@@ -70,7 +65,6 @@ def to_bytes(array: Array) -> Buffer:
 
 
 def _from_bytes(data: memoryview, name: str, count: int) -> Array:
-    """The `count` elements of a tensor; of texts an array of objects."""
     if name != "BYTES":
         # Aligned, as torch takes it; a copy only where it is not.
         return np.require(np.frombuffer(data, _DTYPES[name]), requirements="A")
@@ -98,11 +92,7 @@ def _from_list(content: Any, name: str) -> Array:
     return array.reshape(-1)
 
 
-# ---- lists of tensors ----
-
-
 def _describe(arrays: Mapping[str, Array]) -> tuple[list[dict[str, Any]], list[Buffer]]:
-    """The entries of the head for tensors that follow it, and their bytes."""
     buffers = [to_bytes(array) for array in arrays.values()]
     return [
         {
@@ -116,9 +106,7 @@ def _describe(arrays: Mapping[str, Array]) -> tuple[list[dict[str, Any]], list[B
 
 
 def _read_tensors(entries: list[dict[str, Any]], data: memoryview) -> Arrays:
-    """The tensors that the head lists, of which `data` holds what is binary; an error of
-    UNREADABLE: they are none.
-    """
+    """The tensors of the head, binary ones in `data`; an error of UNREADABLE: they are none."""
     arrays: Arrays = {}
     at = 0
     for entry in entries:
@@ -143,9 +131,6 @@ def _read_tensors(entries: list[dict[str, Any]], data: memoryview) -> Arrays:
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes belong to no tensor")
     return arrays
-
-
-# ---- requests ----
 
 
 def encode_request(
@@ -179,9 +164,6 @@ def rows_of(head: dict[str, Any]) -> int:
         return max(int(tensor["shape"][0]) for tensor in head["inputs"])
     except (*UNREADABLE, IndexError):
         return 0
-
-
-# ---- replies ----
 
 
 def wanted_outputs(endpoint: Endpoint, head: dict[str, Any]) -> dict[str, bool]:
@@ -224,9 +206,6 @@ def decode_reply(body: bytes, head_size: int | None) -> Arrays:
     """Return the arrays of a reply by wire name; an error of UNREADABLE: it is none."""
     size = len(body) if head_size is None else head_size
     return _read_tensors(json.loads(body[:size])["outputs"], memoryview(body)[size:])
-
-
-# ---- descriptions ----
 
 
 def model_config(endpoint: Endpoint) -> dict[str, Any]:

@@ -15,16 +15,13 @@ from nemo_aligner.servers.schema import Arrays, RequestError
 
 
 def request_width(longest: int, pad_to_length: int | None, max_length: int | None) -> int:
-    """The number of token columns of an infer request: `pad_to_length` at least; or without it the
-    longest sample, rounded up as far as `max_length`, if there is one.
-    """
+    """Columns for `longest` tokens: `pad_to_length` or more, or rounded up to a limit."""
     if pad_to_length is not None:
         return max(longest, pad_to_length)
     if max_length is None:
         return longest
-    # Triton hands over requests of equal width together, and shapes that come again are faster,
-    # so there should be few widths: eight from one power of two to the next, which adds an eighth
-    # at most, and multiples of 8 below 128.
+    # Triton hands over requests of equal width together, and shapes that come again are faster, so
+    # widths should be few: eight per power of two (1/8 wider at most), multiples of 8 below 128.
     step = max(8, 1 << (longest.bit_length() - 4)) if longest >= 8 else 8
     return max(longest, min(-(-longest // step) * step, max_length))
 
@@ -35,10 +32,9 @@ def scoring_payload(
     fingerprint: str | None = None,
     max_length: int | None = None,
 ) -> Arrays:
-    """Return the arrays of an infer request; they share no memory with `rollout_batch`, of which
-    it takes `response_tokens` int64 [b, S] and `response_lengths` [b] (prompt + response). See
-    `request_width`; further columns hold 0. `fingerprint`: of the policy's tokenizer, for the
-    server to compare; None leaves it out. `RequestError`: no sample, or none has a token.
+    """The arrays of an infer request, of `request_width`, padded with 0. They share no memory with
+    the batch: `response_tokens` int64 [b, S], `response_lengths` [b] (prompt + response).
+    `fingerprint`: of the policy's tokenizer. `RequestError`: no sample, or none has a token.
     """
     tokens = rollout_batch["response_tokens"].cpu()
     lengths = rollout_batch["response_lengths"].cpu().long()
@@ -92,7 +88,6 @@ def training_payload(batch: PPOTrainBatch) -> Arrays | None:
     if parallel_state.get_rank() != 0:
         return None
     # The critic cuts its global batches from these samples: their order must not depend on the
-    # number of actor ranks. And they are copied: the request is sent in the background, and the
-    # batch belongs to the caller.
+    # number of actor ranks. Copied: the batch is the caller's, and sending goes on.
     order = samples.pop("order", torch.arange(len(samples["mask"]))).cpu().argsort()
     return {name: tensor.cpu()[order].numpy() for name, tensor in samples.items()}

@@ -9,18 +9,12 @@ from pathlib import Path
 
 from nemo_aligner.core.errors import UserError
 
-# The keys of the port of a server job.
 SERVER_PORT = "trainer.ppo.port, or inference.port for a reward server"
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")  # Linux
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """Return a port on which a server can listen, also a few seconds later when it starts.
-
-    The system's choice (`bind` to port 0) will not do: it comes from the range of outgoing
-    connections, each of which blocks its port until a minute after its end. On a busy machine the
-    server would sometimes find the port taken.
-    """
+    """A free port; not the system's choice, which an outgoing connection may take meanwhile."""
     first_ephemeral = 32768
     with contextlib.suppress(OSError, ValueError):
         first_ephemeral = int(_EPHEMERAL_RANGE.read_text().split()[0])

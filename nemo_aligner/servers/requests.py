@@ -33,8 +33,7 @@ PIECE_TIMEOUT_S = 120.0
 
 # Tokens of a slice per data-parallel rank, padding included, unless one micro-batch has more.
 SLICE_TOKENS = 2**14
-# Micro-batches of a slice per pipeline stage, where there are several: the stages wait for each
-# other at the ends of each slice.
+# Micro-batches of a slice per pipeline stage, if several: stages wait at the ends of slices.
 SLICE_MICRO_BATCHES_PER_STAGE = 4
 
 
@@ -46,9 +45,7 @@ def decode_bytes_ndarray(str_ndarray: np.ndarray) -> np.ndarray:
 def pad_input(
     value: np.ndarray | torch.Tensor | Sequence[Any] | None, size: int, pad_value: Any = 0
 ) -> tuple[list[Any] | None, int]:
-    """Extend the rows of `value` by rows of `pad_value` to a multiple of `size`: the rows as a
-    list, and how many were added; (None, 0) for None.
-    """
+    """The rows of `value`, padded by `pad_value` to a multiple of `size`, and the number added."""
     if value is None:
         return None, 0
     rows = value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else list(value)
@@ -66,9 +63,8 @@ def pad_rows(array: np.ndarray, multiple: int) -> np.ndarray:
 def calculate_inference_batch_padding_multiple(
     current_size: int, model_forward_micro_batch_size: int
 ) -> int:
-    """The multiple to which a batch of `current_size` samples is padded, so that every
-    data-parallel rank gets whole micro-batches: DP for a small batch (one shorter micro-batch
-    each), else `model_forward_micro_batch_size * DP`.
+    """The multiple to which a batch is padded, so that every data-parallel rank gets whole
+    micro-batches: DP for a small batch (one shorter micro-batch each), else micro-batch size * DP.
     """
     dp_size = parallel_state.get_data_parallel_world_size()
     full = model_forward_micro_batch_size * dp_size
@@ -76,7 +72,6 @@ def calculate_inference_batch_padding_multiple(
 
 
 def _decode_sentences(sentences: np.ndarray) -> list[str]:
-    """Decode `sentences`, bytes [N] or [N, 1]; an error names the row that is not UTF-8."""
     if sentences.ndim > 1 and sentences.shape[1:] != (1,):
         shape = list(sentences.shape)
         raise UserError(f"'sentences' has shape {shape}: send one text per row, [N, 1].")
@@ -133,9 +128,7 @@ def pad_batch_and_strip_sequence(
 
 
 def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
-    """How many samples of each data-parallel rank, `width` tokens each, make a slice: whole
-    micro-batches.
-    """
+    """How many samples, of `width` tokens, a slice has of each data-parallel rank."""
     count = max(SLICE_TOKENS // (micro_batch_size * width), 1)
     if pipeline_stages > 1:
         count = max(count, SLICE_MICRO_BATCHES_PER_STAGE * pipeline_stages)
@@ -144,12 +137,8 @@ def slice_size(width: int, micro_batch_size: int, pipeline_stages: int) -> int:
 
 
 def cut_rows(lengths: np.ndarray, shares: int, size: int, by_length: bool) -> list[np.ndarray]:
-    """The places of the samples of each slice, int64 [n], with `size` of each rank's share.
-
-    Args:
-        lengths: int64 [N], which is shared out evenly to `shares` ranks, in order.
-        by_length: the longest samples of each share come first, as in the micro-batches of a
-            model (training/micro_batches.py); else they stay in their order.
+    """The places, int64 [n], of the samples of each slice: `size` of each of `shares` ranks, which
+    get `lengths`, int64 [N], evenly, in order. `by_length`: the longest of a share come first.
     """
     own = lengths.reshape(shares, -1)
     if own.shape[1] <= size:

@@ -38,8 +38,7 @@ from nemo_aligner.servers.worker import ALL_COLUMNS, Sample
 
 # Samples that a worker gets at once: they share the cost of a message, and wait behind a slow one.
 MAX_CHUNK = 32
-# Characters of a prompt or response in a message.
-SHOWN_CHARACTERS = 200
+SHOWN_CHARACTERS = 200  # of a prompt or response in a message
 
 
 class RewardFunctionError(UserError):
@@ -48,22 +47,15 @@ class RewardFunctionError(UserError):
 
 class RewardFunction:
     """Scores rollouts with the function `spec`; call `close()` or use it in a `with` block.
+    `UserError`, `ConfigError`: there is no such function, or it cannot be called so.
 
     Args:
         spec: "path/to/file.py:function", or the web servers that score in its place.
         tokenizer: of the policy whose responses are scored.
         timeout_s: per sample; one that takes longer fails, and its worker is killed.
         fallback: score of a sample for which the function failed; None makes the request fail.
-        per: what a reward is for: a "response", or each "step" or "token" of it; then the function
-            returns a list of numbers per sample.
+        per: what a reward is for: a "response", or each "step" or "token" of it (then a list).
         gives_columns: whether columns of the prompts' records come with the samples.
-
-    Attributes:
-        columns: those that the function asks for (`worker.py:columns_of`).
-        third: the name of its parameter that gets the lengths.
-
-    Raises:
-        UserError, ConfigError: there is no such function, or it cannot be called so.
     """
 
     def __init__(
@@ -98,6 +90,7 @@ class RewardFunction:
         self._requests: set[_Request] = set()
         limit = f"{timeout_s:g} s ({section}.reward_fn_timeout_s)"
         self._pool = Pool(make, [self._chunks] * workers, limit)
+        # The parameter that gets the lengths, and the columns that it asks for (`columns_of`).
         self.third, *self.columns = self._pool.told
         asked = [name for name in self.columns if name != ALL_COLUMNS]
         if asked and not gives_columns:
@@ -123,8 +116,6 @@ class RewardFunction:
             request.fail(RewardFunctionError(f"{self.title} is shutting down"))
         self._pool.close()
 
-    # ---- scoring ----
-
     def infer(
         self,
         tokens: np.ndarray | Tensor,
@@ -142,16 +133,12 @@ class RewardFunction:
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> "concurrent.futures.Future[np.ndarray]":
         """The future of the rewards of samples: float32 [N, 1], or per step or token [N, S], NaN
-        at tokens without one.
+        at tokens without one. `RequestError`: no `prompt_lengths`.
 
         Args:
             tokens: int64 [N, S], prompt and response, right-padded.
-            sequence_lengths: int64 [N] or [N, 1], R.
-            prompt_lengths: int64 [N] or [N, 1], P.
+            sequence_lengths, prompt_lengths: int64 [N] or [N, 1], R and P.
             columns: of the samples' records, by name.
-
-        Raises:
-            RequestError: no `prompt_lengths`.
         """
         if prompt_lengths is None:
             raise RequestError(
@@ -245,8 +232,6 @@ _Scores = list[float | list[float]]
 
 @dataclasses.dataclass(eq=False)
 class _Request:
-    """Samples on their way through the workers; `future` gets their values."""
-
     owner: RewardFunction
     samples: list[Sample]
 
@@ -264,7 +249,6 @@ class _Request:
             self.future.set_exception(error)
 
     def record(self, index: int, kind: str, value: Any) -> None:
-        """Note the outcome of a sample: its score, or with kind "error" why there is none."""
         fallback = self.owner.fallback
         if kind == "error" and fallback is None:
             remedy = f"Correct it, or set {self.owner.section}.reward_fn_fallback to its score."
@@ -289,7 +273,6 @@ class _Request:
                 self.future.set_result(self._scores)
 
     def _describe(self, index: int, why: str) -> str:
-        """Return in one line why a sample has no score; a traceback goes to the log."""
         prompt, response, length, _, columns = self.samples[index]
         failed = f"{self.owner.title} failed on sample {index} of {len(self.samples)}"
         if "\n" in why:
@@ -351,19 +334,10 @@ def scores_of_places(
     per: str,
     step_end: str | None,
 ) -> Tensor:
-    """The scores of a reward model at the response tokens that `per` says: all ("token"), or those
-    that complete a `step_end` ("step").
-
-    Args:
-        scores: float32 [N, S], at every position.
-        tokens: int64 [N, S].
-        lengths, prompt_lengths: int64 [N]; a row that fills up a batch has prompt length 0.
-
-    Returns:
-        float32 [N, S], NaN elsewhere.
-
-    Raises:
-        RuntimeError: a score at such a token is not finite.
+    """A reward model's `scores`, float32 [N, S], at the response tokens that `per` says ("token":
+    all, "step": those that complete a `step_end`), NaN elsewhere. `tokens`: int64 [N, S];
+    `lengths`, `prompt_lengths`: int64 [N]; of a row that fills up a batch the latter is 0.
+    `RuntimeError`: a score at such a token is not finite.
     """
     has_reward = torch.zeros(scores.shape, dtype=torch.bool)
     bounds = zip(tokens.tolist(), prompt_lengths.tolist(), lengths.tolist(), strict=True)

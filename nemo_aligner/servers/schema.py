@@ -35,12 +35,10 @@ TEACHER_LOGITS = "teacher_logits"  # of a teacher; `remote_teacher.name`
 # `actor_step` of a critic that does not know which actor step its weights belong to.
 UNKNOWN_STEP = -1
 
-# An array of a request or a reply, of any dtype; and several by wire name.
-Array = np.ndarray[Any, Any]
-Arrays = dict[str, Array]
+Array = np.ndarray[Any, Any]  # of a request or a reply
+Arrays = dict[str, Array]  # by wire name
 
-# What handles the requests of an endpoint: arrays by wire name -> arrays by wire name.
-Handler = Callable[..., Arrays]
+Handler = Callable[..., Arrays]  # of the requests to an endpoint: arrays by wire name, both ways
 
 
 class RequestError(UserError):
@@ -67,7 +65,6 @@ class TensorSpec:
         )
 
     def describe(self, batching: bool) -> str:
-        """Name, dtype and shape, for error messages."""
         sizes = ["any" if size == -1 else size for size in self.shape]
         dtype = np.dtype(self.dtype).name
         return f"{self.name}: {dtype} {['N', *sizes] if batching else sizes}"
@@ -116,8 +113,7 @@ _SCORING_INPUTS = (
     _optional("tokens", np.int64, (-1,), "token ids, right-padded [N, S]"),
     _optional("sequence_lengths", np.int64, (-1,), "number of real tokens of each row [N, 1]"),
 )
-# A server with another tokenizer refuses the request: the same ids would mean other tokens. One
-# per sample, as all inputs of requests that Triton may merge.
+# The same ids mean other tokens to another tokenizer; one per sample, as Triton merges requests.
 _FINGERPRINT = "fingerprint of the sender's tokenizer (`tokenizer_fingerprint`) [N, 1]"
 _TOKENIZER = _optional("tokenizer", np.bytes_, (1,), _FINGERPRINT)
 # Where the response starts: a reward that is a function gets prompt and response apart.
@@ -207,9 +203,7 @@ def attributes_endpoint() -> Endpoint:
 
 
 def teacher_endpoint(wanted: Iterable[str] | None = None) -> Endpoint:
-    """The K largest logits [N, S, K] of a teacher behind each token, where K is the server's, and
-    its log-probs of the tokens that follow; of these what is `wanted`, None: all.
-    """
+    """A teacher's K largest logits [N, S, K] and log-probs [N, S], or those that are `wanted`."""
     largest = "largest logits behind each token, less the largest [N, S, K]"
     total = "log-sum-exp of all logits less the largest [N, S]"
     outputs: tuple[TensorSpec, ...] = (

@@ -4,9 +4,8 @@
 
 A request is checked, tokenized and padded on a Triton thread of rank 0 (`Scorer.reply_to`), its
 samples are shared out to the data-parallel ranks, scored, and gathered in their order
-(`Scorer.forward`). A large request is scored in slices (requests.py). Padding, stripping, slices
-and the merging of requests never change a score. N is the number of samples of a request, n that
-of one data-parallel rank's share, S the padded token length.
+(`Scorer.forward`), a large request in slices (requests.py). None of this changes a score. N is the
+number of samples of a request, n that of one data-parallel rank, S the padded token length.
 """
 
 import contextlib
@@ -40,10 +39,8 @@ from nemo_aligner.servers.validation import validate_scoring_inputs, validate_to
 
 # Arrays of a request by wire name; optional inputs that were not sent are absent or None.
 Inputs = Mapping[str, np.ndarray | None]
-# See `Scorer`.
-ScoreRows = Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]]
-# Name, among the arrays of a slice, of the number of its pass.
-_PASS = "pass"
+ScoreRows = Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]]  # see `Scorer`
+_PASS = "pass"  # name of the number of its pass, among the arrays of a slice
 
 
 def share_of_rank(start: int, count: int) -> slice:
@@ -70,8 +67,7 @@ def batcher_options(
     max_queue_delay_microseconds: float, inference_micro_batch_size: int | Sequence[int]
 ) -> dict[str, Any]:
     """The arguments of PyTriton's DynamicBatcher: how long Triton holds a request back for others
-    that it hands over with it, and the samples per data-parallel rank, a number or several, at
-    which it does not wait any more. Each request is computed by itself.
+    to hand over with it, and at how many samples per data-parallel rank it waits no more.
     """
     sizes = inference_micro_batch_size
     sizes = [sizes] if isinstance(sizes, int) else sizes
@@ -90,17 +86,14 @@ def model_limits(model: Any) -> tuple[int | None, int | None]:
 
 @dataclass(eq=False)
 class Scorer:
-    """Scores requests; every rank of the job holds one. `turns`: what changes the model takes its
-    turn there.
-    """
+    """Scores requests; every rank of the job holds one. `turns`: for what changes the model."""
 
     # (tokens int64 [n, S], lengths int64 [n], prompt_lengths int64 [n] or None), on this rank's
     # device, -> {"rewards": [n, 1], "values": [n, S]} or one of them, or others with a column for
     # each token, [n, S, ...]. Every rank calls it with its share. A row that only fills up the
     # batch has length 1 and prompt length 0.
     score_rows: ScoreRows
-    # list of str -> (tokens int64 [N, S], lengths int64 [N])
-    tokenize_func: Callable[[list[str]], tuple]
+    tokenize_func: Callable[[list[str]], tuple]  # -> (tokens int64 [N, S], lengths int64 [N])
     micro_batch_size: int
     # columns that no sample uses are cut, down to this multiple; None keeps them
     strip_sequence_length_to_multiple: int | None = None
@@ -108,12 +101,10 @@ class Scorer:
     max_length: int | None = None  # the same for S
     needs_prompt_lengths: bool = False  # refuse a request that does not say where responses start
     tokenizer: Any = None  # a request that names another one is refused; None refuses none
-    # functions like `score_rows`, which together give what it gives. A request of several slices
-    # is scored by the first in all its slices, then by the next, so that weights which take turns
-    # in one module are not swapped for each slice.
+    # functions like `score_rows`, which together give what it gives. Each scores all slices before
+    # the next, so that weights which take turns in one module are not swapped for each slice
     passes: Sequence[ScoreRows] = ()
-    # samples per data-parallel rank that make a slice, in their order. None: whole micro-batches,
-    # with the longest samples first, as many as requests.py says
+    # samples per data-parallel rank that make a slice, in their order; None: as requests.py says
     slice_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -164,12 +155,9 @@ class Scorer:
         return self._score(self.control.from_rank_zero(lambda: arrays))
 
     def _prepare(self, inputs: Inputs) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
-        """The checked, stripped and padded arrays of a request, and what undoes stripping and
-        padding on the outputs.
-        """
+        """The checked, stripped, padded arrays of a request, and what undoes that on outputs."""
         validate_tokenizer(inputs.get("tokenizer"), self.fingerprint)
         prompt_lengths = inputs.get("prompt_lengths")
-        # Refuses sentences where they cannot be scored.
         with self._tokenizing:
             processed = process_inputs(inputs, self.tokenize_func)
         if self.needs_prompt_lengths and prompt_lengths is None:
@@ -208,9 +196,7 @@ class Scorer:
     def _score_slices(
         self, arrays: Arrays, score: Callable[[np.ndarray, Arrays], Arrays]
     ) -> Arrays:
-        """Score a padded batch by `score`, which gets the places of a slice's samples and its
-        arrays; where that returns {}, so does this function.
-        """
+        """`score` gets the places of a slice's samples and its arrays; {} where it returns {}."""
         outputs: Arrays = {}
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         width, shares = arrays["tokens"].shape[1], parallel_state.get_data_parallel_world_size()
@@ -247,9 +233,7 @@ class Scorer:
 
 
 class Turns:
-    """Several threads may score at once, but none while one changes the model: all slices of a
-    request are scored by the same weights.
-    """
+    """Several threads may score whole requests at once, but none while one changes the model."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

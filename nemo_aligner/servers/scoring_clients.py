@@ -60,8 +60,7 @@ class RMFutureResult(FutureScores):
 
     # replies by name of the reward model, on the source rank of the model-parallel group
     rm_future: PendingReply | Exception | None
-    # without it, as in NeMo-Aligner's call, a reply with rewards of tokens is an error
-    rollout: Rollout | None = None
+    rollout: Rollout | None = None  # None, as in NeMo-Aligner: rewards of tokens are an error
     weights: Mapping[str, float] | None = None  # of an ensemble's reward models, by name
 
     def __post_init__(self) -> None:
@@ -113,9 +112,7 @@ class RewardModels:
         self.fleets = client.connect(specs, schema.reward_model_endpoint())
 
     def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> RMFutureResult:
-        """Send `make_payload()` (see `scoring_payload`) to every reward model, with
-        `prompt_lengths` if the batch has them; returns at once.
-        """
+        """Send `make_payload()`, and `prompt_lengths` if given, to each; returns at once."""
 
         def send() -> PendingReply:
             payload = make_payload()
@@ -134,9 +131,7 @@ def send_to_fleets(fleets: Mapping[str, Fleet], payload: Arrays) -> PendingReply
 
 
 class ScoreSource(Protocol):
-    """What gives the rewards of samples: `RewardModels`, or in this job `RewardsInJob` or an
-    environment, which has given them already (`environment.py`).
-    """
+    """What gives the rewards of samples: `RewardModels`, `RewardsInJob` or an environment."""
 
     def score(self, rollout_batch: Rollout, make_payload: Callable[[], Arrays]) -> FutureScores:
         """The pending rewards of a micro-batch; see `RewardModels.score`."""
@@ -144,9 +139,7 @@ class ScoreSource(Protocol):
 
 @dataclass(eq=False)
 class RewardsInJob:
-    """A `ScoreSource` for a reward of texts in the job that trains: each source rank has its
-    samples scored, and its model-parallel group gets the scores.
-    """
+    """A `ScoreSource` for a reward of texts in the job that trains: each source rank scores."""
 
     function: "RewardFunction | None"  # what scores, on source ranks; None elsewhere
     # from the numbers of records, int64 [b], to their columns; None: they have none
@@ -171,7 +164,6 @@ class RewardsInJob:
 
 
 def _as_reply(rewards: np.ndarray) -> Arrays:
-    """Rewards [b, 1], or of tokens [b, S], as a reward server replies with them."""
     if rewards.shape[1] == 1:
         return {"rewards": rewards}
     total = np.nansum(rewards.astype(np.float64), axis=1, keepdims=True).astype(np.float32)
@@ -195,14 +187,9 @@ class RemoteClient:
     """What the clients of all servers share. Every rank constructs one, together.
 
     Args:
-        cfg: the section `setting`. Missing keys have the defaults of the YAML file.
-        tokenizer: of the policy; servers with another one refuse its samples. None disables the
-            comparison.
-        max_length: longest sample of the policy, to which widths of requests may be rounded up;
-            None: they are not rounded.
-
-    Raises:
-        ConfigError: the section cannot work.
+        cfg: the section `setting`, else `ConfigError`. Missing keys have the YAML file's defaults.
+        tokenizer: of the policy; servers with another one refuse its samples. None: no comparison.
+        max_length: longest sample of the policy, for `request_width`; None: no rounding.
     """
 
     def __init__(
@@ -255,9 +242,8 @@ class RemoteClient:
 
 class RemoteGPTRMClient(RemoteClient):
     """Remote reward models alone: one or several, each on one or several servers (a
-    `RewardSource`). Arguments and errors as of `RemoteClient`, with the section `remote_rm`;
-    `score_source` gives the rewards in place of reward models: nothing is connected then.
-    `ServerUnreachableError`: no server within `init_timeout_s`.
+    `RewardSource`). See `RemoteClient`; `score_source` gives the rewards in place of reward
+    models. `ServerUnreachableError`: no server within `init_timeout_s`.
     """
 
     def __init__(
@@ -273,10 +259,8 @@ class RemoteGPTRMClient(RemoteClient):
 
     def infer_rm(self, rollout_batch: Rollout) -> FutureScores:
         """Send a micro-batch to be scored; returns at once. The future's `result()` gives the
-        rewards float32 [b, 1], `scores()` all of the reply; both raise its error.
-
-        `rollout_batch`: `response_tokens` [b, S], `response_lengths` [b], optionally
-        `prompt_lengths` [b].
+        rewards float32 [b, 1], `scores()` all of the reply; both raise its error. `rollout_batch`:
+        `response_tokens` [b, S], `response_lengths` [b], optionally `prompt_lengths` [b].
         """
         return self.reward_models.score(rollout_batch, lambda: self.payload(rollout_batch))
 
@@ -289,9 +273,7 @@ class NoCriticFuture(FutureResult[None]):
 
 
 class RewardsInPlaceOfCritic(RemoteGPTRMClient):
-    """A `Critic` for advantage estimators without a critic: remote reward models give the rewards;
-    nothing is trained or saved. `critic` of the section is not read.
-    """
+    """A `Critic` for estimators without one: reward models alone; `critic` of `cfg` is unread."""
 
     def __init__(
         self,

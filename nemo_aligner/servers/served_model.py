@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server says of a model that it serves, and requests in the form that it takes.
 
-Servers of this package take every tensor of schema.py. A critic or reward server of NeMo-Aligner,
-or one that a user wrote with PyTriton, takes fewer: Triton refuses a request with an input that it
-does not know. So a client reads the server's own description (GET /v2/models/NAME/config) first,
-and sends what is listed there, in those dtypes and shapes. N is the number of samples, S the
-padded token length.
+Servers of this package take every tensor of schema.py; those of NeMo-Aligner or of users take
+fewer, and Triton refuses an input that it does not know. So a client reads the server's own
+description (GET /v2/models/NAME/config) first, and sends what is listed there, in those dtypes and
+shapes. N is the number of samples, S the padded token length.
 """
 
 import http.client
@@ -38,8 +37,7 @@ from nemo_aligner.servers.schema import (
 )
 from nemo_aligner.servers.validation import NOT_COMBINED
 
-# Body of one piece: at most half of what a server of this package takes by default.
-PIECE_BYTES = 2**25
+PIECE_BYTES = 2**25  # of one piece: half of what a server of this package takes by default
 # Of a server that takes no pieces; the rest is left for the header of the body.
 LARGEST_BODY = 2**31 - 2**20
 
@@ -102,9 +100,6 @@ class ServedModel:
 UNKNOWN_MODEL_S = 20.0
 
 
-# ---- the description ----
-
-
 def read_served_model(peer: Peer, name: str, timeout_s: float) -> ServedModel:
     """The description of the model `name` at `peer`; `DescriptionError` if it gives none."""
     path = f"/v2/models/{name}/config"
@@ -121,9 +116,7 @@ def read_served_model(peer: Peer, name: str, timeout_s: float) -> ServedModel:
 
 
 class ModelProbe:
-    """Asks a server again and again whether it serves a model, until it does. `setting`: section
-    of the configuration, for messages; `name_key`: where it has the name.
-    """
+    """Asks a server again and again for a model. `setting`, `name_key`: for messages."""
 
     def __init__(self, peer: Peer, name: str, setting: str, name_key: str):
         self.peer, self.name, self._setting, self._key = peer, name, setting, name_key
@@ -160,8 +153,7 @@ class ModelProbe:
         self, response: http.client.HTTPResponse, body: bytes, timeout_s: float
     ) -> str | None:
         """What says that the server will never have the model."""
-        # A server of this package opens its port when it serves all it will ever serve, and says
-        # what that is. Another one may be loading its models.
+        # One of this package opens its port with all it will ever serve; others may still load.
         if response.status == 404 and response.getheader(INSTANCE_HEADER):
             return error_text(404, body).rpartition("; ")[2]
         may_lack_it = response.status in (400, 404)
@@ -176,9 +168,8 @@ class ModelProbe:
     def read(
         self, endpoint: Endpoint | None, timeout_s: float
     ) -> tuple[ServedModel | None, list[str]]:
-        """The description of the model, which is served, and warnings; no description without an
-        `endpoint`, the schema of what will be sent. `DescriptionError`: it cannot be read now.
-        `ServerMismatchError`: it cannot be used with the schema.
+        """The description of the model (None without `endpoint`, the schema of requests), and
+        warnings. `DescriptionError`: it cannot be read now. `ServerMismatchError`: no fit.
         """
         served, warnings = None, []
         if endpoint is not None:
@@ -217,9 +208,7 @@ def _parse(config: dict) -> ServedModel:
 
 
 def check_served_model(served: ServedModel, endpoint: Endpoint, where: str) -> None:
-    """`ServerMismatchError`: `served` lacks an input or output of `endpoint` that is needed, or
-    needs an input that the clients do not have.
-    """
+    """`ServerMismatchError`: `served` lacks what `endpoint` needs, or needs what is never sent."""
     sent = {spec.name for spec in endpoint.inputs} - _NEVER_SENT
     problem = None
     for spec in endpoint.inputs:
@@ -255,16 +244,12 @@ def warnings_about(served: ServedModel, endpoint: Endpoint, where: str) -> list[
     ]
 
 
-# ---- requests and replies ----
-
-
 def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[InferRequest]:
     """`data`, which fits `endpoint`, as the requests that `served` takes.
 
     A scoring request of more samples than the server takes at once, or of more than `PIECE_BYTES`,
-    becomes several. So does an update of more bytes, for a server that puts the pieces together;
-    no other request that changes the server's state is ever cut. `RequestError`: the server's
-    dtypes, sizes or limits cannot hold the data.
+    becomes several. So does an update, if the server puts pieces together; no other request that
+    changes its state is cut. `RequestError`: its dtypes, sizes or limits cannot hold the data.
     """
     specs = {spec.name: spec for spec in served.inputs}
     for spec in served.inputs:
@@ -285,7 +270,6 @@ def fit_requests(served: ServedModel, endpoint: Endpoint, data: Arrays) -> list[
 
 
 def _cut(arrays: Arrays, rows: int) -> list[tuple[int, Arrays]]:
-    """Each piece of so many rows, behind the number of its first."""
     firsts = range(0, len(next(iter(arrays.values()))), rows)
     return [(at, {name: each[at : at + rows] for name, each in arrays.items()}) for at in firsts]
 
@@ -336,9 +320,8 @@ def _fit(served: ServedModel, endpoint: Endpoint, spec: TensorSpec, array: Array
 
 
 def merge_replies(endpoint: Endpoint, replies: Sequence[Arrays]) -> Arrays:
-    """Return the replies to the requests of `fit_requests` as one, in dtypes and shapes of
-    `endpoint`, where [N] becomes [N, 1]. That to the last piece of an update is the reply to the
-    whole. `ReplyError`: the replies do not go together.
+    """The replies to the requests of `fit_requests` as one, in dtypes and shapes of `endpoint`,
+    where [N] becomes [N, 1]; of an update that to its last piece. `ReplyError`: they do not match.
     """
     names = replies[0].keys()
     if any(reply.keys() != names for reply in replies):

@@ -4,18 +4,17 @@
 
 * The threads of the host (rank 0) only check requests and put jobs on a queue
   (`ServerLoop.submit`); a large scoring request comes in slices, each a job of its own.
-* The main thread of every rank runs `ServerLoop.run`. Rank 0 takes a job, announces it, and all
+* The main thread of every rank runs `ServerLoop.run`: rank 0 takes a job, announces it, and all
   ranks compute it together. The main thread alone uses the process groups.
-* Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle,
-  so that an idle rank never waits in a collective of the model's groups, a lost rank is noticed,
-  and a stop request on any rank reaches all.
+* Announcements go over a gloo group of their own (`ControlGroup`), once a second even when idle:
+  so no idle rank waits in a collective of the model's groups, a lost rank is noticed, and a stop
+  request on any rank reaches all.
 * A watcher thread on every rank sees signals even while the main thread is in a collective, passes
   them on through the job's store, and ends the process when the main thread cannot.
 
-An operation that raises the same type of error on every rank fails its request alone, and the
-server goes on. If only some ranks fail, the process groups cannot be trusted any more, and the job
-ends with an error. Either way the client gets the cause in one line; each rank logs its traceback.
-What a stop request does: docs/jobs.md.
+An operation that raises the same type of error on every rank fails its request alone. If only some
+ranks fail, the process groups cannot be trusted any more, and the job ends with an error. Either
+way the client gets the cause in one line. What a stop request does: docs/jobs.md.
 """
 
 import concurrent.futures
@@ -134,12 +133,9 @@ class ServerLoop:
     """Every rank constructs one and calls `run`.
 
     Args:
-        endpoints: each with the function that handles its requests, on the host's threads of
-            rank 0.
-        operations: by signal, function(**inputs) -> result; every rank calls it, ranks above 0
-            without inputs.
-        after_failure: called on every rank with the signal when an operation failed on all ranks
-            alike.
+        endpoints: each with the function that handles its requests, on threads of rank 0.
+        operations: by signal, function(**inputs) -> result; each rank calls it, 0 with inputs.
+        after_failure: called on every rank with the signal when an operation failed on all alike.
         control: the group over which operations get their inputs.
     """
 
@@ -173,10 +169,7 @@ class ServerLoop:
 
     def submit(self, signal_: ServerSignal, inputs: Arrays) -> Arrays:
         """Have all ranks run an operation and return rank 0's result; a host's thread calls it.
-
-        Raises:
-            OperationFailedError: an operation raised.
-            ServerStoppingError: the job is ending.
+        `OperationFailedError`: it raised. `ServerStoppingError`: the job is ending.
         """
         job = _Job(signal_, inputs)
         with self._admission:
@@ -203,10 +196,8 @@ class ServerLoop:
 
     def run(self) -> None:
         """Serve until a stop request (SIGTERM or SIGINT to any rank, `stop()`), on every rank.
-
-        Raises:
-            ServerJobError: the job could not continue; the other ranks end as well.
-            LostPeerError: the same, as a rank or Triton has ended.
+        `ServerJobError`: the job could not continue; the other ranks end as well. `LostPeerError`:
+        the same, as a rank or Triton has ended.
         """
         try:
             with self._watcher():
@@ -286,7 +277,6 @@ class ServerLoop:
                 self._current = None
 
     def _operate(self, signal_: ServerSignal, job: _Job | None) -> None:
-        """Run one operation on this rank, then compare its outcome on all ranks."""
         result: Arrays = {}
         kind = cause = None
         self._operating = signal_
@@ -311,7 +301,6 @@ class ServerLoop:
     def _handle_failure(
         self, signal_: ServerSignal, job: _Job | None, outcomes: list[tuple[str, str]]
     ) -> None:
-        """Answer a failed operation; end the job unless all ranks failed alike."""
         ranks: dict[str, list[str]] = {}  # by their cause
         for rank, (_kind, cause) in enumerate(outcomes):
             if cause:
@@ -389,9 +378,7 @@ class ServerLoop:
 
     @contextlib.contextmanager
     def _watcher(self) -> Iterator[None]:
-        """Install signal handlers and the watcher thread while `run` runs.
-
-        After a stop request SIGTERM has no effect: launchers repeat it while the job ends by
+        """After a stop request SIGTERM has no effect: launchers repeat it while the job ends by
         itself. A second Ctrl-C does not wait for that.
         """
         self._watching.set()
@@ -406,7 +393,6 @@ class ServerLoop:
                 thread.join()
 
     def _watch(self, read_end: int) -> None:
-        """Thread: pass signals and notes of other ranks on; end a process that cannot continue."""
         store_errors = 0
         while self._watching.is_set():
             if select.select([read_end], [], [], 0.3)[0]:

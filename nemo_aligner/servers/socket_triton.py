@@ -3,9 +3,8 @@
 """PyTriton's Triton on a Unix socket alone. Imports PyTriton, so only rank 0 of a server does.
 
 On a TCP port every user of the machine can speak to Triton, which runs the Python of any model
-that it is told to load. PyTriton guards that with a token, but hands the token to Triton on its
-command line, where every user can read it. A socket in a folder of mode 0700 needs no token: only
-this user, and the front (front.py) that runs as this user, can connect.
+that it is told to load; PyTriton's token against that is on Triton's command line, for all to
+read. A socket in a folder of mode 0700 needs none: only this user and the front can connect.
 """
 
 import os
@@ -14,8 +13,7 @@ from pytriton.models.manager import ModelManager
 from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy, TritonSecurityConfig
 from pytriton.utils.workspace import Workspace
 
-# What Triton's processes run to hand requests on makes shared memory with names of Python's own,
-# which nobody could tell from those of other programs.
+# Triton's processes would else give their shared memory Python's names, which tell no owner.
 _NAMES = """
 import os
 from multiprocessing import shared_memory
@@ -42,8 +40,7 @@ class SocketTriton(Triton):
                 log_file=self.log_path,
             ),
             workspace=os.path.join(directory, "w"),
-            # Triton finds all models in a folder and starts them side by side; those that are
-            # added to a running Triton start one after the other, in twice the time.
+            # Models in a folder start side by side; those added to a running Triton do not.
             triton_lifecycle_policy=TritonLifecyclePolicy(local_model_store=True),
             security_config=TritonSecurityConfig(restricted_endpoints=[]),  # and so no token
         )

@@ -34,8 +34,7 @@ from nemo_aligner.servers.scoring_clients import RemoteClient
 class TeacherLogits(NamedTuple):
     """What a teacher says of samples."""
 
-    # float32 [b, S, K], the largest logits behind each token, less the largest
-    topk_logits: Tensor
+    topk_logits: Tensor  # float32 [b, S, K], largest behind each token, less the largest
     topk_token_ids: Tensor  # int64 [b, S, K]
     log_sum_exp_logits: Tensor  # float32 [b, S], of all logits less the largest
 
@@ -54,8 +53,7 @@ class RemoteTeacherClient(RemoteClient):
         self.names = [spec.name or spec.endpoint for spec in specs]
         self.connect(specs, schema.teacher_endpoint(self.WANTED))
         try:
-            # Before anything is generated: as long as the longest sample, for which the teacher's
-            # context may be too short.
+            # Before anything is generated: the longest sample may exceed the teacher's context.
             count, longest = len(specs), max_length or 1
             tokens = torch.zeros(count, longest, dtype=torch.int64)
             asked = _Asked(self, tokens, torch.full((count,), longest), self.names)

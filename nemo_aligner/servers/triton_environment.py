@@ -20,9 +20,7 @@ def find_libpython() -> str | None:
 
 
 def prepare_triton_environment() -> None:
-    """Prepare this process to start Triton, which runs Python models in a stub that loads
-    libpython. `UserError`: there is no shared one.
-    """
+    """Have Triton's stub for Python models find libpython. `UserError`: there is no shared one."""
     directory = check_libpython()
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
     if directory not in paths:

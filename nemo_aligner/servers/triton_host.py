@@ -59,9 +59,7 @@ class TritonStartError(RuntimeError):
 
 
 class TritonHost:
-    """Triton with its workspace, and the removal of everything it leaves on the machine.
-    `batcher`: keyword arguments of PyTriton's DynamicBatcher for batching endpoints.
-    """
+    """Triton, and the removal of all it leaves. `batcher`: of PyTriton's DynamicBatcher."""
 
     name = "Triton"
 
@@ -86,9 +84,8 @@ class TritonHost:
         self._unanswered = 0  # probes since Triton last replied to one
 
     def start(self, should_stop: Callable[[], bool]) -> None:
-        """See `Host.start`. Triton sometimes ends while it starts on a busy machine, and waits
-        without end for a process of its own that was killed: it is started again, with more
-        patience. `UserError`: the port is taken, or this Python cannot run Triton.
+        """See `Host.start`. Triton may end or hang on a busy machine: it is started again, with
+        more patience. `UserError`: the port is taken, or this Python cannot run Triton.
         `TritonStartError`: Triton did not start, each time.
         """
         prepare_triton_environment()
@@ -210,9 +207,7 @@ class TritonHost:
         return found
 
     def failure(self) -> str | None:
-        """See `Host.failure`. Triton says that it is ready also when one of its own processes has
-        been killed. One that does not reply to several calls in a row is killed.
-        """
+        """See `Host.failure`. Triton says "ready" even without a stub; a silent one is killed."""
         if self._triton is None or not self._triton.is_alive():
             return "Triton ended by itself"
         for endpoint, processes in self._stubs.items():

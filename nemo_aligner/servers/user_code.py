@@ -3,8 +3,7 @@
 """Python code of a user, a function or a class in a file, and the processes that run it.
 
 Each process is driven by a thread (`Pool`), which starts it, feeds it tasks, reads what comes
-back, and kills and replaces it when an item takes too long or ends it. (concurrent.futures has no
-time limits and breaks when a worker dies.)
+back, and kills and replaces it when an item takes too long or ends it.
 """
 
 import ast
@@ -47,15 +46,11 @@ class WorkerProcess:
     Args:
         path, kind, name: the user's file, and the "function" or "class" that is used of it.
         setting: "key=value" of the configuration, for messages.
-
-    Attributes:
-        known: conversations of which it has the state (`worker.py`).
-        process: its keeper (`worker_keeper.py`).
     """
 
     def __init__(self, path: str, kind: str, name: str, setting: str):
         self._where = f"{setting} ({path})"
-        self.known: set[int] = set()
+        self.known: set[int] = set()  # conversations of which it has the state (worker.py)
         requests_end, self._requests = os.pipe()
         self._replies, replies_end = os.pipe()
         numbers = [str(number) for number in (os.getpid(), requests_end, replies_end)]
@@ -64,7 +59,7 @@ class WorkerProcess:
         # The code may import nemo_aligner, also where the package is not installed.
         paths = filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])])
         try:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # its keeper (worker_keeper.py)
                 keeper + program,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(requests_end, replies_end),
@@ -157,9 +152,7 @@ class WorkerProcess:
 
 
 def split_spec(spec: str, key: str, kind: str, example: str) -> tuple[str, str]:
-    """(absolute path, name) of "path/to/file.py:name", the value of `key`; `UserError`: there is
-    no such file, it is no Python, or does not hold the name at all.
-    """
+    """(absolute path, name) of "path/to/file.py:name", the value of `key`; else `UserError`."""
     path, _, name = str(spec).rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise ConfigError(
@@ -196,11 +189,8 @@ class Task:
 
 class Pool:
     """Threads, each with a worker of its own and a queue of tasks, which may be shared; all have
-    loaded the code, else the error of one is raised.
-
-    Args:
-        make: starts a worker: a `WorkerProcess`, or what takes its place (`web.py`).
-        limit: the time limit of an item and its key, for messages.
+    loaded the code, else the error of one is raised. `make` starts a worker: a `WorkerProcess`, or
+    what takes its place (`web.py`). `limit`: the time limit of an item and its key, for messages.
     """
 
     told: Any = None  # by a worker of the code
@@ -254,7 +244,6 @@ class Pool:
         return worker
 
     def _end(self, worker: Any) -> Any:
-        """Kill a worker, if there is one; returns None in its place."""
         if worker is not None:
             worker.kill()
             worker.release()

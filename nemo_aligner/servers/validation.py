@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of requests and replies; every message names the tensor, the fault and the remedy.
 
-The client checks the form of a request before it sends it and the numbers of a reply before they
-are trained on; the server checks the numbers of a request. N is the number of samples, S the
-padded token length (see schema.py).
+The client checks the form of a request before it is sent and the numbers of a reply; the server
+checks the numbers of a request. N is the number of samples, S the padded token length (schema.py).
 """
 
 from collections.abc import Mapping
@@ -37,9 +36,6 @@ _NOT_MERGED = (
 _NAN = (
     "Look for NaN or infinity in the weights of the served one, or in what the function returns."
 )
-
-
-# ---- requests ----
 
 
 def validate_request(endpoint: Endpoint, data: Mapping[str, np.ndarray]) -> None:
@@ -95,9 +91,7 @@ def _validate_tokens(tokens: np.ndarray, vocab_size: int | None, max_length: int
 
 
 def validate_tokenizer(sent: np.ndarray | None, own: str | None) -> None:
-    """Refuse an infer request with a row of a policy whose tokenizer, in `sent`, bytes [N, 1], is
-    not the server's `own`, a `tokenizer_fingerprint`; None where there is none.
-    """
+    """Refuse `sent`, fingerprints bytes [N, 1], if one is not `own`; None is not compared."""
     if sent is None or own is None:
         return
     others = {bytes(fingerprint) for fingerprint in sent.reshape(-1)} - {own.encode()}
@@ -185,9 +179,6 @@ def read_request_id(sent: np.ndarray) -> str:
     return request_id.decode()
 
 
-# ---- replies ----
-
-
 def validate_reply(
     endpoint: Endpoint, reply: Arrays, samples: int, used: np.ndarray | None = None
 ) -> None:
@@ -234,7 +225,6 @@ def _wrong_shape(
 
 
 def _check_numbers(name: str, array: np.ndarray, bad: np.ndarray, remedy: str) -> None:
-    """Raise if there are `bad` numbers, of the shape of `array` or its first columns."""
     places = np.argwhere(bad)
     if len(places):
         row, *rest = places[0]
@@ -260,9 +250,7 @@ def _validate_values(
 
 
 def validate_outcome(endpoint: Endpoint, reply: Arrays) -> None:
-    """Check the reply to a request that changes the server's state: an update or a checkpoint.
-    `ReplyError`: a tensor is missing or empty, a loss is not finite, or a status is not 0.
-    """
+    """Check the reply to an update or a save: finite numbers, a status of 0; else `ReplyError`."""
     for spec in endpoint.outputs:
         array = reply.get(spec.name)
         if array is None or array.size == 0 or array.dtype.kind not in "fiub":

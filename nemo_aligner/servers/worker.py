@@ -5,8 +5,7 @@ function, or the class of an environment.
 
     python worker.py FILE KIND NAME REQUESTS_FD REPLIES_FD PARENT_PID
 
-It needs only the standard library, so that a worker starts in a moment. Lines of JSON go through
-the two pipes:
+It needs only the standard library, to start in a moment. Lines of JSON go through two pipes:
 
     worker -> job    ["ready", what is told of the code] or ["error", text] once, after loading
     job -> worker    [item, ...]
@@ -17,12 +16,10 @@ is told of a function is the name of the parameter that gets the lengths, and `c
 
 The item of a class is [ended, conversation, seed, prompt, responses], with all responses of the
 conversation so far, and asks for the reply to the last one, [observation, reward, done]. A worker
-that does not have the state, since its predecessor was killed, plays the conversation again.
-`ended` lists conversations whose state may be dropped. Python's `random` has a stream of its own
-in each conversation.
+without the state, since its predecessor was killed, plays the conversation again. `ended` lists
+conversations that are over. Python's `random` has a stream of its own in each conversation.
 
-The job kills a worker that exceeds a time limit. Its parent is a keeper (`worker_keeper.py`),
-which bounds what it prints and kills what it has started.
+The job kills a worker that exceeds a time limit. Its parent is `worker_keeper.py`.
 """
 
 import contextlib
@@ -50,10 +47,8 @@ METHODS = {"reset": ("prompt",), "step": ("state", "response")}  # of an environ
 
 # Prompt, response, its length, how many rewards it needs (None: one for the whole), and columns.
 Sample = tuple[str, str, int, int | None, Mapping[str, Any]]
-# What goes back for an item: "value" or "error", and a JSON value.
-Outcome = tuple[str, Any]
-# What replies to an item with its value.
-Call = Callable[[Any], Any]
+Outcome = tuple[str, Any]  # what goes back for an item: "value" or "error", and a JSON value
+Call = Callable[[Any], Any]  # replies to an item with its value
 
 
 class LoadError(Exception):
@@ -61,7 +56,6 @@ class LoadError(Exception):
 
 
 def main() -> None:
-    """Load the user's code, then respond to items until the other side closes the pipe."""
     del sys.path[0]  # where Python put this script's folder
     path, kind, name = sys.argv[1:4]
     requests_fd, replies_fd, parent = map(int, sys.argv[4:7])
@@ -115,13 +109,8 @@ def _prefer_for_out_of_memory_kill() -> None:
         file.write("1000")
 
 
-# ---- loading ----
-
-
 def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) -> Any:
-    """What is called `name` in the file at `path`, which may import modules beside it.
-    `LoadError`: the file cannot be run, or holds nothing of that name.
-    """
+    """What is called `name` in the file, which may import modules beside it; else `LoadError`."""
     sys.path.insert(0, os.path.dirname(path))
     module_name = os.path.basename(path).removesuffix(".py")
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -142,9 +131,7 @@ def load_named(path: str, name: str, kind: str, is_kind: Callable[[Any], bool]) 
 
 
 def load_function(path: str, name: str) -> tuple[Call, Any]:
-    """What scores a `Sample` by the function `name` of the file at `path`, and what is told of it;
-    `LoadError` if it cannot be called as it must.
-    """
+    """What scores a `Sample` by a function, and what is told of it; `LoadError`: not callable."""
     function = load_named(path, name, "function", inspect.isfunction)
     if not callable(function):
         raise LoadError(f"'{name}' is a {type(function).__name__}, not a function")
@@ -200,9 +187,6 @@ def format_error(error: BaseException, path: str) -> str:
     return text
 
 
-# ---- scoring ----
-
-
 class BadValueError(Exception):
     """The code did not return what it should; the message shows what it returned."""
 
@@ -253,9 +237,6 @@ def brief(value: Any) -> str:
     short = reprlib.Repr()
     short.maxother = short.maxstring = 100
     return short.repr(value)
-
-
-# ---- environments ----
 
 
 def load_environment(path: str, name: str) -> tuple[Call, None]:
@@ -312,9 +293,7 @@ class Conversations:
 
 
 def checked_reply(returned: Any) -> tuple[str, float, bool]:
-    """What `step` returned: an observation, a reward and whether the conversation is over.
-    `BadValueError`: it is something else, or the reward is not finite in float32.
-    """
+    """What `step` returned: observation, finite reward, is it over; else `BadValueError`."""
     said = f"step returned {brief(returned)}"
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise BadValueError(f"{said}, not (observation, reward, done)")

@@ -29,7 +29,6 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main() -> None:
-    """Start the worker, keep it, and end as it does."""
     server, requests_fd, replies_fd = map(int, sys.argv[1:4])
     wake, waker = os.pipe()
     for number in (wake, waker):
@@ -156,9 +155,7 @@ def reap() -> tuple[dict[int, int], bool]:
 def kill_descendants(
     worker: int, status: int | None, wake: int, outputs: list[Output]
 ) -> int | None:
-    """Kill until no child is left: the children of a killed one become children of this process.
-    Returns the wait status of the worker, None if it cannot be killed.
-    """
+    """Kill until no child is left; returns the worker's wait status, None if it still runs."""
     deadline = time.monotonic() + KILL_S
     left = True
     while left and time.monotonic() < deadline:
