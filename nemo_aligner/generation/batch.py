@@ -219,7 +219,6 @@ class DecodingBatch:
     def extend(self, slot: int, observation: tuple[int, ...], longest: int) -> tuple[int, int]:
         """Append an observation to the sample in `slot`, of at most `longest` tokens; its next
         response begins. Returns the first position to feed before, and the one beyond the last.
-
         """
         held = self.in_slots[slot]
         start = len(held.ids)
@@ -302,7 +301,6 @@ class DecodingBatch:
         """Take the tokens that were chosen since the last look, for which it waits. Returns the
         slots whose response has ended, and whether by itself; `RuntimeError`: logits are not
         finite.
-
         """
         steps = torch.stack(self._chosen, 1).tolist()
         self._chosen.clear()

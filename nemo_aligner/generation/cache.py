@@ -45,7 +45,6 @@ class KeyValueCache:
     def layer(self, number: int, like: Tensor) -> Tensor:
         """Keys and values of a layer; `like` `[..., ng, 2, hn]` has their sizes, dtype and device.
         They begin as zeros: what lies beyond a row's length is masked, but NaN would not be.
-
         """
         layer = self._layers[number]
         if layer is None:

@@ -38,7 +38,6 @@ class DecodingModel:
     """The chunks (bare `GPTModel`s) of this pipeline stage, as functions of tokens and a cache;
     ids from `vocab_size` on are dropped. Make one inside `megatron_switches.decoding_mode`, after
     the last change of the weights' tensors, and use it there.
-
     """
 
     def __init__(self, chunks: Sequence[Any], vocab_size: int, split: Split) -> None:
@@ -59,7 +58,6 @@ class DecodingModel:
     def forward(self, tokens: Tensor, which: Pass) -> Tensor | None:
         """The last layer's output `[s, b, h]` for `tokens` int64 `[b, s]` on the last stage, None
         on the others. All ranks of the pipeline call it.
-
         """
         rotate = self._rotation.at(which.positions, which.cache.width)
         samples, width = tokens.shape
@@ -86,7 +84,6 @@ class DecodingModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits `[b, V]` of the last stage's output `[1, b, h]`; its tensor-parallel
         group calls it.
-
         """
         assert self._output is not None
         if self._final_norm is not None:
@@ -204,7 +201,6 @@ def _linear(module: Any, group: ProcessGroup) -> _Function:
     """A linear layer, divided among the ranks of `group`, as a function that adds its bias, with
     the norm before it if Transformer Engine has both in one. The module itself is called only for
     an adapter that is not merged: Transformer Engine's take long to start.
-
     """
     adapter = getattr(module, "lora", None)
     if adapter is not None and not adapter.merged:
@@ -313,7 +309,6 @@ class StepGraphs:
     """Runs steps, as graphs if `wanted`; the error of a capture is raised if they are `required`,
     else steps run without from then on. An object lives no longer than the weights and the cache
     stay where they are.
-
     """
 
     def __init__(self, wanted: bool, required: bool) -> None:
@@ -325,7 +320,6 @@ class StepGraphs:
         """What `step` returns, which the next step may overwrite. `shape` names all that is not
         read from tensors: its first step runs as it is (it warms up), the second one is captured.
         `step` works on the same tensors each time, in place, and waits for nothing.
-
         """
         if not self._wanted:
             return step()

@@ -85,7 +85,6 @@ class MegatronGenerator:
             it further.
         split: how the ranks share weights and samples; None: as in training.
         cuda_graphs: run decoding steps as CUDA graphs: "auto" where possible, True or else fail.
-
     """
 
     def __init__(
@@ -148,7 +147,6 @@ class MegatronGenerator:
             UserError: a prompt is empty, leaves no room for a response, or has ids outside the
                 vocabulary; or the environment failed.
             RuntimeError: the model's logits are not finite.
-
         """
         inputs: Prompts = prompts, prompt_lengths, sample_seeds
         if records is not None:
@@ -213,7 +211,6 @@ class MegatronGenerator:
                 several ranks can take from one queue. Where ranks divide the samples, they take
                 some batches at a time and exchange the results.
             slots: samples decoded, and given out, together (the last group may be smaller).
-
         """
         with self._decoding_model() as model:
             if self.split.dividing or self.split.joined is not None:
@@ -261,7 +258,6 @@ class MegatronGenerator:
     def slots_within(self, memory: float) -> int:
         """Most samples that can be decoded together with `memory` bytes on each rank for keys and
         values, however long they become. All ranks that generate together call it.
-
         """
         config, split = unwrap_model(self.model)[0].config, self.split
         layers = config.num_layers // split.pipeline_ranks
@@ -277,7 +273,6 @@ class MegatronGenerator:
     def step_graphs(self) -> StepGraphs:
         """How the steps of the next samples run; the log says it once. `UserError`: `cuda_graphs`
         is True and cannot be.
-
         """
         config, obstacle = unwrap_model(self.model)[0].config, None
         if get_device().type == "cpu":
@@ -417,7 +412,6 @@ class _Decoding:
 
         Samples wait until a part of the slots, or those for the last of them, is free: their
         prompts share a pass.
-
         """
         batch, cache = self.batch, self.cache
         wanted = len(done) + batch.slots - batch.active
@@ -474,7 +468,6 @@ class _Decoding:
     ) -> tuple[Tensor, Tensor | None]:
         """Send what the first tensor-parallel rank of the last stage chose (None on other stages)
         to all ranks of the copy.
-
         """
         if chosen is None:
             device, logprobs = self.batch.device, None
@@ -506,7 +499,6 @@ class _Decoding:
     def _go_on(self, environment: Environment) -> list[tuple[int, FinishedSample]]:
         """Take the replies that have come; returns the slots and samples of the conversations that
         are over.
-
         """
         batch = self.batch
         if not batch.pausing:
@@ -556,7 +548,6 @@ def _feeding_passes(
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """(slots, first positions, width) of the passes that feed (slot, first position, beyond the
     last) each; those of similar number share a pass.
-
     """
     left = sorted(fed, key=lambda each: each[1] - each[2])
     while left:
@@ -576,7 +567,6 @@ class _FailedElsewhere(RuntimeError):
 def _on_all_expert_ranks(done: bool, failure: Exception | None = None) -> bool:
     """Called by all ranks of the expert-parallel group before each pass: True if all are `done`;
     else each of them makes a pass.
-
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return done

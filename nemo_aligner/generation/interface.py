@@ -73,7 +73,6 @@ class GenerationParams:
         """Read the configuration sections `length_params` and `sampling_params`; a key that is
         null or missing has the default of this class, `add_BOS`, `all_probs` and `compute_logprob`
         have no effect. `ConfigError`: a missing or unusable value.
-
         """
         lengths, sampling = _given(length_params), _given(sampling_params)
         given = {"length_params": lengths, "sampling_params": sampling}
@@ -159,13 +158,11 @@ class Environment(Protocol):
         """Ask for the reply to the last of `responses`, which has `details`; returns at once. One
         reply is asked for after the other in the conversation `number`, whose random stream has
         the `seed`.
-
         """
 
     def replies(self, wait: bool) -> Mapping[int, Reply]:
         """Replies that have come since the last call, by number of the conversation; `wait` for
         one at least. `UserError`: the environment failed; the message has the cause.
-
         """
 
     def end(self, number: int) -> None:

@@ -53,7 +53,6 @@ def gather_stages(chunks: Sequence[Any], build: Callable[[], Any]) -> Any:
     stages; every rank of a pipeline calls it with its bare `GPTModel`s. Weights of this stage are
     the stage's own tensors, the others copies, in memory until the model is dropped.
     `RuntimeError`: after the exchange the ranks of the pipeline hold different weights.
-
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -126,7 +125,6 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
     """A model, made by `build` as `divided` describes it, with the weights of the bare `GPTModel`s
     `chunks` of training, in memory of its own; every rank of the job calls it. `RuntimeError`, on
     every rank: a weight is nowhere to be had, or does not have the same bits afterwards.
-
     """
     source = dict(global_weights(chunks))
     if chunks[-1].share_embeddings_and_output_weights and INPUT in source:
@@ -156,7 +154,6 @@ def reshard(split: Split, chunks: Sequence[Any], build: Callable[[Split], Any]) 
 def _forms(source: _Weights, target: _Weights) -> dict[str, _Form]:
     """The form of each weight that any rank needs for generation; every rank of the job calls it.
     Those of `source`: Megatron Core marks how a weight is divided with its initial values.
-
     """
     mine = {
         name: _Form(

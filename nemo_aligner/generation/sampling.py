@@ -19,7 +19,6 @@ def sample_uniforms(sample_seeds: Tensor, max_length: int) -> Tensor:
     """float64 `[b, max_length]` in [0, 1): one number per generated token, from the streams of
     `sample_seeds` int64 `[b]` (SplitMix64: the same on every device; a longer stream starts like a
     shorter one).
-
     """
     steps = torch.arange(max_length, device=sample_seeds.device) * _GOLDEN_GAMMA
     bits = _splitmix64(_splitmix64(sample_seeds.long()).unsqueeze(1) + steps)

@@ -61,7 +61,6 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
     (`config.rollout_rules`): with fewer, the ranks of a policy's copy hold several copies and
     divide its samples; with more, data-parallel ranks hold one copy together and generate the
     samples of all of them.
-
     """
     own = torch.distributed.get_process_group_ranks(
         parallel_state.get_tensor_and_pipeline_parallel_group()
@@ -93,7 +92,6 @@ def regrouped(tp: int, pp: int, weights: Callable[[Split, Sequence[Any]], Sequen
 def _rank_lists(policies: Sequence[Sequence[int]], tp: int, pp: int) -> dict[str, list[list[int]]]:
     """The ranks of each group of each kind within `policies`, which generate together. Each copy
     has its stages in the order of the ranks, so tp = TP and pp = PP give the groups of training.
-
     """
     ranks = sorted(rank for policy in policies for rank in policy)
     copies = len(ranks) // (tp * pp)
@@ -156,7 +154,6 @@ def join(
 ) -> tuple[Prompts, Tensor]:
     """The samples of all ranks of `group`, which call it, in their order, and the places of this
     rank's. A `UserError` of `check` on some rank is raised on all.
-
     """
     error = None
     try:

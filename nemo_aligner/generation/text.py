@@ -30,7 +30,6 @@ def tokenize_batch(
     """Tokenize texts, cut each to `max_len` tokens and pad with eos to exactly `max_len`: tokens
     int64 `[b, max_len]` and lengths int64 `[b]`, on the CPU. `add_BOS` None: as the tokenizer
     itself does it; `UserError`: it is True and the tokenizer has no bos token.
-
     """
     with_bos = begins_with_bos(tokenizer, add_BOS, "add_BOS")
     tokens = torch.full((len(sentences), max_len), tokenizer.eos_id, dtype=torch.int64)
@@ -50,7 +49,6 @@ class EndConditions:
     One that is a token for the tokenizer (mostly a special token) ends a response as that token,
     not as the same characters spelled by others; the other `strings` are searched for in the
     decoded last tokens.
-
     """
 
     def __init__(self, tokenizer: Tokenizer, end_strings: Sequence[str] = ()) -> None:
@@ -75,7 +73,6 @@ class EndConditions:
     def _single_token_ids(self, string: str) -> list[int]:
         """The ids of `string` where it follows other text (empty: it is several tokens there) and,
         if that is one token, alone.
-
         """
         for prefix in "a1>":  # one of them does not merge with the string into other tokens
             before = self.tokenizer.text_to_ids(prefix)
@@ -127,7 +124,6 @@ def verify_is_valid_and_clamp_range_(
         response_lengths: int64 `[b]`, R.
         strategy: not used (NeMo-Aligner's signature).
         end_strings: strings that end a response, besides eos.
-
     """
     inside = ((response_tokens >= 0) & (response_tokens < tokenizer.vocab_size)).all(dim=1)
     response_tokens.clamp_(0, tokenizer.vocab_size - 1)
@@ -144,7 +140,6 @@ class TextStream:
     """Cuts the text of a growing response into pieces that can be shown at once; joined, they are
     `response_text` of all tokens. A token alone does not decode to its part of the text, so all
     are decoded each time, and what may still change is held back.
-
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
