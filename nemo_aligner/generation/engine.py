@@ -120,7 +120,9 @@ class MegatronGenerator:
         `get_device()`.
 
         A response depends on its prompt, its seed, `params` and the weights only (up to rounding:
-        in bf16 two near-equal logits may change places with the shape of a batch).
+        in bf16 two near-equal logits may change places with the shape of a batch). `UserError`: a
+        prompt is empty, leaves no room for a response, or has ids outside the vocabulary; or the
+        environment failed. `RuntimeError`: the model's logits are not finite.
 
         Args:
             prompts: int64 `[b, W]`; only the first P columns of each are read.
@@ -134,11 +136,6 @@ class MegatronGenerator:
                 `max_turns` responses, or where an observation leaves no room for a response.
             slots: samples decoded together at most, by all ranks that divide them; None: all.
             records: int64 `[b]`, numbers of the prompts' records, for an environment that asks.
-
-        Raises:
-            UserError: a prompt is empty, leaves no room for a response, or has ids outside the
-                vocabulary; or the environment failed.
-            RuntimeError: the model's logits are not finite.
         """
         inputs: Prompts = prompts, prompt_lengths, sample_seeds
         if records is not None:

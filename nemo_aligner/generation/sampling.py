@@ -90,9 +90,8 @@ def choose_tokens(
     end_token_ids: Tensor | None = None,
     too_short: Tensor | None = None,
 ) -> Tensor:
-    """The next token of each sample, int64 `[b]`; -1 for one whose logits are not finite.
-
-    Order: repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
+    """The next token of each sample, int64 `[b]`; -1 for one whose logits are not finite. Order:
+    repetition penalty, temperature, minimum length, top-k, top-p, then the draw.
 
     Args:
         logits: float32 `[b, V]`.

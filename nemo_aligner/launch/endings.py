@@ -47,9 +47,8 @@ _EXIT_GRACE_S = 60.0
 
 def user_errors_end_the_job(main: Callable[P, R], is_job: bool = False) -> Callable[P, R]:
     """Decorator of a script's `main`: every process of the job ends with it, in success and in
-    failure, with a code of `ExitCode`. `is_job`: the same command continues what a Ctrl-C ends.
-
-    An error whose message says what to do is printed without a traceback, by rank 0 alone if all
+    failure, with a code of `ExitCode`. `is_job`: the same command continues what a Ctrl-C ends. An
+    error whose message says what to do is printed without a traceback, by rank 0 alone if all
     ranks have it. SIGTERM, Ctrl-C and SIGUSR1 are requests to end (training/stop_requests.py).
     """
 

@@ -147,9 +147,8 @@ def resolve_and_create_trainer(cfg: DictConfig, pop_trainer_key: str | None = No
 def launch_processes(trainer: Trainer | None) -> None:
     """Start the other processes of this node, if nobody else did (torchrun, SLURM), and join the
     process group; every rank calls it. With plain `python` Lightning starts this script again,
-    once per further device. Without a trainer, or with the group in place, nothing happens.
-
-    When a process started in this way dies, the others end within seconds: Lightning watches the
+    once per further device. Without a trainer, or with the group in place, nothing happens. When a
+    process started in this way dies, the others end within seconds: Lightning watches the
     children, and they end with their parent.
     """
     if trainer is None or torch.distributed.is_initialized():

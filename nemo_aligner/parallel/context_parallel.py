@@ -51,11 +51,10 @@ def _share(chunks: Sequence[Tensor], rank: int, dim: int) -> Tensor:
 
 def gather_shares(x: Tensor, dim: int, sum_gradients: bool = False) -> Tensor:
     """Join the shares `[.., S/CP, ..]` of all ranks, of a dtype that the backend carries (not
-    bool), to `[.., S, ..]` on every rank.
-
-    `sum_gradients` False: every rank computes the *same* loss from the result, so this rank's part
-    of the gradient is complete. True: they compute different things (attention of their own
-    queries), so the backward pass sums the gradients over the ranks, a collective.
+    bool), to `[.., S, ..]` on every rank. `sum_gradients` False: every rank computes the *same*
+    loss from the result, so this rank's part of the gradient is complete. True: they compute
+    different things (attention of their own queries), so the backward pass sums the gradients over
+    the ranks, a collective.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x

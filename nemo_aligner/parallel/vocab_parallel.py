@@ -77,11 +77,9 @@ def logprobs_and_entropy(
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and the entropy of the same distributions, both float32 [B, S-1], or [B, S]
-    without `ignore_last`, in one pass over the vocabulary.
-
-    The log-probs are bit-identical to those of `from_parallel_logits_to_logprobs`, which has the
-    same arguments. `entropy.detach()` spares the backward pass its part. The logits must be
-    finite.
+    without `ignore_last`, in one pass over the vocabulary. The log-probs are bit-identical to
+    those of `from_parallel_logits_to_logprobs`, which has the same arguments. `entropy.detach()`
+    spares the backward pass its part. The logits must be finite.
     """
     how = inference_only, temperature, vocab_size, overwrite_logits
     logprobs, entropy = _scores_of_tokens(
@@ -396,9 +394,7 @@ def candidate_logprobs(
 ) -> Tensor:
     """Log-prob float32 [B, S, C] of each candidate under the softmax over the whole vocabulary, or
     with `rest_of` [B, S, C+1], the rest last. -inf: a candidate outside the vocabulary, and a rest
-    without a token.
-
-    With p = softmax(logits / temperature) and candidates c_1 to c_C of a position
+    without a token. With p = softmax(logits / temperature) and candidates c_1 to c_C of a position
 
         result_i = log p[c_i]       d result_i / d logits = (onehot(c_i) - p) / temperature
 

@@ -46,9 +46,7 @@ def write_report(*run_dirs: Path, out: Path | None = None) -> Path:
 
 def render(*run_dirs: Path) -> str:
     """The HTML page of a run, or of several, whose jobs of one kind are laid over each other.
-
-    Raises:
-        UserError: a folder is missing, or none has a metric.
+    `UserError`: a folder is missing, or none has a metric.
     """
     found = {run_dir: read_run(run_dir) for run_dir in run_dirs}
     jobs = [*{job.folder.resolve(): job for run in found.values() for job in run}.values()]

@@ -222,7 +222,10 @@ def forward_backward(
     keep_order: bool = False,
     together: int = 1,
 ) -> tuple[dict[str, float], Batch]:
-    """Forward (and backward) of one global batch; all ranks call it.
+    """Forward (and backward) of one global batch; all ranks call it. `UserError`:
+    `micro_batch_size` does not divide B, or virtual pipelining needs another number of
+    micro-batches. `NonFiniteError`: the loss or a gradient is NaN or infinite; on every rank,
+    before a weight has changed.
 
     Args:
         batch: this rank's samples; `tokens` int64 `[B, S]` and what `loss_fn` needs.
@@ -244,12 +247,6 @@ def forward_backward(
         (metrics, moments), summed over micro-batches and data-parallel ranks, equal on every rank:
             the scalars as numbers, the others as float64 tensors on the CPU. With gradients the
             metrics include the balance losses of experts (`expert_losses.py`), which are means.
-
-    Raises:
-        UserError: `micro_batch_size` does not divide B, or virtual pipelining needs another number
-            of micro-batches.
-        NonFiniteError: the loss or a gradient is NaN or infinite; on every rank, before a weight
-            has changed.
     """
     config = get_model_config(model_chunks[0])
     balanced = has_balance_losses(config)
@@ -316,7 +313,6 @@ def forward_collect(
     by_position: bool = False,
 ) -> torch.Tensor:
     """Forward pass of this rank's samples; all ranks call it, with equal shapes in a pipeline.
-
     Data-parallel ranks may have samples of another number and width. With expert parallelism all
     must call it equally often: they make as many passes as the one with the most, because every
     pass needs the experts of all ranks.

@@ -43,7 +43,6 @@ def plan_micro_batches(
 ) -> list[MicroBatch]:
     """Share samples out to `count` micro-batches, the longest first: what needs most memory runs
     first. Where there are fewer samples, the last micro-batches are copies of the shortest one.
-
     With `even_tokens`, which excludes `keep_order`, the largest number of computed tokens is the
     least possible; otherwise the numbers of samples are even.
     """
@@ -129,7 +128,6 @@ def plan_of_rank(
     """The micro-batches of this rank's samples, of which `tokens` int64 `[B, S]` has the shape;
     all ranks call it, those of a model-parallel group with equal arguments. `training`: no sample
     may be in two micro-batches. Other arguments as of `megatron_steps.forward_backward`.
-
     `UserError`: in training, the samples do not make whole micro-batches, or virtual pipelining
     needs another number of them.
     """

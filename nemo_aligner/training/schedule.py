@@ -135,12 +135,10 @@ def check_progress(
     must_save: bool = False,
 ) -> tuple[bool, bool, bool]:
     """What to do after `step` finished steps: (run validation, save a checkpoint, training is at
-    its end).
-
-    Validation is on if there are batches for it and its interval is positive; saving if its
-    interval is positive. Each happens at the multiples of its interval, at the end, and when the
-    time is over; a validation also with a save at its interval, whose checkpoint is ranked by it;
-    a save also when the job must end (`must_save`).
+    its end). Validation is on if there are batches for it and its interval is positive; saving if
+    its interval is positive. Each happens at the multiples of its interval, at the end, and when
+    the time is over; a validation also with a save at its interval, whose checkpoint is ranked by
+    it; a save also when the job must end (`must_save`).
     """
     validation_enabled = limit_val_batches != 0 and val_check_interval > 0
     save_enabled = save_interval > 0
